@@ -5,7 +5,8 @@
 // computed tile by tile. dX and the gradients of the routing weights are sent back.
 //
 // The gradients of the experts' parameters are sums over rows. They are computed when all rows of an expert
-// are done, always by source rank and row, so that they are the same bit for bit in every run.
+// are done, and rows are added by source rank, then in the order of rows. So they are the same bit for bit in
+// every run.
 #pragma once
 #include "flashdmoe/ampere.cuh"
 #include "grouped_gemm/parts.h"

@@ -7,9 +7,9 @@
 //
 // Two blocks may form a cluster and share an operand; each block loads half of that operand into both blocks:
 //
-//   tiles of the two blocks    share   by                       loads from the L2 cache
-//   one below the other        B       kCluster == 2            a third less
-//   side by side               A       Problem::blocks_across   a sixth less
+//   tiles of the two blocks    share   selected by                   loads from the L2 cache
+//   one below the other        B       kCluster == 2                 a third less
+//   side by side               A       Problem::blocks_across == 2   a sixth less
 //
 // In a cluster, a stage is empty when the multiplying warps of both blocks have released it, and full when
 // the loads of both blocks have arrived.
@@ -129,9 +129,9 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kRows> boxes(thread);
-  // Numbers of stages since the start: those whose copies have been issued, and those that have been
-  // announced. A stage's index and its parity are computed from them, because there are no registers for a
-  // Ring.
+  // issued: number of stages, since the start, whose copies have been started. announced: number of stages
+  // whose full barrier has been signalled. A stage's index and its parity are computed from these numbers,
+  // because there are no registers for a Ring.
   uint32_t issued = 0, announced = 0;
   const auto announce_but = [&](uint32_t left) {
 #pragma unroll 1
@@ -201,8 +201,8 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
   sync_named(1, kMultipliers);
 }
 
-// Releases a stage in every block that loads into it: lane i arrives at the barrier of block i of the
-// cluster. An object takes one register.
+// Releases a stage to every block that loads into it: lane i of a warp arrives at the stage's empty barrier
+// in block i of the cluster. An object takes one register.
 class Release {
  public:
   __device__ __forceinline__ explicit Release(Shared& shared) {
@@ -229,7 +229,8 @@ template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int k
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
                                          Ring<kStages> ring = {}, Pieces pieces = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
-  // Bytes in an operand from one group of 16 numbers of the reduction to the next.
+  // Bytes of an operand between successive products of warpgroups, which multiply 16 numbers of the reduction
+  // each.
   constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
@@ -271,7 +272,8 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       }
       previous = ring.stage;
     }
-    // The first reads of the epilogue are started before the last products are finished.
+    // The epilogue's first reads from memory are started before the last products are finished, to hide their
+    // latency.
     using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
     const int self = thread_again() - kLoaders;
     Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
@@ -282,8 +284,9 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0) release(previous);
-    // If a tile holds matching columns of two halves, their accumulators are 64 floats apart. A block of 32
-    // columns has no second group.
+    // kApart: distance, in floats, between the accumulators of the two groups of 32 columns that one call of
+    // block() takes. For SwiGLU the groups are the same columns of both halves; with only 32 columns there is
+    // no second group.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
     unrolled<kBlocks>([&](auto index) {
@@ -302,7 +305,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 
 // Initialises all barriers of a block. One thread calls it.
 //
-// full_arrivals: arrivals that complete a stage, besides its bytes.
+// full_arrivals: arrivals that the full barrier of a stage needs, besides the bytes that must arrive.
 // cluster: number of blocks in the cluster.
 // walking_loaders: number of loading warps that read the numbers of tiles; 1 if a single thread does.
 __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
@@ -330,8 +333,8 @@ __device__ __forceinline__ void sync_before(int blocks) {
     sync_block();
 }
 
-// Waits until the other block of the cluster is done. Until then it may load into this block's shared memory,
-// or release one of its stages.
+// Waits until the other block of the cluster is done. Until then the other block may load into this block's
+// shared memory, or arrive at its barriers, so this block must not end.
 __device__ __forceinline__ void sync_after(int blocks) {
   if (blocks > 1) sync_cluster();
 }

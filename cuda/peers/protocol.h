@@ -1,5 +1,5 @@
-// The protocol by which blocks and ranks announce that data is ready: flags that only rise, and waits with a
-// time limit.
+// The protocol by which blocks and ranks tell each other that data is ready: flags that only rise, and waits
+// with a time limit.
 //
 // A round is one launch of FlashDMoE's kernel, or the launches of COMET's dispatching and combining kernels
 // together. The rounds of a heap (memory that all ranks can write) are numbered from 1, the same on all
@@ -15,16 +15,17 @@
 // none raises a flag of another rank. So the kernel ends, and the kernels of the other ranks end after their
 // own limits. The results of the round are wrong.
 //
-// The kernels compile this file, and so do tests on the CPU: the emulator, and plain threads under
-// ThreadSanitizer (tests/cuda). These tests plant mistakes by PMOE_PLANT and Watch::not_waited, and must find
-// them.
+// This file is also compiled for the CPU, by tests that run kernels in an emulator and in plain threads under
+// ThreadSanitizer (tests/cuda). To prove that these tests find mistakes, PMOE_PLANT and Watch::not_waited
+// make
+// mistakes on purpose: they leave out a fence or a wait.
 #pragma once
 #include "common/device.cuh"
 #include "peers/watch.h"
 
 namespace pmoe::peers {
 
-// The mistakes that a test can compile in, to prove that it finds them.
+// Mistakes that a test can compile into a kernel, to prove that the test finds them.
 enum class Plant : int { kNothing, kNoProxyFence };
 #ifndef PMOE_PLANT
 #define PMOE_PLANT kNothing

@@ -6,8 +6,8 @@
 #include "common/device.cuh"
 #include "route/layout.h"
 
-// Stands before loops with few iterations, which the compiler would otherwise unroll. In a kernel of a few
-// microseconds, loading the longer code would take most of the time.
+// Marks loops with few iterations that must not be unrolled. In a kernel of a few microseconds, loading the
+// longer code would take most of the time.
 #if defined(__CUDACC__)
 #define PMOE_ROLLED _Pragma("unroll 1")
 #else
@@ -16,7 +16,7 @@
 
 namespace pmoe::route {
 
-// The rows of logits. The rows of their gradient have the same layout.
+// The sizes and alignment of the logits, one row for each token. The gradient of the logits has the same.
 struct Rows {
   int64_t num_tokens;
   int32_t num_experts;
@@ -27,7 +27,7 @@ struct Rows {
 template <class S>
 __device__ __forceinline__ int own_thread() {
   if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
-  // Blocks that do other work, too, have no register to keep the index.
+  // In FlashDMoE's kernels, no register is free to keep the index.
   else
     return thread_again() - S::kFirstThread;
 }
@@ -39,9 +39,11 @@ __device__ __forceinline__ void sync() {
     sync_named(S::kBarrier, S::kThreads);
 }
 
-// The place of a thread in its block and among tokens: its lane, its warp, the number of its token among the
-// kTokens tokens that the warp has at a time (token), and its number among that token's kLanes lanes
-// (of_token). block: index among the blocks that have tokens.
+// The position of a thread: its lane and its warp, and
+//
+//   token      which of the kTokens tokens that the warp has at a time the thread works on
+//   of_token   which of this token's kLanes lanes the thread is
+//   block      index of the thread's block among the blocks that have tokens
 template <class S>
 struct Place {
   int block = static_cast<int>(blockIdx.x);

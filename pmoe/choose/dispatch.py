@@ -22,7 +22,7 @@ TOKENS = 4096
 `pmoe plan` compares all-to-alls for any number of tokens."""
 
 ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
-"""Options that need the flat all-to-all, which sends each row straight to its rank."""
+"""Options that need the flat all-to-all, which sends each row straight to its destination."""
 
 
 def fastest_dispatch(
@@ -30,8 +30,8 @@ def fastest_dispatch(
 ) -> ExchangeName:
     """Returns the name of the fastest all-to-all, the same on every rank. Collective.
 
-    Ranks compare on which nodes they are. Rank 0 then chooses by its stored profile, and the reason is
-    logged. "flat" (each row travels straight to its rank) is taken in these cases:
+    Ranks tell each other on which nodes they are. Rank 0 then chooses by its stored profile, and the reason
+    is logged. "flat" (each row travels straight to its rank) is taken in these cases:
 
     - there is one node, or each node has one rank, or nodes have different numbers of ranks;
     - another option needs it (`ONLY_FLAT`);
@@ -40,7 +40,7 @@ def fastest_dispatch(
     spec: the options of the layer.
     grid: the ranks of the layer.
     nodes: the layer's argument ``nodes``, which says on which node each rank is.
-    device, dtype: of the rows.
+    device, dtype: device and dtype of the rows.
 
     Raises ValueError or TypeError on every rank if ``nodes`` is wrong.
     """

@@ -18,7 +18,8 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.trials import TrialBatch, adaptive_degree, measure_trials
+from pmoe.choose.part_of_batch import measure_in_little_memory
+from pmoe.choose.trials import TrialBatch, adaptive_degree
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
@@ -56,7 +57,8 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
         degrees = search(
             table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
         )
-        learned.keep()
+        if degrees is not None:
+            learned.keep()
     if degrees is None:
         n = adaptive_degree(batch.rows, 2 if options.rotates else modules.ranks.size)
         degrees = PassDegrees(n, n)
@@ -65,7 +67,7 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
 def search(
     known: GranularityTable, batch: TrialBatch, restore: Restore, candidates: Sequence[int], *, apart: bool
-) -> PassDegrees:
+) -> PassDegrees | None:
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
     First each n of ``candidates`` runs in both passes. If forward is fastest with another n than backward,
@@ -77,23 +79,31 @@ def search(
         or made again for backward.
     candidates: the numbers of chunks to try.
     apart: whether forward and backward may have different n.
+
+    Returns None if trials need more memory than a step takes (`measure_in_little_memory`).
     """
     max_tokens = batch.counts.max_tokens
     seconds = dict[PassDegrees, tuple[float, float]]()  # (forward, backward)
     log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, candidates)), max_tokens)
 
-    def measure(tried: Sequence[PassDegrees]) -> None:
+    def measure(tried: Sequence[PassDegrees]) -> bool:
         choices = [Choice(**vars(degrees), restore=restore) for degrees in tried]
-        seconds.update(zip(tried, measure_trials(batch, choices), strict=True))
+        measured = measure_in_little_memory(batch, choices)
+        seconds.update(zip(tried, measured or (), strict=measured is not None))
+        return measured is not None
 
     equal_degrees = [PassDegrees(n, n) for n in candidates]
-    measure(equal_degrees)
+    if not measure(equal_degrees):
+        return None
     fastest_forward, fastest_backward = (
         min(equal_degrees, key=lambda degrees: seconds[degrees][pass_index]) for pass_index in (0, 1)
     )
     combined = PassDegrees(fastest_forward.forward, fastest_backward.backward)
     if apart and combined not in seconds:
-        measure([combined])
+        equals = [
+            PassDegrees(fastest.forward, fastest.forward) for fastest in (fastest_forward, fastest_backward)
+        ]
+        measure([*equals, combined])
     step_seconds = {degrees: sum(both_passes) for degrees, both_passes in seconds.items()}
     best = known.record(max_tokens, step_seconds)
     timings = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in step_seconds.items())
@@ -341,8 +351,10 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 
     Warns about a file that cannot be used.
 
-    path: the file, or None. key: everything that changes the seconds of trials (`key_of_degrees`). A file
-    with another key is not used. candidates: numbers of chunks that the file may contain.
+    path: the file, or None.
+    key: everything that changes the seconds of trials (`key_of_degrees`). A file with another key is not
+        used.
+    candidates: numbers of chunks that the file may contain.
     """
     about = "what trials found before is not used, and measured again"
     return {} if path is None else read_or_default({}, about, lambda: load_degrees(path, key, candidates))

@@ -16,16 +16,16 @@ from pmoe.warn import warn_once
 
 
 def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
-    """Returns the limits for received rows that are compared in the exchange of row counts.
+    """Returns the limits for received rows that ranks compare when they exchange row counts.
 
-    The comparison answers two questions: into how many more chunks the batch must be cut so that each chunk
-    fits into a ring slot on every rank, and whether the host memory of every rank has room for an offloaded
-    T_DI (the dispatched rows). Chunks are micro-batches; ring slots are the buffers that they share.
+    The comparison answers two questions. Into how many more chunks (micro-batches) must the batch be cut, so
+    that each chunk fits into a ring slot (a buffer that chunks share) on every rank? And has the host memory
+    of every rank room for an offloaded T_DI (the dispatched rows)?
 
     modules: the modules and options of the layer.
     routed: the batch after the gate.
 
-    Returns None if the layer's chunks share no buffers: then there are no limits.
+    Returns None if the layer's chunks share no buffers: there are no limits then.
     """
     options = modules.options
     x_TM = routed.x_TM
@@ -47,9 +47,9 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """Returns the restore pair, changed if it would offload dispatched rows and a host lacks memory.
+    """Returns the restore pair, but without offloading T_DI if any rank lacks host memory for it.
 
-    The restore pair says whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept,
+    T_DI are the dispatched rows. The restore pair says whether they and the hidden activation (T_M) are kept,
     offloaded or made again for backward. If any rank lacks host memory for T_DI, all ranks send T_DI again in
     backward instead.
 

@@ -1,7 +1,7 @@
 """FSMoE's solver (Section 4) for the numbers of chunks of ``pipeline="solve"``, on measured costs.
 
-The costs are measured on this machine, for evenly routed tokens. A part of the tokens stays on its rank. The
-costs are seconds of
+The costs are measured on this machine, for evenly routed tokens, of which some stay on their rank. They are
+seconds of
 
 - the all-to-all among nodes;
 - the all-gather and the reduce-scatter inside a node;

@@ -8,29 +8,38 @@ plan that the layer itself would make with the choice. Nothing in the layer chan
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import memory_shape
+from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.autograd import Runner
+from pmoe.comm.failures import publishing_failures
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.plan.plan import Plan
+from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
 from pmoe.measure.profile import profile_of
 from pmoe.measure.timing import begin_together, clock_of, median_seconds
-from pmoe.planner.degree import DEGREES, Choice
+from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
-from pmoe.runners.pipeline import PipelineRunner
+from pmoe.planner.rows_per_pass import counted_rows
+from pmoe.runners.pipeline import make_backward, make_forward
+from pmoe.warn import warn_once
 
 MIN_ROWS = 1024
-"""Smallest number of rows of a chunk. With fewer, small products cost more than better overlap saves.
+"""Smallest number of rows of a chunk. Smaller products lose more time than better overlap would save.
 
-bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best."""
+Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
+"""
 
 REPEATS = 3
 """Timed runs of each choice."""
@@ -39,7 +48,13 @@ CLOSE = 1.15
 """Choices that take at most this many times the fastest choice's seconds are timed again."""
 
 MORE = 7
-"""Timed runs of each choice that is close to the fastest, after the first ones."""
+"""Number of additional timed runs of each choice that is close to the fastest (`CLOSE`)."""
+
+
+MEASURING_SHARE = 0.5
+"""Part of the smallest step's peak that a measurement may take. The call holds some memory already."""
+
+T = TypeVar("T")
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
@@ -80,9 +95,20 @@ class TrialBatch:
     def profile(self) -> Profile:
         """Returns the profile of this device and group: measured rates of products and messages.
 
-        Collective the first time.
+        If it must be measured, that takes less memory than any step of the layer. Collective the first time.
         """
-        return profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+        x_TM = self.inputs.x_TM
+        return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
+
+    @functools.cached_property
+    def measuring_bytes(self) -> float:
+        """The bytes that a measurement may take, beside what the call holds already. Collective.
+
+        It is a part of the predicted peak of the layer's smallest step, the same on every rank.
+        """
+        options = self.modules.options
+        choices = all_choices([(n, n) for n in options.degrees], self.modules.pairs)
+        return MEASURING_SHARE * min(predicted_peaks(self, choices))
 
     @property
     def trials_allowed(self) -> bool:
@@ -99,9 +125,37 @@ class TrialBatch:
         are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
         return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
-    def runner(self, choice: Choice) -> Runner:
-        """Returns the runner that computes this batch with the given numbers of chunks and restore pair."""
-        return PipelineRunner(self.orders.plan(self.counts, choice))
+    def plan(self, choice: Choice) -> Plan:
+        """Returns the plan by which the layer would run this batch with these numbers of chunks and pair."""
+        return self.orders.plan(self.counts, choice)
+
+
+def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
+    """Returns the predicted peak of both passes with each choice, in bytes, on the rank that needs most.
+
+    The gate's memory is not counted, because trials do not route. The gradients of the experts' parameters
+    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). Collective.
+    """
+    modules = batch.modules
+    counts = batch.counts
+    call = rows_of_call(modules, batch.inputs.x_TM.shape[0])
+    own_peaks = []
+    for choice in choices:
+        sizes = replace(batch.sizes, rotates=batch.sizes.rotates or choice.rearranged)
+        # Skewed routing is cut into more chunks than were asked for.
+        degrees = [n << counts.depth.get(n, 0) for n in (choice.forward, choice.backward)]
+        forward, backward = (
+            counted_rows(sizes, counts, modules.ranks.rank, n, modules.grid.esp.rank) for n in degrees
+        )
+        is_rearranged = degrees[0] != degrees[1]
+        memory = predict(sizes, call, forward, backward, choice.restore, rearranged=is_rearranged)
+        own_peaks.append(float(max(memory.forward_peak, memory.backward_peak)))
+    device = batch.inputs.x_TM.device
+    return largest(modules.ranks, device, own_peaks, stage="comparing the predicted memory of choices")
+
+
+DROPPED = (math.inf, math.inf)
+"""The seconds of a choice for which a rank had too little memory."""
 
 
 def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
@@ -112,44 +166,148 @@ def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[f
     3. Choices close to the fastest are timed again, because two equal steps on a CPU may differ by a tenth.
 
     Each median is the largest of any rank, so all ranks time the same choices again. The bytes that trials
-    send do not count as traffic of the model.
+    send do not count as traffic of the model. If any rank runs out of memory with a choice, all ranks drop
+    the choice: its seconds are infinite (`DROPPED`), and rank 0 warns once.
 
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to try.
+
+    Raises OutOfMemoryError on every rank if all choices are dropped.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
     traffic = batch.modules.traffic
     traffic_before = replace(traffic)
-    clock = clock_of(device)
-    runs = [functools.partial(_run_both, batch.runner(choice), batch.inputs, clock) for choice in choices]
     agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")
     timed = functools.partial(median_seconds, begin=begin_together(ranks), agree=agree)
-    medians = timed(runs, REPEATS)
+    trials = [Trial(batch, choice) for choice in choices]
+    medians = [tuple(seconds) for seconds in timed([trial.run for trial in trials], REPEATS)]
+    medians = [DROPPED if trial.has_failed else median for trial, median in zip(trials, medians, strict=True)]
     fastest = min(map(sum, medians))
-    close = [index for index, median in enumerate(medians) if sum(median) <= CLOSE * fastest]
+    close = [index for index, median in enumerate(medians) if sum(median) <= CLOSE * fastest < math.inf]
     if len(close) > 1:
-        again = timed([runs[index] for index in close], MORE, warm_up=0)
+        again = timed([trials[index].run for index in close], MORE, warm_up=0)
         for index, median in zip(close, again, strict=True):
-            medians[index] = median
+            medians[index] = DROPPED if trials[index].has_failed else tuple(median)
     vars(traffic).update(vars(traffic_before))
+    _warn_of_dropped(batch, [trial for trial in trials if trial.has_failed], len(trials))
     return [(forward, backward) for forward, backward in medians]
 
 
-@torch.no_grad()
-def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
-    """Runs both passes once, and returns the seconds of each.
+class Trial:
+    """A choice that is tried on a batch. All ranks know whether one of them ran out of memory with it.
 
-    The output T_O serves as its own gradient in backward.
-
-    runner: computes both passes.
-    inputs: the rows and parameters of the call.
-    now: a clock in seconds.
+    batch: the routed batch.
+    choice: the numbers of chunks and the restore pair.
+    has_failed: whether any rank ran out of memory. The choice then runs no more.
+    failure: the error on this rank; None if this rank has none.
     """
-    start = now()
-    y_TM, saved = runner.forward(inputs, keep=True)
-    middle = now()
-    assert saved is not None
-    wanted = [tensor is not None and tensor.requires_grad for tensor in inputs.all]
-    saved.backward(saved.tensors, wanted, y_TM)
-    return middle - start, now() - middle
+
+    def __init__(self, batch: TrialBatch, choice: Choice) -> None:
+        self.batch = batch
+        self.choice = choice
+        self.has_failed = False
+        self.failure: Exception | None = None
+
+    @torch.no_grad()
+    def run(self) -> tuple[float, float]:
+        """Runs both passes once, and returns the seconds of each; `DROPPED` if the choice has failed.
+
+        Each pass first takes its buffers. Then the ranks compare whether one of them failed, so that no rank
+        waits for a message of a rank that has not begun. A rank that fails later still takes part in all
+        messages of the pass (`pmoe.engine.variants.trial`). The output T_O serves as its own gradient.
+        """
+        if self.has_failed:
+            return DROPPED
+        inputs = self.batch.inputs
+        with publishing_failures(self.batch.modules.ranks, "a trial"):
+            # Made for each run: the plans of all choices together would take more memory than a step.
+            plan, _ = self._timed(lambda: self.batch.plan(self.choice))
+            forward, made = self._timed(lambda: make_forward(_some(plan), inputs, True, TrialForward))
+            if self._any_failed() or forward is None:
+                return DROPPED
+            y_TM, ran = self._timed(forward.run)
+            self.failure = self.failure or forward.failure
+            forward_seconds = made + ran
+            backward, made = self._timed(lambda: self._backward(forward, _some(y_TM)))
+            if self._any_failed() or backward is None:
+                return DROPPED
+            _, ran = self._timed(backward.run)
+            self.failure = self.failure or backward.failure
+            backward_seconds = made + ran
+            if self._any_failed():
+                return DROPPED
+        return forward_seconds, backward_seconds
+
+    def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
+        """Returns the backward pass after a forward pass, with its buffers.
+
+        grad_TM: (T, M), the gradient of the layer's output.
+        """
+        state = forward.left
+        state.wanted = [tensor is not None and tensor.requires_grad for tensor in self.batch.inputs.all]
+        return make_backward(forward.plan, grad_TM, state, TrialBackward)
+
+    def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
+        """Returns the result of a function and its seconds; (None, 0) after this rank ran out of memory.
+
+        If the function itself runs out of memory, `failure` is its error.
+        """
+        if self.failure is not None:
+            return None, 0.0
+        now = clock_of(self.batch.inputs.x_TM.device)
+        start = now()
+        try:
+            result = function()
+            return result, now() - start
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.failure = error.with_traceback(None)  # its frames would keep tensors alive
+            return None, 0.0
+
+    def _any_failed(self) -> bool:
+        """Returns whether any rank has run out of memory. Collective."""
+        ranks = self.batch.modules.ranks
+        own = [float(self.failure is not None)]
+        [failed] = largest(
+            ranks, self.batch.inputs.x_TM.device, own, stage="agreeing on the memory of a trial"
+        )
+        self.has_failed = bool(failed)
+        return self.has_failed
+
+
+def _some(value: T | None) -> T:
+    """Returns a value that is not None."""
+    assert value is not None
+    return value
+
+
+def _warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
+    """Warns of choices for which a rank had too little memory. Collective.
+
+    Raises OutOfMemoryError on every rank if no choice is left.
+
+    dropped: the trials of these choices, the same on every rank.
+    num_trials: the number of all choices.
+    """
+    if not dropped:
+        return
+    choices = [trial.choice for trial in dropped]
+    needed = {
+        choice: num_bytes / 2**20
+        for choice, num_bytes in zip(choices, predicted_peaks(batch, choices), strict=True)
+    }
+    own = next((trial.failure for trial in dropped if trial.failure is not None), None)
+    if len(dropped) == num_trials:
+        least = min(needed, key=lambda choice: needed[choice])
+        raise torch.OutOfMemoryError(
+            f"every choice that was tried needs more memory than some rank has. The least is that of "
+            f"n={least.forward} with {least.restore}: about {needed[least]:.1f} MiB beside the model and the "
+            "layer's input. Free memory, pass fewer tokens, or use more ranks"
+        ) from own
+    if batch.modules.ranks.rank == 0:
+        listed = ", ".join(
+            f"n={choice.forward} {choice.restore} (about {needed[choice]:.1f} MiB)" for choice in needed
+        )
+        warn_once(f"a trial ran out of memory on some rank, so these choices are not used: {listed}")

@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _quiet_on_closed_pipe() -> Iterator[None]:
-    """Ends the block without an error if the reader of stdout closed the pipe, as in ``pmoe plan | head``."""
+    """A context that ends without an error if the reader of stdout closes it, as in ``pmoe plan | head``."""
     try:
         try:
             yield

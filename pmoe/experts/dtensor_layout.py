@@ -27,9 +27,9 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 Reduce = Callable[[Sequence[Tensor]], None]
-"""A function that reduces gradients in place: this rank's parts, of any shape.
+"""A function that reduces this rank's gradients over ranks, in place. They may have any shape.
 
-It is a collective, called with the same parameters in the same order on every rank.
+It is a collective. Every rank calls it with the gradients of the same parameters, in the same order.
 """
 
 
@@ -49,7 +49,8 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 def _watch_optimizers() -> None:
     """Registers two hooks on the steps of all optimizers of this process; later calls do nothing.
 
-    The first hook raises if an optimizer has a replaced parameter. The second one marks DTensors as changed.
+    The first hook runs before a step, and raises if the optimizer has a parameter that was replaced. The
+    second runs after a step, and increments the version counters of the DTensors that the step has changed.
     """
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_count_versions)
@@ -89,8 +90,8 @@ def local_values(
 ) -> list[Tensor]:
     """Returns this rank's part of each value of experts that `pmoe.parallelize` has made DTensors.
 
-    placements: the DTensor placements by name of the value, as `pmoe.parallelize` chose them. Names that are
-        not in it belong to values that remain plain tensors.
+    placements: the DTensor placements that `pmoe.parallelize` chose, by name of the value. A value without
+        placements is a plain tensor.
     reduce: reduces the gradients of all values in backward; None reduces nothing.
     names: the values' names.
     values: DTensors or plain tensors, of any shape, in the order of ``names``.
@@ -166,9 +167,9 @@ def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient as a DTensor with the mesh and placements of its parameter.
+    """Wraps this rank's gradient in a DTensor with the mesh and placements of the parameter.
 
-    gradient: of any shape.
+    gradient: this rank's part of the gradient, of any shape.
     like: the parameter. If it is no DTensor, the gradient is returned unchanged.
     """
     from torch.distributed.tensor import DTensor

@@ -9,7 +9,7 @@ from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
 
 
 class DrawnGate(Gate):
-    """Gives each token K = top_k distinct experts, with the weight 1 / K each.
+    """Base class of gates that give each token K = top_k distinct experts with the weight 1 / K each.
 
     It has no parameters. ``device`` and ``dtype`` have no effect; they are accepted because all gates accept
     them.

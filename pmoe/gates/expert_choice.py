@@ -21,7 +21,7 @@ NormalizedOver = Literal["experts", "tokens"]
 
 
 class ExpertChoiceGate(Gate):
-    """Each of E experts takes its C best tokens of this rank. Ties go to the lowest token index.
+    """A gate in which each of E experts takes its C best tokens of this rank. Ties go to the lowest index.
 
     C = min(T, ceil(capacity_factor * T * top_k / E)) for T tokens. A token may get any number of experts, or
     none. Because all experts get the same number of tokens, l_aux is 0 and the layer drops nothing.

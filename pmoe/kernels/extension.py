@@ -130,11 +130,11 @@ class LoadedKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A CUDA device that torch sees, with those kernels of pmoe that were asked about.
+    """A CUDA device that torch sees, with properties of pmoe's kernels on this device.
 
     index, name: torch's index and name of the device.
     capability: its compute capability; (9, 0) means 9.0.
-    kernels: the properties of all kernels, or of `PROBE` alone if only that one was asked about; empty if
+    kernels: the properties of all kernels, or of the kernel `PROBE` alone, if only this was loaded; empty if
         loading failed.
     reason: why ``kernels`` is empty; None if it is not.
     """
@@ -150,8 +150,8 @@ class Device:
 def on_device(index: int) -> Device:
     """Returns a CUDA device with the properties of a single kernel, `PROBE`.
 
-    It stands for all kernels, because they are compiled for the same architectures. The driver is asked once
-    for each device; the result is cached.
+    What holds for this kernel holds for all kernels, because they are compiled for the same architectures.
+    Loading only one is faster. The result is cached.
     """
     return ask_device(index, PROBE)
 

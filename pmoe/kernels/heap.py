@@ -83,10 +83,10 @@ class DeviceMemory:
         loaded_extension().heap_close(device.index, peer)
 
     def place(self, device: torch.device) -> tuple[str, str]:
-        """Returns two texts, from which ranks find out if they can share a heap.
+        """Returns two texts, which ranks compare to find out if they can share a heap.
 
-        The first is the kernel code that the driver loaded on the device (`Architecture`); all ranks must
-        have the same. The second is `host_name`, which is the same for all ranks of a node.
+        The first is the kernel code that the driver loaded on the device (`Architecture`), which must be
+        equal on all ranks. The second is `host_name`: ranks with equal texts are on the same node.
         """
         return str(extension.loaded_architecture(device)), host_name()
 
@@ -155,18 +155,18 @@ class HeapShape:
 
     num_ranks: number of ranks.
     experts: number of experts of one rank.
-    rows: the most rows that a rank can receive. For FlashDMoE's kernels it is the capacity C of one cell,
-        rounded up to whole tiles; a cell is the memory for the rows that one rank sends to one expert.
-    home_rows: the most rows that a rank can send to experts, whose results are written back into its heap.
-        For FlashDMoE's kernels it is the most tokens of a rank.
+    rows: COMET's kernels (`pmoe.kernels.comet`): the most rows that a rank can receive. FlashDMoE's kernels
+        (`pmoe.kernels.flashdmoe`): the most rows that one rank can send to one expert, rounded up to whole
+        tiles; with is_pool, the most rows that a rank can receive.
+    home_rows: COMET: the most rows that a rank can send, because their results are written back into its
+        heap. FlashDMoE: the most tokens of a rank.
     d_model, dtype: number of columns and dtype of a row.
-    d_hidden: the experts' hidden size for FlashDMoE's kernels (`pmoe.kernels.flashdmoe`), whose heap also
-        holds the state that these kernels keep from one round to the next; 0 for COMET's kernels
-        (`pmoe.kernels.comet`).
-    sends_again: whether backward may dispatch the layer's input once more (T_DI), for which the heap needs
-        room beside the gradients. For FlashDMoE's kernels only.
-    is_pool: whether all cells of a rank share ``rows`` rows, from which each cell takes whole tiles, instead
-        of having ``rows`` rows each. For FlashDMoE's kernels only.
+    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has buffers of these kernels.
+        COMET: 0.
+    sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
+        heap needs room beside the dispatched gradients.
+    is_pool: FlashDMoE only: False gives the rows from each rank for each expert a buffer of their own, of
+        ``rows`` rows. True puts all rows that a rank receives into one buffer of ``rows`` rows.
 
     Raises ValueError if a row is not a multiple of 16 bytes. Numbers of ranks or experts that the kernels
     cannot take are refused later, by `pmoe.kernels.comet.launcher.Launcher`.
@@ -224,6 +224,8 @@ def _places(
 ) -> dict[str, int]:
     """Returns the byte offsets of a heap's regions by name. The extension computes them once for each shape.
 
+    The arguments are fields of `HeapShape`.
+
     cell: () for COMET's kernels; (d_hidden, sends_again, is_pool) for FlashDMoE's.
     """
     module = loaded_extension()
@@ -256,7 +258,7 @@ PERSISTENT_WAITS = (
     "rank {peer}: the offsets of rank {rank}'s rows for its experts",
     "rank {rank} itself: room for the rows of rank {peer}",
 )
-"""Descriptions of what a kernel can wait for, indexed by the code `Wait` of cuda/peers/watch.h.
+"""Texts for error messages: what a kernel can wait for, indexed by the code `Wait` of cuda/peers/watch.h.
 
 `WAITS` are those of COMET's kernels, `PERSISTENT_WAITS` those of FlashDMoE's.
 """
@@ -369,9 +371,9 @@ class Heap:
     def give_up(self, why: str) -> None:
         """Makes the heap unusable, because this rank left a round before its end.
 
-        A round is one launch that dispatches rows, and the later launches that use these rows. If this rank
-        began another round instead, the other ranks would take its flags of that round for flags of the round
-        that it left.
+        A round is one launch that dispatches rows, and the later launches that use these rows. Ranks set
+        flags in each other's heaps when they have written rows. If this rank began a new round, the other
+        ranks, which still wait in the old round, would take its new flags for those of the old round.
 
         why: the reason, for the error of later calls.
         """

@@ -48,7 +48,7 @@ def bucket(rows: int) -> int:
 class ProductRequest:
     """A grouped product that is to be computed: form, sizes and device. Choices are stored by request.
 
-    form: which of the three products.
+    form: "forward", "input" or "weight": rows times weights, gradient of the rows, gradient of the weights.
     device: the device that computes. It is not compared: devices of the same name share a choice.
     device_name: name of the device; "" is replaced by torch's name for the device.
     dtype: dtype of the operands.
@@ -95,7 +95,8 @@ class ProductOperands(NamedTuple):
         input     grad (N, O)   weight (E, O, I)   (N, I)
         weight    grad (N, O)   rows (N, I)        (E, O, I)
 
-    form: which of the three products.
+    form: "forward", the product of rows and weights; "input", the gradient of rows; or "weight", the gradient
+        of weights.
     first, second: the operands, as in the table.
     experts: E.
     bias: (E, O), or None.
@@ -158,14 +159,14 @@ class MeasuredChoice:
 
 
 class Registry:
-    """Candidates that compute grouped products, the choices among them, and the reasons for these choices.
+    """Chooses which candidate computes a grouped product, by measured times and by reasons to refuse.
 
-    candidates: in the order of preference. The first is the challenger, which is used only if it was measured
-        to be faster. The last must refuse nothing.
+    candidates: in the order of preference. The first, pmoe's kernels, is used only if it was measured to be
+        faster than the others. The last must refuse nothing.
     challenger: name of the first candidate.
-    forced: the candidate that `forcing` names at present; None outside such a block.
-    measured: measured choices by request.
-    faults: results of checks of the challenger.
+    forced: the candidate that every product must use inside a `forcing` block; None outside.
+    measured: for each request that was measured, the faster candidate.
+    faults: by the case that was checked: what the first candidate computed wrongly; None if all was right.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -186,7 +187,7 @@ class Registry:
     # ---- results of measurements
 
     def learn(self, request: ProductRequest, found: MeasuredChoice) -> None:
-        """Stores a measured choice. From now on `choose` follows it."""
+        """Stores the result of a measurement. From now on `choose` returns the faster candidate."""
         self.measured[request] = found
         self._ranked.pop((request, False), None)
 
@@ -197,7 +198,7 @@ class Registry:
         self._ranked.pop((request, False), None)
 
     def distrust(self, request: ProductRequest, why: str) -> None:
-        """Makes pmoe's kernels refuse all requests with this request's device name and dtype.
+        """Excludes pmoe's kernels from all products with this request's device name and dtype.
 
         why: what the kernels computed wrongly. The reason is shown in warnings and logs.
         """
@@ -210,8 +211,8 @@ class Registry:
         """Returns the name of the candidate that computes a product.
 
         request: the product's form, sizes, dtype and device.
-        operands: the product's tensors. If the chosen candidate cannot read their memory, the next candidate
-            that does not refuse is tried. None skips this check.
+        operands: the product's tensors. If a candidate cannot read their strides or addresses, the next
+            candidate that does not refuse is tried. None skips this check.
 
         If the first candidate (pmoe's kernels) cannot be used on a CUDA device, it warns once for each
         reason.
@@ -246,9 +247,10 @@ class Registry:
             self.forced = outer
 
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
-        """Returns two candidates to time: pmoe's kernels and the first other one that does not refuse.
+        """Returns the names of two candidates to time: pmoe's kernels, and the best other candidate.
 
-        Both are names. Returns None if pmoe's kernels refuse the request.
+        The other is the first in the order of preference that does not refuse the request. Returns None if
+        pmoe's kernels refuse it.
         """
         willing = self._willing(request)
         return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None
@@ -286,7 +288,7 @@ class Registry:
         return [name for name, reasons in self._refusals(request).items() if not reasons]
 
     def _first(self, request: ProductRequest, willing: Sequence[str]) -> tuple[str, str]:
-        """Returns (name of the best candidate for a request, why it is the best).
+        """Returns the name of the candidate to use for a request, and the reason in words.
 
         willing: names of the candidates that do not refuse the request, in the order of preference.
         """

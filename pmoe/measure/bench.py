@@ -107,8 +107,9 @@ def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -
 def _run_on_streams(
     device: torch.device, streams: Mapping[str, torch.cuda.Stream], work: LaneRuns
 ) -> dict[str, Marks]:
-    """Runs the work of all lanes side by side on CUDA streams. The host only enqueues work until all is
-    enqueued.
+    """Runs the work of all lanes side by side on CUDA streams, and returns when it has finished.
+
+    The host waits only after it has enqueued all work.
 
     streams: the stream of each lane.
     work: the function of each lane, and how often it is repeated.
@@ -155,14 +156,14 @@ def seconds_of(
     repeats: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Returns the seconds of one run of a function that runs alone, on the slowest rank. Collective.
+    """Returns the seconds of one run of a function, while nothing else runs, on the slowest rank. Collective.
 
-    One more run comes first, which does not count.
+    The function runs once more before, to warm up.
 
-    lane: the lane on which it runs.
+    lane: the lane on which the function runs: computation, messages or copies.
     action: the function.
-    repeats: number of runs that count.
-    of: makes one number of the seconds of all runs; the median by default.
+    repeats: number of runs that are timed.
+    of: makes one number of the seconds of these runs; the median by default.
     """
     bench.largest([0.0])  # begin together
     marks = bench.run({lane: (action, repeats + 1)})[lane][1:]

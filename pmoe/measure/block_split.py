@@ -55,7 +55,7 @@ AGREEING = "agreeing on divisions of the fused kernels"
 T = TypeVar("T")
 
 _agreed: dict[tuple[str, FusedLayerSizes], Any] = {}
-"""The answers that ranks got from rank 0's table, by (name of the group, sizes of the kernel or layer)."""
+"""Results of `agreed` and `agreed_layer`, by (name of the group, sizes of the kernel or layer)."""
 
 
 def fused_layer_sizes(
@@ -68,7 +68,7 @@ def fused_layer_sizes(
     dtype: torch.dtype,
     **sizes: Any,
 ) -> FusedLayerSizes:
-    """Returns the sizes of a layer on this CUDA device, by which measurements are stored and found.
+    """Returns the sizes of a layer on this CUDA device, which are the key of stored measurements.
 
     A rank is assumed to receive as many rows as it sends, tokens * top_k.
 
@@ -92,12 +92,12 @@ def fused_layer_sizes(
 
 
 def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Division:
-    """Returns how many thread blocks of a fused kernel communicate, by rank 0's table, on every rank.
+    """Returns how many thread blocks of a fused kernel should communicate; the same on every rank.
 
-    The answer is the measured division, the one of the nearest sizes, or that of a rule
-    (`DivisionTable.find`).
+    Rank 0 looks in its table of measurements. The result is the division that was measured for these sizes,
+    or for the nearest sizes, or else follows from a rule (`DivisionTable.find`).
 
-    Collective when a group asks for a kernel the first time. The answer is then cached until `forget`.
+    The first call of a group for these sizes is collective. The result is then cached until `forget`.
 
     kernel: sizes of the kernel.
 
@@ -114,21 +114,24 @@ def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Divi
 
 
 def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> LayerSeconds | None:
-    """Returns the measured times of the fused and of the chunked layer by rank 0's table, on every rank.
+    """Returns the measured times of a fused and of a chunked layer; the same on every rank.
 
-    None if the table has no times for these sizes, nor for half or twice as many rows.
+    Rank 0 looks in its table of measurements. The result is None if the table has no times for these sizes,
+    nor for half or twice as many rows.
 
-    Collective when a group asks for a layer the first time; the answer is then cached until `forget`. Raises
-    ValueError on every rank if the sizes differ between ranks, and RuntimeError if another rank is missing.
+    The first call of a group for these sizes is collective. The result is then cached until `forget`.
+
+    Raises ValueError on every rank if the sizes differ between ranks, and RuntimeError if another rank is
+    missing.
     """
     sizes = sizes_of(sizes)
     return _of_rank_0(ranks, device, sizes, lambda table: table.find_layer_times(sizes))
 
 
 def forget() -> None:
-    """Clears the cache of answers, so that the next call reads rank 0's files once more.
+    """Clears the cached results, so that the next `agreed` or `agreed_layer` reads rank 0's files again.
 
-    Either all ranks must call it, or none, because the next call is then a collective.
+    Either all ranks must call it, or none, because that next call is a collective.
     """
     _agreed.clear()
 
@@ -136,10 +139,12 @@ def forget() -> None:
 def _of_rank_0(
     ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, found: Callable[[DivisionTable], T]
 ) -> T:
-    """Returns what rank 0 finds in its table, on every rank. Collective if the answer is not cached.
+    """Looks for measurements in rank 0's table, and returns the result on every rank.
+
+    It is a collective, unless the result is cached.
 
     sizes: sizes of the kernel or layer.
-    found: finds the answer in the table; only rank 0 calls it.
+    found: a function of the table that returns the result; only rank 0 calls it.
 
     Raises ValueError on every rank if the sizes differ between ranks.
     """

@@ -48,7 +48,9 @@ ROUNDS = 7
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[FusedRouting]:
-    """Returns for each of these ranks where its rows go and which rows it receives, for COMET's kernels.
+    """Returns the routing of each of these ranks in the form that COMET's kernels need.
+
+    It says where a rank's rows go, and which rows the rank receives.
 
     routes: the routing of the tokens of all ranks, cut into one chunk for each rank.
     shape: sizes of the heap, the device memory that all ranks can write.
@@ -79,7 +81,7 @@ def even_routes(
 ) -> Routes:
     """Returns a routing in which the tokens of every rank choose every expert equally often.
 
-    It has one chunk for each rank, as virtual ranks need it.
+    The tokens of all ranks are in one tensor, and the chunks of the routing are the tokens of each rank.
 
     num_tokens: number of tokens of all ranks.
     num_experts: number of experts of all ranks.
@@ -148,7 +150,9 @@ def _launches(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Returns two functions: one launches the kernels that must run first, one launches the timed kernel.
 
-    fused_routings: destinations of the rows of each rank of this process.
+    kernel: the kernel that is timed, and its sizes.
+    launcher: launches kernels for the ranks of this process.
+    fused_routings: for each of these ranks, where its rows go and which rows it receives.
     w1: (E, G, M) for each rank of this process; G is the number of w1's rows, d_hidden or twice as many.
     w2: (E, M, H) for each rank of this process; H = d_hidden.
     x_TM: (T, M), the tokens of all ranks.
@@ -191,8 +195,8 @@ def measure_kernels(
 ) -> DivisionTable:
     """Measures every fused kernel of these layers, each with several numbers of communicating blocks.
 
-    Rows are random and evenly routed. A division that cannot be measured is left out, with a warning.
-    Collective: all ranks must pass the same layers (`sweep`).
+    Rows are random and evenly routed. A kernel that cannot be measured with any number of communicating
+    blocks is left out, with a warning. Collective: all ranks must pass the same layers (`sweep`).
 
     layers: sizes of the layers.
     """

@@ -167,10 +167,11 @@ def _operations(
 
 
 def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
-    """Returns the measured line of one kind of work: over five sizes, or over those of Section 6.2
-    (``full``).
+    """Measures the line, seconds = alpha + beta * size, of one kind of work.
 
     Collective, because the work may be a collective.
+
+    full: True measures the sizes of the paper's Section 6.2, False five sizes.
     """
     if full:
         product = work.lane == COMPUTE

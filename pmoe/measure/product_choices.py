@@ -27,7 +27,7 @@ TIE = 0.01
 """The kernels must be faster than the plain computation by this fraction of its seconds to be chosen."""
 
 UNKNOWN = 0
-"""Code of a product that this rank has not measured. 1 and 2 stand for the faster of the two candidates."""
+"""Code of a product that this rank has not measured. The codes 1 and 2 name the faster of two candidates."""
 
 UNWILLING = 9
 """Code of a product that pmoe's kernels, or all plain candidates, refuse on this rank.
@@ -39,28 +39,29 @@ It is the largest code, so it wins in the maximum over ranks.
 def measure_choices(
     registry: Registry, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase
 ) -> None:
-    """Measures for each product whether pmoe's kernels or a plain candidate is faster. Stores the results.
+    """Measures for each product whether pmoe's kernels or a plain computation is faster. Stores the results.
 
-    Products for which a valid choice is stored on all ranks are not measured. Collective. The ranks use up to
-    three reductions:
+    It is a collective with up to three reductions. A rank's code of a product says which candidate was faster
+    when this rank measured it, or that it was not measured (`_code`).
 
-        1. facts      architectures of the kernels, digests of requests and codes, whether kernels are wrong
-        2. codes      what each rank knows of each product; only if the digests of codes differ
-        3. seconds    of both candidates; only if some rank does not know a product, or ranks differ
+        1. facts      versions of the kernels' code, digests of the requests and of the codes, and whether the
+                      kernels computed wrongly
+        2. codes      only if the digests of the codes differ between ranks
+        3. seconds    of both candidates, for products that a rank has not measured or whose codes differ
 
     Nothing is done in deterministic mode, which must be on for all ranks or for none.
 
     Args:
-        registry: the candidates, and the place of the results.
+        registry: the candidates; the results are stored in it.
         requests: the products, all of one device. If they differ between ranks nothing is measured, with a
             warning.
         agree: takes the largest of each value over the ranks.
-        case: the check of the kernels. If it fails on any rank, the registry refuses the kernels on all
-            ranks.
+        case: the case with which the kernels are checked. If the check fails on any rank, the registry
+            refuses the kernels on all ranks.
 
-    Trouble on one rank, such as too little memory, leaves products unmeasured. It gives a warning and never
-    an error on one rank alone. Raises ValueError on every rank if some rank has kernels, and the ranks'
-    binaries or compute capabilities differ.
+    If a rank cannot measure a product, for example because it has too little memory, it warns, and the
+    product stays unmeasured on all ranks. Raises ValueError on every rank if some rank has kernels, and the
+    kernels' code or the compute capabilities differ between ranks.
     """
     if not requests or torch.are_deterministic_algorithms_enabled():
         return
@@ -239,10 +240,10 @@ def release_memory(device: torch.device) -> None:
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
-    """Computes one product as a layer does, and writes the result into the operands' ``out``.
+    """Computes one product by a candidate, and writes the result into the operands' ``out``.
 
-    way: name of the candidate that computes it.
-    groups: the rows of each expert.
+    way: name of the candidate: pmoe's kernels or a plain computation.
+    groups: which rows belong to each expert.
     """
     form, first, second, experts, bias, out = operands
     if form == "forward":
@@ -255,10 +256,10 @@ def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
 
 
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:
-    """Returns random operands of a product, and the rows of each expert.
+    """Returns random operands of a product, and which rows belong to each expert.
 
-    Rows are spread evenly over all experts but one, which has none. The caller's random numbers stay as they
-    are.
+    Rows are spread evenly over all experts but one, which has none. The state of torch's random generators is
+    not changed.
     """
     device = request.device
     experts = request.experts
@@ -284,9 +285,9 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
 
 
 def needed_bytes(request: ProductRequest) -> int:
-    """Returns the bytes that a measurement of a product needs.
+    """Returns the bytes that a measurement of a product allocates.
 
-    They are those of the operands, of the result, and of a second result that some candidates make first.
+    They are for the operands, the result, and a second result that some candidates make before they copy it.
     """
     rows = request.rows
     columns = request.in_features + request.out_features

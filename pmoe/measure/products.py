@@ -45,10 +45,10 @@ _measured: set[tuple[object, ...]] = set()
 def measure_products(
     experts: Experts, ranks: Ranks, dtype: torch.dtype, device: torch.device, max_rows: int, needs_grad: bool
 ) -> None:
-    """Measures which kernels compute the products of these experts faster, once for a number of rows.
+    """Measures, for each product of these experts, whether pmoe's kernels or plain PyTorch is faster.
 
-    It is then collective over ``ranks``. Later calls with the same number of rows, rounded up to a power of
-    two, do nothing.
+    It measures once for each number of rows, rounded up to a power of two, and is then collective over
+    ``ranks``. Later calls with this number do nothing.
 
     Args:
         experts: the experts of this rank.
@@ -81,10 +81,10 @@ def measure_products(
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
-    """Returns why the fused kernels of a single rank would be slower than the usual path; None if not.
+    """Returns why the fused kernels of a single rank would be slower than separate kernels; None if not.
 
-    Single products may be slower in the fused kernels, because fusing saves `FUSED_SAVES` of the time of all
-    products.
+    Measured seconds of the products are added up. The fused kernels are chosen even if their products are
+    slower, by up to the fraction `FUSED_SAVES`, because fusing saves other kernels.
 
     experts: the experts of this rank.
     rows: number of rows of the products.

@@ -11,6 +11,7 @@ group and dtype. Other files in the folder are ignored.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ def load_or_measure(
     operations: bool = False,
     across: Ranks | None = None,
     inside: Ranks | None = None,
+    most_bytes: float = math.inf,
 ) -> Profile:
     """Returns the stored profile if every rank has a valid one; otherwise measures a profile and stores it.
 
@@ -59,6 +61,9 @@ def load_or_measure(
     operations: whether the profile must have FSMoE's lines (`measure_operations`) for the groups ``across``
         and ``inside``. If the file has none, or has lines of groups of other sizes, only these lines are
         measured and replaced.
+
+    most_bytes: how many bytes measuring may take, the same on every rank. A profile that was measured within
+        fewer than WHOLE_BYTES is that of small products and messages, so it is not stored.
 
     Warns once about a file that cannot be used, and replaces it. A file of an older format has another name,
     and is not touched. If the folder cannot be written, it warns, and the next run measures again. Rank 0
@@ -71,7 +76,9 @@ def load_or_measure(
     profile = stored = _found_by_all(ranks, device, identity(ranks, device, dtype))
     if profile is None:
         log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
-        profile = measure(ranks, device, dtype, quick=True)
+        limit = most_bytes if most_bytes < WHOLE_BYTES else math.inf
+        profile = measure(ranks, device, dtype, quick=True, most_bytes=limit)
+        _limits[ranks.name, device, dtype] = limit
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
@@ -80,7 +87,8 @@ def load_or_measure(
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
             profile = replace(profile, operations=measured)
-    if ranks.rank == 0 and profile is not stored:
+    is_whole = _limits.get((ranks.name, device, dtype), math.inf) == math.inf
+    if ranks.rank == 0 and profile is not stored and is_whole:
         path = profile_path(profile)
         save_or_warn(
             "the profile could not be saved, so the next run measures again",
@@ -122,12 +130,31 @@ PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
 """The profiles that this process uses, by (name of the ranks, device, dtype)."""
 
 
-def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
+WHOLE_BYTES = 2**28
+"""Bytes that are enough to measure the longest products and messages of a profile."""
+
+WIDER = 4
+"""Factor by which a layer may take more memory than the one for which a small profile was measured."""
+
+_limits: dict[tuple[str, torch.device, torch.dtype], float] = {}
+"""The bytes that measuring each profile of this process could take; infinite for a whole profile."""
+
+
+def profile_of(
+    ranks: Ranks, device: torch.device, dtype: torch.dtype, most_bytes: float = math.inf
+) -> Profile:
     """Returns the profile that this process uses. The first time it is loaded or measured.
 
-    Collective the first time (`load_or_measure`).
+    Collective the first time (`load_or_measure`), and if the profile was measured within so few bytes that it
+    says little about work of ``most_bytes``.
+
+    most_bytes: how many bytes measuring may take, the same on every rank.
     """
-    return PROFILES.get((ranks.name, device, dtype)) or load_or_measure(ranks, device, dtype)
+    key = (ranks.name, device, dtype)
+    profile = PROFILES.get(key)
+    if profile is None or most_bytes > WIDER * _limits.get(key, math.inf):
+        profile = load_or_measure(ranks, device, dtype, most_bytes=most_bytes)
+    return profile
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:

@@ -49,7 +49,7 @@ def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
 
 
 def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str = "remove it") -> T:
-    """Reads a file with a JSON object, and returns the value that ``parse`` makes of the object.
+    """Reads a file that holds a JSON object, and returns the result of ``parse`` for the object.
 
     remedy: the end of error messages, which says what to do about an unusable file.
 
@@ -125,7 +125,7 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """Returns a value that was read from JSON as another type, after checking it.
+    """Converts a value that was read from JSON to the type of a field, after checking it.
 
     Args:
         kind: the type of a dataclass's field, such as int or dict[str, float], or a dataclass, which is then

@@ -1,8 +1,8 @@
-"""The timing loop: runs take turns in rounds, and the median of each run counts, on the slowest rank.
+"""The timing loop: calls functions in turn, in rounds, and takes the median of each on the slowest rank.
 
-A run is a function that returns the seconds of its parts, such as forward and backward. Runs take turns, so
-that other work on the machine affects all of them. The number of repeats follows from the arguments alone,
-never from a clock, so that runs may be collectives.
+Each function does some work and returns the seconds of its parts, such as forward and backward. Functions
+take turns, so that other work on the machine affects all of them. The number of rounds follows from the
+arguments alone, never from a clock, so that the functions may be collectives.
 """
 
 from __future__ import annotations

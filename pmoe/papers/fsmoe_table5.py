@@ -118,8 +118,8 @@ class LayerConfiguration:
 class Attention(NamedTuple):
     """Seconds of the dense part (attention) in forward.
 
-    compute: of its matrix products.
-    all_gather, reduce_scatter: of its two collectives inside the node.
+    compute: seconds of its matrix products.
+    all_gather, reduce_scatter: seconds of its two collectives inside the node.
     """
 
     compute: float
@@ -201,8 +201,8 @@ MODELS = {name: LayerConfiguration(**row) for name, row in printed("fsmoe models
 def table2() -> list[dict[str, Any]]:
     """Returns Table 2's operations in one pass of a model's layer: measured and modelled seconds.
 
-    The paper measured, and ASSUMPTIONS give the model. One row for each model, direction and operation.
-    Operations of attention are included.
+    The paper measured; the model follows ASSUMPTIONS. There is one row for each model, direction and
+    operation. Operations of attention are included.
     """
     return [
         {
@@ -411,12 +411,13 @@ def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, con
 
 @functools.cache
 def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: float) -> float:
-    """Returns the simulated seconds of attention's backward beside an all-reduce of t_ar seconds.
+    """Returns the simulated seconds of attention's backward pass while gradients are all-reduced.
 
     Attention gathers, computes, and reduce-scatters, one after another. If collectives share one lane, the
-    all-reduce runs beside the computation only.
+    all-reduce can only run beside the computation, not beside the other two collectives.
 
     dense: seconds of attention in forward.
+    t_ar: seconds of the all-reduce.
     one_lane: whether collectives inside the node and between nodes share one lane.
     contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
@@ -439,7 +440,7 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
 
 
 def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
-    """Returns a function that gives the speeds of lanes, by the set of busy lanes, for `simulate_slowed`.
+    """Returns a function from the set of busy lanes to the speed of each lane, for `simulate_slowed`.
 
     While the lane between nodes and the lane inside the node are both busy, each has speed 1 / contention.
     All other lanes always have speed 1 (see ASSUMPTIONS).
@@ -490,8 +491,8 @@ def differing_degrees() -> dict[str, int]:
     """Returns for how many layers the best numbers of chunks in forward and in backward differ.
 
     layers             number of all layers
-    differing          with the gradients that FSMoE all-reduces during backward
-    without gradients  without any gradients
+    differing          number of differing layers, with the gradients that FSMoE all-reduces during backward
+    without gradients  number of differing layers, without any gradients
     paper              the number that the paper prints
     """
     degrees_of_layers = [best_degrees(moe_costs(layer), False) for layer, _ in planned()]
@@ -510,7 +511,7 @@ def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables of Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
 
     contention: factor on the seconds of collectives between nodes and inside the node while both run. The
-        first table also has the results for 1.
+        first table has the results for a factor of 1 and for this factor.
     """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [differing_degrees()], "table2": table2()}

@@ -1,8 +1,8 @@
 """Lancet's evaluation (section 7) and its Figs. 2 and 6, simulated from stated costs of operators.
 
-The results of section 7 show the gain of Lancet's two passes over a training graph. The models are GPT-2 with
-a Switch layer in every other block and two experts on each GPU, on two clusters. The cost of an operator
-follows from its floating-point operations and bytes, at stated rates. The passes are pmoe's own
+Lancet has two passes over a training graph, and the results show how much time each saves. The models are
+GPT-2 with a Switch layer in every other block and two experts on each GPU, on two clusters. The cost of an
+operator follows from its floating-point operations and bytes, at stated rates. The passes are pmoe's own
 (`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS` were fixed before the first run.
 Nothing was fitted to the paper.
 """
@@ -65,7 +65,7 @@ WORDS = 50_257
 """Words of the vocabulary."""
 
 LAUNCH = 5e-6
-"""Seconds to launch a kernel, which each operator that computes takes in addition."""
+"""Seconds to launch a kernel. Each operator that computes takes this time in addition to its work."""
 
 MESSAGE = 20e-6
 """Seconds of an all-to-all of no bytes."""
@@ -80,9 +80,9 @@ PARTS = (1, 2, 3, 4, 6, 8)
 class Operator(NamedTuple):
     """An operator of the forward pass, with its amount of work.
 
-    flops: floating-point operations, if it is a matrix product; otherwise 0.
-    moved: bytes that it reads and writes, if it computes something else.
-    sent: bytes that it sends, if it is an all-to-all.
+    flops: floating-point operations of a matrix product; 0 for other operators.
+    moved: bytes that an operator which is no matrix product reads and writes; else 0.
+    sent: bytes that an all-to-all sends; else 0.
     has_weight: for a matrix product, whether one side is a weight, which then has a gradient of its own.
     """
 
@@ -187,7 +187,7 @@ def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[I
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Seconds of a step, and its exposed seconds, in which nothing is computed."""
+    """Total seconds of a pass or step, and its exposed seconds, in which nothing is computed."""
 
     seconds: float
     exposed: float
@@ -197,7 +197,12 @@ class SimulatedStep:
 
 
 def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
-    """Returns the seconds of instructions that each lane (computing, communicating) runs in list order."""
+    """Returns the total and the exposed seconds of instructions that run in list order on two lanes.
+
+    All-to-alls run on one lane, all other instructions on the other. Each lane runs one instruction after the
+    other. The two lanes overlap, unless an instruction waits for one of the other lane. Exposed seconds are
+    those in which nothing is computed.
+    """
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
 
@@ -237,9 +242,9 @@ def in_layers(
 ) -> SimulatedStep:
     """Returns the seconds of a pass with Tutel's pipeline.
 
-    The all-to-alls and experts of each MoE layer run in k parts, everything else in one.
+    The all-to-alls and experts of each MoE layer run in k parts, everything else as a whole.
 
-    instructions: of the pass, in order.
+    instructions: instructions of the pass, in order.
     works: operators of the forward pass.
     seconds: returns the seconds of a part of an operator, given the number of parts.
     k: number of parts.

@@ -1,11 +1,11 @@
 """The granularity search: remembers which numbers of chunks trials found fastest for a batch of B tokens.
 
 It is MPipeMoE's Algorithm 1. A trial costs whole training steps, and B changes from step to step, so only a
-few values of B can be measured. The paper assumes that the best n never falls as B grows. If two values of B
-have the same best n, so has every B between them. A layer looks B up in a `GranularityTable`, and runs trials
-only if the table has no answer (the paper's searchBestGran, here `pmoe.choose.search.search`).
+few values of B can be measured. The paper assumes that the best n never falls as B grows. So if two values of
+B have the same best n, every B between them has it too. A layer looks B up in a `GranularityTable`, and runs
+trials only if the table has no answer (the paper's searchBestGran, here `pmoe.choose.search.search`).
 
-Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file has a pair of
+Letters: B tokens of a batch, n number of chunks. The paper searches for one n. This file has a pair of
 numbers, one for each pass.
 """
 
@@ -36,21 +36,19 @@ class PassDegrees:
 class GranularityTable:
     """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
 
-    Only measured values of B are stored, in rising order. Neighbouring values with the same fastest degrees
-    (numbers of chunks of forward and backward) form a range. Every B in a range has the degrees of the range.
-
-    If the paper's assumption holds (n never falls as B grows), these ranges are those that merging in
-    Algorithm 1 produces, in any order of measurements. If it does not hold, a merged range would cover
-    measured values that have other degrees. In this table such a value splits the range. If a B is measured
-    again, the new result replaces the old one.
-
-    Every rank has a table of its own. The tables agree if all ranks record the same seconds.
+    Only measured values of B are stored, in rising order. Neighbouring values with the same fastest numbers
+    of chunks form a range, and every B in the range is given these numbers.
 
         record       100 -> 2    400 -> 2    900 -> 4
         ranges       100 .. 400: 2           900 .. 900: 4
         lookup       300 -> 2                500 -> None
 
-    If 200 -> 4 is recorded next, the ranges are 100: 2, 200: 4, 400: 2 and 900: 4.
+    Algorithm 1 of MPipeMoE merges ranges, because it assumes that the fastest n never falls as B grows. If
+    the assumption holds, this table has the same ranges. If it does not hold, a measured value splits a
+    range. For example, if 200 -> 4 is recorded next, the ranges are 100: 2, 200: 4, 400: 2 and 900: 4.
+
+    If a B is measured again, the new result replaces the old one. Every rank has a table of its own. The
+    tables are equal if all ranks record the same seconds.
     """
 
     points: Any
@@ -59,10 +57,10 @@ class GranularityTable:
         self.points = SortedDict()  # measured B -> PassDegrees
 
     def lookup(self, B: int) -> PassDegrees | None:
-        """Returns the degrees (numbers of chunks) for a batch of B tokens; None if trials must find them.
+        """Returns the fastest numbers of chunks for a batch of B tokens; None if trials must find them.
 
-        The degrees are those of the range of the table that holds B. Takes O(log k) time for k measured
-        values of B.
+        The answer is known for a measured B, and for a B between two measured neighbours with the same
+        answer. Takes O(log k) time for k measured values of B.
         """
         exact: PassDegrees | None = self.points.get(B)
         if exact is not None:
@@ -75,12 +73,11 @@ class GranularityTable:
         return below if below == above else None
 
     def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
-        """Stores and returns the fastest degrees (numbers of chunks) for a batch of B tokens, by
-        measurements.
+        """Stores and returns the fastest numbers of chunks for a batch of B tokens, by measured seconds.
 
-        Of equally fast degrees it takes those with fewer chunks.
+        If several are equally fast, those with fewer chunks are taken.
 
-        seconds: measured seconds of a step by degrees.
+        seconds: maps the numbers of chunks of both passes to the measured seconds of a step.
         """
         fastest = min(
             seconds, key=lambda degrees: (seconds[degrees], degrees.forward + degrees.backward, degrees)

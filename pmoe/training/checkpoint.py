@@ -226,7 +226,7 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors, by their names in the checkpoint, for DCP to read into.
+    """Returns the optimizers' state tensors by their names in the checkpoint. DCP will read values into them.
 
     An optimizer that made no step yet has no state, so its state is created first. If the checkpoint does not
     fit, the optimizers get back the state that they had before. Collective.
@@ -268,8 +268,8 @@ def _check_fit(
     names: maps parameters to their names in the checkpoint.
     tensors: this rank's tensors by their names in the checkpoint, of any shape.
     metadata: DCP's list of the saved tensors.
-    part: "model" or "optimizer", the first part of those names.
-    more: further mismatches that this rank found, in words.
+    part: "model" or "optimizer": with which word the names of these tensors begin.
+    more: further mismatches that this rank found, in words, for the message.
     """
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
     problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), metadata, part)]
@@ -316,10 +316,10 @@ def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
     """Wraps a call of DCP (torch.distributed.checkpoint) and turns its errors into CheckpointError.
 
-    Yields the arguments that tell DCP which ranks take part.
+    Yields the arguments of a DCP function that say which ranks take part.
 
-    DCP reports a failure to all ranks as a CheckpointException. That class derives from BaseException, so
-    `except Exception` would not catch it.
+    If DCP fails on any rank, it raises a CheckpointException on all of them. That class derives from
+    BaseException, so `except Exception` would not catch it.
 
     stage: what DCP does, for the message.
     """

@@ -101,7 +101,7 @@ class Names:
         return self._by_parameter[parameter]
 
     def of_this_rank(self, stored: Iterable[str]) -> set[str]:
-        """Returns the names that other ranks may lack: those of experts that are a user's modules.
+        """Returns the names of tensors of experts that are a user's modules, which only this rank has.
 
         stored: names of this rank's tensors in the checkpoint, with "model." or "optimizer." in front.
         """
@@ -286,28 +286,30 @@ def problems_of(
 
 
 def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Describes tensors to DCP so that it saves a gated expert's w1 and b1 as two blocks ("boxes").
+    """Describes the w1 and b1 of gated experts to DCP as two blocks ("boxes"), so that it saves them right.
 
-    Returns the same tensors by name; all others are unchanged. Shapes may be any.
+    Returns all tensors by name: those of gated experts as objects that describe the blocks, the others
+    unchanged. Shapes may be any.
 
     In the w1 and b1 of gated experts, gate rows come first, then up rows. If an expert's hidden columns are
-    split over ranks ("esp"), each half is split for itself. So a rank holds two separate blocks of the whole
+    split over ranks ("esp"), each of these halves is split. So a rank holds two separate blocks of the whole
     tensor:
 
         whole w1      gate 0 | gate 1 | up 0 | up 1
         rank 0 of 2   gate 0,           up 0
         rank 1 of 2            gate 1,         up 1
 
-    DCP takes a DTensor's local part for one block. It would refuse to save these parts, because as single
-    blocks they overlap, and it would load wrong rows.
+    DCP assumes that a rank's part of a DTensor is one block. It would refuse to save these parts, because as
+    single blocks they overlap, and it would load wrong rows.
     """
     return {name: _in_boxes(tensor) for name, tensor in tensors.items()}
 
 
 def _in_boxes(tensor: Tensor) -> Tensor:
-    """Describes one tensor, of any shape, to DCP as several blocks if its halves are split one by one.
+    """Describes one tensor to DCP as two blocks if it is the w1 or b1 of gated experts, and is split.
 
-    Only a DTensor with a strided split changes; see `in_boxes`.
+    It is recognised as a DTensor with a strided split: each half is split over ranks (`in_boxes`). Any other
+    tensor, of any shape, is returned unchanged.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -333,7 +335,8 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 def _check_names_differ(name: str, layer: MoELayer) -> None:
     """Raises ValueError if ranks hold different experts of a layer under the same names.
 
-    They do not if the experts are DTensors, or a user's modules, which are numbered among all experts.
+    There is no such conflict if the experts are DTensors, or are a user's modules, whose names in the
+    checkpoint have the expert's global index.
 
     name: name of the layer in the model, for the message.
     """
@@ -365,7 +368,7 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer,
 
 
 def _owners(metadata: Metadata) -> set[str]:
-    """Returns the names of parameters for which anything was saved, with "optimizer." or "model." in front.
+    """Returns the names of the parameters for which something was saved: "model.NAME" or "optimizer.NAME".
 
     metadata: DCP's list of the saved tensors.
     """

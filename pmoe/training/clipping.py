@@ -49,9 +49,12 @@ def clip_grad_norm_(
         norm = (sum over ranks and values of abs(value)^p / number of ranks that hold the value)^(1/p)
 
     Args:
-        parameters: a model or its parameters, of any shape. Plain tensors must be the same on all ranks.
-            DTensors may have any meshes. If experts were not parallelized, the model is needed, because the
-            number of copies of an expert is known only from its layer.
+        parameters: a model or its parameters, of any shape:
+
+            - a DTensor may have any mesh and placements;
+            - a plain tensor must be the same on all ranks, unless it belongs to an expert;
+            - experts that `pmoe.parallelize` has not made DTensors are plain tensors that differ between
+              ranks. Pass the model then: only its layers know how many ranks hold a copy of each expert.
         max_norm: largest norm that gradients may have afterwards, at least 0.
         norm_type: order p of the norm, positive or inf.
         error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
@@ -59,8 +62,8 @@ def clip_grad_norm_(
         group: the ranks that hold the model together. None is the default group, or this process.
 
     Collective: every rank must call it after gradients were reduced. Data-parallel wrappers and
-    `pmoe.parallelize` reduce them in backward. A call costs one all-reduce of one number, or of two for
-    norm_type inf.
+    `pmoe.parallelize` reduce them in backward. Each call makes one all-reduce, of one number (of two numbers
+    for norm_type inf).
 
     Returns the norm before clipping: a scalar of float32 or a wider dtype, equal on every rank. Up to
     rounding it is the norm that one process with the whole model would compute.
@@ -101,10 +104,10 @@ def local_gradient(gradient: Tensor) -> Tensor:
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns a tensor for each gradient, with the gradient as its ``grad``.
+    """Returns, for each gradient, an empty tensor that has the gradient as its ``grad``.
 
-    Functions of torch that take parameters take these tensors instead. So they change this rank's parts of
-    DTensors, which may be on different meshes.
+    Functions of torch that change the gradients of parameters get these tensors in place of the parameters.
+    So they change this rank's parts of DTensors, and need not handle DTensors on different meshes.
 
     gradients: of any shape.
     """

@@ -233,7 +233,7 @@ class MeanOverRanks:
     copies: the ranks that hold copies of this rank's experts.
     ranks: the ranks over which one copy of the experts is spread.
     names: names of the experts' parameters, for errors.
-    compared: tuples of requires_grad flags, one flag for each parameter, that the ranks have compared before.
+    compared: the requires_grad flags that ranks have compared before: tuples with a flag for each parameter.
     """
 
     num_ranks: int
@@ -340,7 +340,7 @@ def _is_over(layer: MoELayer, grid: Grid) -> bool:
 
 @torch.no_grad()
 def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
-    """Makes copies equal: ranks that must hold the same value take the first such rank's, by a broadcast.
+    """Makes the copies of experts equal by broadcasts from the first rank that holds a copy.
 
     DistributedDataParallel does the same for dense parameters.
 
@@ -419,7 +419,7 @@ def _mark_experts(model: nn.Module) -> None:
 
 
 def _leave_to_experts(module: nn.Module) -> None:
-    """Makes DistributedDataParallel ignore the experts' parameters and buffers if it wraps this module.
+    """Makes DistributedDataParallel ignore the parameters and buffers of experts when it wraps this module.
 
     Their names are added to the list that DistributedDataParallel reads. torch.compile puts "_orig_mod." in
     front of names, so each name is added with this prefix too.

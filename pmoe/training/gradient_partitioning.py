@@ -101,12 +101,12 @@ class GradientBuffers:
 
 
 class LayerBackward(NamedTuple):
-    """Record of the moment in the first step at which the backward pass of an MoE layer began.
+    """Record, from the first training step, of the moment when an MoE layer's backward pass began.
 
-    layer: index of the layer.
+    layer: index of the layer in the model.
     num_made: number of gradients that backward had made by then.
-    dense_seconds: seconds of the dense part before it, since the previous MoE layer's backward pass ended; 0
-        for the first layer.
+    dense_seconds: seconds from the end of the backward pass of the MoE layer that ran before, in which
+        backward went through dense modules. It is 0 for the MoE layer that is the first in backward.
     """
 
     layer: int

@@ -204,11 +204,14 @@ def reduce_gradients(
 def _summand(
     name: str, parameter: nn.Parameter, meshes: Meshes, is_replicated: bool
 ) -> tuple[str, int, Tensor]:
-    """Returns over which ranks a parameter's gradient is to be summed, and this rank's part of the sum.
+    """Returns over which ranks a parameter's gradient must be summed, and this rank's gradient.
 
-    The result is (group, number of ranks of the group that hold the same summand, the summand). The group is
-    "all", "dp" or "edp". The summand is this rank's memory of the gradient, of any shape. Before the sum it
-    must be divided by the number.
+    Returns three values:
+
+    - the group over which to sum: "all", "dp" or "edp";
+    - a number by which the gradient must be divided before the sum: how many ranks of the group have the same
+      gradient, which would otherwise be counted several times;
+    - this rank's gradient, of any shape. It is the memory of ``parameter.grad``, which is summed in place.
 
     name: the parameter's name, for errors.
     is_replicated: whether a plain dense parameter has the same whole gradient on every rank of "mp".

@@ -178,7 +178,7 @@ class GradientReducer:
     def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
         """Returns which ranges of gradients later steps send at which point of backward. Collective.
 
-        They follow from the caller's partition, or from one that is found now.
+        The ranges follow from the caller's partition; without one, from a partition that is found now.
 
         seen: the record of the first step.
         buffers: the flat memory of all gradients.
@@ -213,7 +213,8 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 def _check_partition(partition: Partition, num_layers: int) -> None:
     """Raises ValueError if a partition does not fit a model with this number of MoE layers.
 
-    It must have a share for each dense part and each MoE layer, and send nothing in the first dense part.
+    It must have a number of bytes for each dense part and each MoE layer, and 0 bytes for the first dense
+    part, because no gradient has been made before it.
     """
     num_parts = 2 * num_layers + 1
     if len(partition.shares) != num_parts:
@@ -230,9 +231,9 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
 
 
 class BackwardStep:
-    """One training step's reaction to events of the backward pass.
+    """Base class: what a `GradientReducer` does at certain moments of a training step's backward pass.
 
-    Hooks of the model call these methods. In this base class they do nothing.
+    Hooks of the model call these methods. In this class they do nothing.
     """
 
     def gradient_is_ready(self, at: int) -> None:
@@ -253,10 +254,11 @@ class BackwardStep:
 
 
 def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
-    """Returns the reducer's current step, or one that does nothing.
+    """Returns the reducer's current step, whose methods the model's hooks call.
 
-    It does nothing within ``no_sync``, and after the reducer was garbage-collected. Hooks refer to the
-    reducer weakly, so they do not keep it alive.
+    Within ``no_sync``, and after the reducer was garbage-collected, it returns a step that does nothing.
+
+    reducer: a weak reference, so that hooks do not keep the reducer alive.
     """
     target = reducer()
     return BackwardStep() if target is None or not target._syncs else target._step
@@ -264,9 +266,9 @@ def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
 
 @dataclass(eq=False)
 class CarriedGradients:
-    """Callbacks by which an MoE layer's backward pass all-reduces gradients of other layers.
+    """Lets a `GradientReducer` send gradients of other layers during an MoE layer's backward pass.
 
-    The layer has this object as ``layer.gradients``, and the engine calls its methods.
+    The layer has this object as ``layer.gradients``, and the engine calls its methods during the pass.
 
     step: a function that returns the reducer's current step.
     at: index of the layer.
@@ -298,11 +300,15 @@ class CarriedGradients:
 
 
 class FirstStep(BackwardStep):
-    """The first step: sends nothing during backward, and records what a partition is computed from.
+    """The first training step with a `GradientReducer`: sends nothing during backward, and records times.
 
-    order: indices of parameters in the order of their gradients. Parameters without a gradient come last.
+    From the record the reducer computes its partition: how many bytes of gradients later steps send beside
+    each dense part and each MoE layer of backward.
+
+    order: indices of parameters in the order in which backward made their gradients. Parameters without a
+        gradient come last.
     layers: one record for each backward pass of an MoE layer.
-    last_seconds: seconds of the dense part after the last of these passes.
+    last_seconds: seconds of the dense part of backward that follows the last of these passes.
     """
 
     last_seconds: float

@@ -13,10 +13,10 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
-"""Names of the linear layers that a dense module must have, by `StackedExperts.hidden_factor`.
+"""Names of the linear layers of a dense module, by `StackedExperts.hidden_factor` of the experts.
 
-Factor 1 (FFN): two layers with any names; their order decides which is w1. Factor 2 (SwiGLU): layers with
-these names, the first two in the order of w1's rows.
+Factor 1 (FFN): two layers, which may have any names; the first is w1, the second w2. Factor 2 (SwiGLU): three
+layers, which must have these names; the first two are the halves of w1.
 """
 
 
@@ -68,10 +68,10 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
 def _into_stacked(
     experts: StackedExperts, dense: nn.Module | Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns the copies to make into experts with one tensor for all experts: pairs (target, value).
+    """Returns which values are copied into which parameters: pairs (target, value), for stacked experts.
 
     A target is this rank's part of a parameter, (E_local, ...) for E_local experts of this rank. The value
-    has the target's shape without E_local, and goes to every expert.
+    has the target's shape without E_local, and is copied to every expert.
 
     dense: the module, or its tensors by name.
     """
@@ -130,9 +130,10 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
 
 
 def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the copies to make into one expert that is a user's module: pairs (target, value).
+    """Returns which values are copied into which tensors of one expert that is a user's module.
 
-    Both have the same shape, which may be any. Targets are the module's own memory.
+    The result has pairs (target, value) of the same shape, which may be any. A target is a parameter or
+    buffer of the module.
 
     dense: a module of the same class, or its state dict.
     """

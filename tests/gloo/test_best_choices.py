@@ -19,13 +19,14 @@ from pmoe.choose import search as searched
 from pmoe.choose import trials
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
+from pmoe.engine.passes.backward import Backward
+from pmoe.engine.passes.forward import Forward
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.runners import pipeline
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from tests.gloo.kit import build
 from tests.kit import D_HIDDEN, D_MODEL, tokens
@@ -66,22 +67,22 @@ def tried_job(
 ) -> list[tuple[Any, ...]]:
     """n of both passes, in three calls."""
     clock = StatedClock(**stated[rank])
-    ahead, back = pipeline.PipelineRunner.forward, pipeline._backward
+    ahead, back = Forward.run, Backward.run
 
-    def forward(self: Any, inputs: Any, *, keep: bool) -> Any:
-        clock.passed("forward", len(self.plan.forward.chunks))
-        return ahead(self, inputs, keep=keep)
+    def forward(self: Any) -> Any:
+        clock.passed("forward", len(self.cut.chunks))
+        return ahead(self)
 
-    def backward(plan: Any, *args: Any) -> Any:
-        clock.passed("backward", len(plan.backward.chunks))
-        return back(plan, *args)
+    def backward(self: Any) -> Any:
+        clock.passed("backward", len(self.cut.chunks))
+        return back(self)
 
     searched._LEARNED.clear()
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
         mock.patch.object(trials, "clock_of", lambda *_: lambda: clock.now),
-        mock.patch.object(pipeline.PipelineRunner, "forward", forward),
-        mock.patch.object(pipeline, "_backward", backward),
+        mock.patch.object(Forward, "run", forward),
+        mock.patch.object(Backward, "run", backward),
     ):
         layer = build(pipeline=True, top_k=1, slack=SLACK, **options)
         found = [step(layer, rank) for _ in range(3)]

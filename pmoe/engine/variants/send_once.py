@@ -9,8 +9,8 @@ pair:
     carrier            0        1        0         the slot whose row carries the token
     row                sent     sent     -         2 rows are sent instead of 3
 
-A routing weight is still sent for every slot. With each weight goes a number, which says in which row its
-token is: counted from 0 among the rows that go to the same rank in the same chunk.
+A routing weight is still sent for every slot. A number is sent with each weight. It says in which row the
+weight's token is, counted from 0 among the rows that go to the same rank in the same chunk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from pmoe.planner.degree import Choice
 def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (carrier_TK, carries_TK): which slot's row carries the token for each slot.
 
-    A slot is a (token, choice) pair. Slots of one token whose experts are on the same rank share one row.
+    A slot is a (token, choice) pair: T tokens have K choices each. Slots of one token whose experts are on
+    the same rank share one row.
 
     rank_TK: (T, K) int64, the rank of each slot's expert.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.

@@ -120,9 +120,9 @@ class SkippedPadding:
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     """Yields each experts module with the innermost transformers model that contains it.
 
-    The attention mask that this model gets fits the rows of the experts. The second value is None if no
-    transformers model contains the module, or if the innermost one takes no attention mask (an encoder of
-    images, for example).
+    That model is the one to watch, because the attention mask that it gets has an element for each row of the
+    experts. The second value is None if no transformers model contains the module, or if the innermost one
+    takes no attention mask (an encoder of images, for example).
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -240,9 +240,9 @@ class CallPadding:
 
 
 class _Calls(threading.local):
-    """The models that run in this thread now, each with the rows that are tokens.
+    """The transformers models that run in this thread now, each with the rows of its call that are tokens.
 
-    by_padding: rows by the `CallPadding` of a model; None for a model that computes all rows.
+    by_padding: for the `CallPadding` of each model, its `TokenRows`; None if the model computes all rows.
     """
 
     def __init__(self) -> None:
@@ -294,7 +294,7 @@ def _seen(cache: Any) -> Any:
 
 
 class Carrying:
-    """A checkpoint function that gives the recomputation the same rows of tokens as the forward pass had.
+    """Wraps a checkpoint function, so that the recomputation skips the same padding as the forward pass.
 
     checkpoint: the model's own checkpoint function, which this object calls.
     """
@@ -314,7 +314,7 @@ class Carrying:
 
 @contextmanager
 def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
-    """Makes ``rows`` this thread's rows of tokens for the block, and restores the earlier rows after it."""
+    """A context in which ``rows`` are this thread's rows of tokens. At its end the earlier rows return."""
     before = _calls.by_padding
     _calls.by_padding = dict(rows)
     try:

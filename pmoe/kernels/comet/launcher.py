@@ -59,21 +59,26 @@ def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
 
 @functools.cache
 def path_facts(hopper: bool) -> dict[str, int]:
-    """Returns sizes of the kernels by name: "tile_rows", "tile_columns" and "board_words".
+    """Returns sizes that are compiled into the kernels, by name.
 
-    "board_words" is the most counters of rows that fit into the shared memory of a block (see
-    `ranks_refusal`).
+        tile_rows, tile_columns   rows and columns of a product's tile
+        board_words               size, in int32 numbers, of a table in each block's shared memory. The table
+                                  has the index of the first arriving row for each of E experts of a rank and
+                                  each of W ranks, and the end: (W + 1) * E numbers must fit
 
-    hopper: whether the kernels are the sm_90a code or the sm_80 code.
+    hopper: True for the kernels' sm_90a code, False for their sm_80 code.
     """
     facts: dict[str, int] = extension.module().comet_path(hopper)
     return facts
 
 
 def spare_blocks(num_ranks: int = 1) -> int:
-    """Returns the number of multiprocessors that fused kernels leave free for other kernels.
+    """Returns the number of multiprocessors that fused kernels leave free, for NCCL and other kernels.
 
-    It is $PMOE_SPARE_BLOCKS if that is set. Otherwise it is 0 if there is only one rank, else `SPARE`.
+    It is the environment variable PMOE_SPARE_BLOCKS if that is set. Otherwise it is 0 for one process, which
+    needs no NCCL, and `SPARE` for several.
+
+    num_ranks: number of processes that share the layer.
 
     Raises ValueError if the variable is not a whole number.
     """
@@ -189,7 +194,8 @@ class Launcher:
         kernel, direction: which of the two kernels, and for which pass.
         ranks: for each rank, the arguments that only this launch needs, by their names in cuda/comet/read.h:
             the result of a function ``..._fields`` of `pmoe.kernels.comet.operators`.
-        epilogue, activation: codes of `pmoe.kernels.gemm` for what is computed after the product.
+        epilogue: code of what is computed after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT.
+        activation: code of the nonlinearity in `pmoe.kernels.gemm.ACTIVATIONS`; 0 for PLAIN.
         """
         division = self.divide(kernel, direction)
         extension.module().comet(
@@ -206,12 +212,15 @@ class Launcher:
         )
 
     def begin(self, *, is_round: bool = True) -> dict[str, int]:
-        """Returns the launch's arguments that do not depend on the rank: device, stream, dtype code, blocks.
+        """Prepares a launch: makes the current stream wait for earlier launches, and begins a round.
 
-        It makes the current stream wait for all earlier launches with the same heaps.
+        A round is one launch that dispatches rows, and the later launches that use these rows.
 
-        is_round: whether the launch begins a new round of the heaps, as dispatch does. Combine belongs to the
-            round of the dispatch before it, whose rows it uses.
+        is_round: whether the launch begins a round, as dispatch does. A combining launch belongs to the round
+            of the dispatch before it.
+
+        Returns the launch's arguments that do not depend on the rank: device, stream, dtype code, number of
+        blocks.
 
         Raises HeapError for a broken heap.
         """
@@ -224,10 +233,15 @@ class Launcher:
         return {"device": self.device.index or 0, "stream": stream, "element": element, "blocks": self.blocks}
 
     def _divided(self, division: Division, own: dict[str, int]) -> dict[str, int]:
-        """Returns a rank's number of communicating blocks, and of columns that are sent together, by name.
+        """Returns the arguments of a launch that say how a rank's work is split, by name.
 
-        own: the rank's other arguments of the launch. If "computes" is 0 there, all blocks of the rank
-            communicate.
+            n_c             number of thread blocks that communicate; the others compute
+            chunk_columns   number of columns that the combining kernel sends together
+            local_experts   number of experts of the rank
+
+        division: the split that is wanted; n_c is changed if there are too few blocks.
+        own: the rank's other arguments of the launch. own["computes"] is 0 if the launch only dispatches
+            rows; then all blocks communicate.
         """
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
@@ -252,17 +266,17 @@ class Launcher:
 
 
 def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
-    """Returns the number of columns that the combining kernel sends at a time, in whole tiles.
+    """Returns the number of columns of the result that the combining kernel sends together.
 
-    It is division.chunk_columns, rounded up to whole tiles, but not more than all columns of the result. It
+    It is division.chunk_columns, rounded up to whole tiles, but at most the columns of the whole result. It
     is larger if there would be over 64 groups of columns, the most that the kernels take.
 
     division: how the launch splits its work.
     columns: number of columns of the result.
     tile_columns: number of columns of a tile.
 
-    Example: tiles of 128 columns, a result of 600 columns: chunk_columns 200 -> 256; 1000 -> 640, all
-    columns.
+    Example with tiles of 128 columns and a result of 600 columns, which is 5 tiles or 640 columns:
+    division.chunk_columns 200 gives 256, and 1000 gives 640.
     """
     all_columns = -(-columns // tile_columns) * tile_columns
     min_columns = max(division.chunk_columns, -(-all_columns // MAX_CHUNKS))
@@ -273,9 +287,9 @@ _last_stream: weakref.WeakKeyDictionary[Heap, torch.cuda.Stream] = weakref.WeakK
 
 
 def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
-    """Makes the current stream wait for earlier launches with these heaps. Returns its address.
+    """Makes the current stream wait for earlier launches with these heaps. Returns the stream's address.
 
-    Launches that use the same heap must not overlap. Earlier ones may have been on other streams.
+    Launches that use the same heap must not overlap, and earlier launches may have been on other streams.
     """
     stream = torch.cuda.current_stream(device)
     for heap in heaps:

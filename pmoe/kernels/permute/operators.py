@@ -30,7 +30,10 @@ MAX_CHOICES = 256
 """The most choices of a token (K) that the kernels take: kMostChoices of cuda/permute/kernel.cuh."""
 
 PARTS = 0
-"""Number of thread groups that share a token; 0 lets cuda/permute/layout.h choose. Benchmarks set it."""
+"""Number of thread groups that split the columns of a token among them. Benchmarks set it.
+
+0 lets cuda/permute/layout.h choose.
+"""
 
 
 def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
@@ -149,8 +152,8 @@ def check_given(
 def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
     """Raises ValueError unless kernels can read positions and weights of (token, choice) pairs.
 
-    Positions must be contiguous int32, and weights contiguous float32 of the same shape. The weight None
-    passes.
+    position_TK: must be contiguous int32, (T, K) for K choices of T tokens.
+    weights: tensors by name. Each must be contiguous float32 of the same shape, or None.
     """
     check_tensor("position", position_TK, dtypes=[torch.int32], contiguous=True)
     for name, weight in weights.items():
@@ -314,9 +317,9 @@ def _(grad: Tensor, given: Tensor, position: Tensor, weight: Tensor) -> tuple[Te
 
 
 def _readable(grad: Tensor) -> Tensor:
-    """Returns an incoming gradient, copied if kernels could not read its strides or its alignment.
+    """Returns a gradient in memory that kernels can read: a copy if its strides or alignment do not allow it.
 
-    Autograd may pass an expanded tensor, for example.
+    Autograd may pass an expanded tensor with stride 0, for example.
     """
     offset_bytes = grad.storage_offset() * grad.element_size()
     if not grad.is_cuda or (strides_fit(grad) and offset_bytes % VECTOR_BYTES == 0):

@@ -1,4 +1,4 @@
-"""Routing as ``torch.library`` operators, with fakes for tracing and a gradient.
+"""Routing as ``torch.library`` operators, with fake functions for tracing, and with gradients.
 
 The operators use the kernels of cuda/route if these can run, and otherwise the reference.
 """
@@ -71,7 +71,7 @@ class DeferredRouting(NamedTuple):
     product: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Computes the routing now and writes it into the tensors. For calls in which no launch does that."""
+        """Computes the routing at once and writes it into the tensors, if no later launch will do that."""
         if self.product is not None:
             x_TM, weight_EM = self.product
             with torch.autocast(x_TM.device.type, enabled=False):
@@ -128,9 +128,10 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
 
 
 def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
-    """Returns whether the kernels can be used.
+    """Returns whether the kernels of cuda/route can be used; if not, PyTorch expressions are.
 
-    If float32 logits are on CUDA and the kernels still cannot be used, it warns once for each reason.
+    Warns once for each reason if they cannot be used for float32 logits on a CUDA device, where a user
+    expects them.
     """
     reason = refusal(logits_TE, top_k, num_chunks)
     if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:

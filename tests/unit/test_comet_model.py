@@ -433,6 +433,7 @@ def test_the_drawing_has_the_fused_layer_above_the_chunked_ones() -> None:
 # ---- the command ----
 
 
+@pytest.mark.slow
 def test_simulate_comet_prints_both_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "comet.png"

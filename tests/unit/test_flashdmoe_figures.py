@@ -215,6 +215,10 @@ def test_the_page_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{many['actors ms']:.2f} of {many['late ms']:.2f} ms" in page
     assert re.search(r"16K 128 128 128 256\.00 256\.02 258\.53 2\.53", out)
     assert f"{few['late ms']:.2f}" in out
+    four, _, eight_gpus, _, experts = speed_ups({"6.1": figure61(), "6.5": figure65()})
+    assert f"up to {four['most']:.2f} times, by launches alone" in page
+    assert f"| up to {eight_gpus['most']:.2f} times |" in page
+    assert f"with any number; up to {experts['most']:.2f} times |" in page
     for row in ways_by_size():
         cells = [f"{row['tokens']:,}", *(f"{value:.2f}" for name, value in row.items() if name != "tokens")]
         assert f"| {' | '.join(cells)} |" in page

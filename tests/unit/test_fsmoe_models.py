@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,7 @@ from pmoe.papers.fsmoe_table5 import (
 )
 from pmoe.planner.costs import LineCost
 
+ROOT = Path(__file__).resolve().parents[2]
 A = TESTBEDS["A, Table 2"]
 XL = MODELS["GPT2-XL"]
 MIXTRAL = MODELS["Mixtral-7B"]._replace(layers=7)
@@ -193,6 +195,20 @@ def test_means_are_those_of_the_rows_beside_the_papers() -> None:
     (over_deepspeed, over_tutel) = means({"7, L = 512, P = 48": rows})
     assert (over_deepspeed["here"], over_deepspeed["paper"]) == (2.5, 2.17)
     assert (over_tutel["here"], over_tutel["paper"]) == (1.75, 1.17)
+
+
+def test_the_pages_table_is_what_is_simulated() -> None:
+    lines = (ROOT / "docs" / "fsmoe_table5.md").read_text(encoding="utf-8").splitlines()
+    words = {"6, A and B": "6, both testbeds", "8": "8, two stages"}
+    by_figure: dict[str, dict[str, str]] = {}
+    for row in tables()["means"]:
+        figure = words.get(row["figure"], row["figure"].replace("P = ", "") + " GPUs")
+        by_figure.setdefault(figure, {})[row["over"]] = f"{row['here']:.2f} ({row['paper']:.2f})"
+    over = ("DeepSpeed-MoE", "Tutel", "Tutel-Improved", "PipeMoE+Lina", "FSMoE-No-IIO")
+    assert len(by_figure) == 7
+    for figure, cells in by_figure.items():
+        shown = "".join(f" {cells[name]} |" if name in cells else " |" for name in over)
+        assert f"| {figure} |{shown}" in lines
 
 
 def test_what_the_output_says_of_the_figures_follows() -> None:

@@ -15,6 +15,8 @@ import functools
 import math
 from collections.abc import Sequence
 
+import torch
+
 from pmoe.call.modules import LayerModules
 from pmoe.choose.part_of_batch import (
     MIN_TOKENS,
@@ -130,7 +132,10 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """
     if not _may_try(batch):
         return None
-    measured = measure_in_little_memory(batch, choices)
+    try:
+        measured = measure_in_little_memory(batch, choices)
+    except torch.OutOfMemoryError:  # on every rank: the prediction decides
+        return None
     if not measured:
         return None
     seconds = {choice: (timed.forward, timed.backward) for choice, timed in measured.items()}

@@ -23,7 +23,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from pmoe.choose.trials import TrialBatch, measure_trials, predicted_peaks
+from pmoe.choose.trials import Trial, TrialBatch, measure_trials, predicted_peaks, warn_of_dropped
 from pmoe.comm.counts import CountsExchange, Fault, Slots
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
@@ -60,7 +60,33 @@ def measure_in_little_memory(
         return {}
     if share == 1.0:
         return measure_trials(batch, choices, most_rounds)
-    return _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
+    measured = _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
+    return _with_room(batch, measured)
+
+
+def _with_room(batch: TrialBatch, measured: Mapping[Choice, Timed]) -> dict[Choice, Timed]:
+    """Returns the measured choices without those for which a rank has too little memory. Collective.
+
+    A trial on a part of the batch does not show whether a step on the whole batch has room. So the memory of
+    the fastest choice is taken and given back; if it cannot be taken, that of the next one. Choices that are
+    slower and need more memory are left out, too: nobody wants them, and whether they have room is unknown.
+
+    batch: the whole batch.
+    measured: the seconds of the choices.
+
+    Raises OutOfMemoryError on every rank if no choice has room.
+    """
+    ordered = sorted(measured, key=lambda choice: measured[choice].step)
+    peaks = dict(zip(ordered, predicted_peaks(batch, ordered), strict=True))
+    without_room: list[Trial] = []
+    for choice in ordered:
+        trial = Trial(batch, choice)
+        if trial.has_room(peaks[choice]):
+            warn_of_dropped(batch, without_room, len(ordered))
+            return {other: measured[other] for other in ordered if peaks[other] <= peaks[choice]}
+        without_room.append(trial)
+    warn_of_dropped(batch, without_room, len(ordered))
+    return {}
 
 
 def _scaled(of_part: Mapping[Choice, Timed], share: float) -> dict[Choice, Timed]:

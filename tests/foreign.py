@@ -210,11 +210,9 @@ CACHED = {"device": "cpu", "num_ranks": 1, "backend": "none", "versions": {"torc
 def made_degrees(folder: Path) -> Path:
     with mock.patch.dict(os.environ, {"PMOE_CACHE": str(folder)}):
         path = stored_path(CACHED)
-    table = GranularityTable()
-    for tokens, n in ((100, 1), (400, 2), (900, 4)):
-        table.points[tokens] = PassDegrees(n, n)
+    points = {tokens: {PassDegrees(n, n)} for tokens, n in ((100, 1), (400, 2), (900, 4))}
     assert path is not None
-    save_degrees({"keep/keep, torch.float32": table}, path, CACHED)
+    save_degrees({"torch.float32": GranularityTable.from_points(points)}, path, CACHED)
     return path
 
 

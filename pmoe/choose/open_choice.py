@@ -125,7 +125,7 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured seconds of both passes with each choice; None if trials must not or cannot run.
+    """Returns the measured seconds of both passes with each choice; None if trials must not run.
 
     Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
     layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.

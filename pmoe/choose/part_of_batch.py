@@ -215,4 +215,5 @@ def seconds_of_whole(measured: Mapping[int, float], share: float) -> dict[int, f
     factors, _ = nnls(np.stack(terms, axis=1) / seconds[:, None], np.ones_like(seconds))
     by_chunk = factors[1] * degrees if len(terms) > 1 else np.zeros_like(degrees)
     whole = (seconds - by_chunk) / share + by_chunk
-    return {n: max(float(value), 0.0) for n, value in zip(measured, whole, strict=True)}
+    # A line through few trials may be wrong, but the whole takes at least as long as its part.
+    return {n: max(float(value), measured[n]) for n, value in zip(measured, whole, strict=True)}

@@ -92,6 +92,13 @@ class TrialBatch:
         x_TM = self.inputs.x_TM
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
 
+    def stored_profile(self) -> Profile | None:
+        """Returns the profile of this device and group if it was measured before; None otherwise.
+
+        Collective the first time.
+        """
+        return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+
     @functools.cached_property
     def measuring_bytes(self) -> float:
         """The bytes that a measurement may take, beside what the call holds already. Collective.
@@ -101,13 +108,6 @@ class TrialBatch:
         options = self.modules.options
         choices = all_choices([(n, n) for n in options.degrees], self.modules.pairs)
         return MEASURING_SHARE * min(predicted_peaks(self, choices))
-
-    def stored_profile(self) -> Profile | None:
-        """Returns the profile of this device and group if it was measured before; None otherwise.
-
-        Collective the first time.
-        """
-        return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @property
     def trials_allowed(self) -> bool:

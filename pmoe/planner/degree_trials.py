@@ -151,18 +151,24 @@ def times_by_trials(
     lies_between = None not in table.neighbours(rounded(B))
     asked = degrees_to_try(table, B, numbers, predicted)
     times = dict(measure(asked, most_rounds))
-    while any(degrees.are_equal for degrees in times):
+    while True:
         if predicted is not None and is_contradicted(predicted, times):
             predicted = None
-        further = [
-            *degrees_to_try(table, B, numbers, predicted),
-            *further_degrees(times, () if lies_between else numbers, predicted, apart=apart),
-        ]
+        if any(degrees.are_equal for degrees in times):
+            further = [
+                *degrees_to_try(table, B, numbers, predicted),
+                *further_degrees(times, () if lies_between else numbers, predicted, apart=apart),
+            ]
+        else:  # none of them could run, so the others are better than none
+            further = [PassDegrees(n, n) for n in numbers]
         further = [degrees for degrees in dict.fromkeys(further) if degrees not in asked]
         if not further:
             break
         asked += further
-        fastest = min(times, key=lambda degrees: (times[degrees].step, degrees))
+        fastest = min(times, key=lambda degrees: (times[degrees].step, degrees), default=None)
+        if fastest is None:
+            times = dict(measure(further, most_rounds))
+            continue
         beside = measure([fastest, *further], most_rounds)
         if fastest in beside:
             factor = times[fastest].step / beside[fastest].step

@@ -24,6 +24,7 @@ number falls.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -160,7 +161,7 @@ class GranularityTable:
         self.answers = {}  # rounded B -> degrees, the paper's hash table
 
     def lookup(self, B: int) -> PassDegrees | None:
-        """Returns the fastest numbers of chunks for a batch of B tokens; None if trials must find them.
+        """Returns the degrees (numbers of chunks) for a batch of B tokens; None if trials must find them.
 
         The first look-up of a rounded B takes O(log k) time for k ranges, later ones take O(1).
         """
@@ -349,6 +350,6 @@ def _count(value: object) -> int:
 
 def _ratio(value: object) -> float:
     """Returns ``value`` if it is a finite number of at least 0. Raises ValueError otherwise."""
-    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{value!r} must be a finite number of at least 0")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)

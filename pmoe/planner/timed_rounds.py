@@ -135,11 +135,12 @@ def timed_rounds(
     left = list(samples)
     times: dict[T, Timed] = {}
     for number in range(1, most_rounds + 1):
+        if not left:
+            break
         for choice, passes in zip(left, run_round(left), strict=True):
             samples[choice].append(passes)
-        failed = [choice for choice in left if math.isinf(sum(samples[choice][-1]))]
-        for choice in failed:
-            del samples[choice]
+            if math.isinf(sum(passes)):
+                del samples[choice]
         times = _timed(samples, first_runs)
         left = [choice for choice in left if choice in samples]
         if not left:

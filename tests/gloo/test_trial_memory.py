@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from pmoe.choose import part_of_batch, trials
 from pmoe.choose import search as searched
 from pmoe.engine.buffers.arena import DevicePool
 from pmoe.engine.variants import trial
+from pmoe.measure import profile
 from pmoe.warn import GIVEN
 from tests.pool import ranks
 
@@ -93,7 +95,12 @@ def job(
     failing = Failing(rank, ERRORS[name], at, most)
     torch.manual_seed(0)
     layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=True, **options)
-    with mock.patch.dict(os.environ, PMOE_CACHE=""), warnings.catch_warnings(record=True) as caught:
+    with (
+        tempfile.TemporaryDirectory() as folder,  # no stored profile says which n to try
+        mock.patch.dict(os.environ, PMOE_CACHE=folder),
+        mock.patch.dict(profile.PROFILES, clear=True),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         patches = failing.patches()
         if few_are_fast:
@@ -155,6 +162,22 @@ def test_if_every_choice_is_too_large_all_ranks_raise_one_error_that_names_the_l
     first, second = ranks(2).run(job, "torch", None, 0.0, {"memory_reuse": "S4"})
     assert first["error"] == second["error"]
     assert "n=16 with communicate/recompute: about" in first["error"] and "MiB" in first["error"]
+
+
+def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
+    """As `job`, with predictions that leave n = 1 and 2 to try."""
+    predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
+    with mock.patch.object(searched, "predicted_seconds", lambda *_: predicted):
+        return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"})
+
+
+def test_if_all_that_is_predicted_to_be_fast_is_too_large_the_other_choices_are_tried() -> None:
+    first, second = ranks(2).run(predicted_job, 200_000)
+    assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
+    assert first["same"] and second["same"]
+    assert "n=1 " in first["warned"][0] and "n=2 " in first["warned"][0] and not second["warned"]
+    for got in ranks(2).run(predicted_job, 0.0):
+        assert "n=16 with communicate/recompute: about" in got["error"]
 
 
 def test_errors_of_other_kinds_are_none_of_memory() -> None:

@@ -193,3 +193,15 @@ def test_degrees_that_cannot_run_are_left_out_and_never_asked_for_again() -> Non
     assert len(machine.asked) == 1
     machine.cannot_run = {both(n) for n in DEGREES}
     assert machine.fastest(GranularityTable()) == "none"
+
+
+def test_if_nothing_that_was_asked_for_can_run_all_other_n_are_tried() -> None:
+    machine = Machine(RISING, RISING)
+    machine.cannot_run = {both(1), both(2), both(4)}
+    assert machine.fastest(known((1024, 2048, both(1)))) == "8/8"
+    assert machine.asked == [["1/1", "2/2"], ["4/4", "8/8", "16/16"]]
+    machine = Machine(RISING, RISING)
+    machine.cannot_run = {both(n) for n in DEGREES}
+    predicted = {1: 2.0, 2: 4.0, 4: 9.0, 8: 9.0, 16: 9.0}
+    assert machine.fastest(GranularityTable(), predicted=predicted) == "none"
+    assert machine.asked == [["1/1", "2/2"], ["4/4", "8/8", "16/16"]]

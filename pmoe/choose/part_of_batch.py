@@ -68,8 +68,8 @@ def _with_room(batch: TrialBatch, measured: Mapping[Choice, Timed]) -> dict[Choi
     """Returns the measured choices without those for which a rank has too little memory. Collective.
 
     A trial on a part of the batch does not show whether a step on the whole batch has room. So the memory of
-    the fastest choice is taken and given back; if it cannot be taken, that of the next one. Choices that are
-    slower and need more memory are left out, too: nobody wants them, and whether they have room is unknown.
+    the fastest choice is taken and given back; if it cannot be taken, that of the next one. Whether slower
+    choices have room is not asked.
 
     batch: the whole batch.
     measured: the seconds of the choices.
@@ -83,7 +83,7 @@ def _with_room(batch: TrialBatch, measured: Mapping[Choice, Timed]) -> dict[Choi
         trial = Trial(batch, choice)
         if trial.has_room(peaks[choice]):
             warn_of_dropped(batch, without_room, len(ordered))
-            return {other: measured[other] for other in ordered if peaks[other] <= peaks[choice]}
+            return {other: measured[other] for other in ordered[len(without_room) :]}
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))
     return {}

@@ -172,7 +172,7 @@ def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
 
 
 def test_if_all_that_is_predicted_to_be_fast_is_too_large_the_other_choices_are_tried() -> None:
-    first, second = ranks(2).run(predicted_job, 200_000)
+    first, second = ranks(2).run(predicted_job, 1_200_000)
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]
     assert "n=1 " in first["warned"][0] and "n=2 " in first["warned"][0] and not second["warned"]

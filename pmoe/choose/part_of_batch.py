@@ -27,7 +27,7 @@ from pmoe.choose.trials import Trial, TrialBatch, measure_trials, predicted_peak
 from pmoe.comm.counts import CountsExchange, Fault, Slots
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
-from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 
 MIN_TOKENS = 256
 """Smallest number of tokens of a trial. Trials of fewer say nothing about the whole batch."""
@@ -41,7 +41,7 @@ ROOM = 0.85
 
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
-) -> dict[Choice, Timed]:
+) -> dict[Choice, PassTimes]:
     """Returns the seconds of forward and backward with each choice, by trials. Collective.
 
     No trial takes more memory than the smallest step of the layer, unless the user gave a memory budget:
@@ -64,7 +64,7 @@ def measure_in_little_memory(
     return _with_room(batch, measured)
 
 
-def _with_room(batch: TrialBatch, measured: Mapping[Choice, Timed]) -> dict[Choice, Timed]:
+def _with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
     """Returns the measured choices without those for which a rank has too little memory. Collective.
 
     A trial on a part of the batch does not show whether a step on the whole batch has room. So the memory of
@@ -89,7 +89,7 @@ def _with_room(batch: TrialBatch, measured: Mapping[Choice, Timed]) -> dict[Choi
     return {}
 
 
-def _scaled(of_part: Mapping[Choice, Timed], share: float) -> dict[Choice, Timed]:
+def _scaled(of_part: Mapping[Choice, PassTimes], share: float) -> dict[Choice, PassTimes]:
     """Returns the seconds of the whole batch with each choice, from trials on a part of it.
 
     of_part: the seconds of the part. Choices with one restore pair share a line for each pass.

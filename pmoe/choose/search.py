@@ -29,7 +29,7 @@ from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import times_by_trials
 from pmoe.planner.granularity import GranularityTable, PassDegrees, points_of
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.schedule.restore import Restore
 from pmoe.warn import log
 
@@ -89,7 +89,7 @@ def search(
 
     too_large: list[PassDegrees] = []
 
-    def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, Timed]:
+    def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
         choices = {degrees: Choice(**vars(degrees), restore=restore) for degrees in tried}
         try:

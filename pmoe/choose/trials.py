@@ -33,7 +33,7 @@ from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import counted_rows
-from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed, timed_rounds
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes, timed_rounds
 from pmoe.runners.pipeline import make_backward, make_forward
 from pmoe.warn import warn_once
 
@@ -159,7 +159,7 @@ DROPPED = (math.inf, math.inf)
 
 def measure_trials(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
-) -> dict[Choice, Timed]:
+) -> dict[Choice, PassTimes]:
     """Returns the seconds of forward and backward with each choice. Collective.
 
     Each choice runs one step that is not timed. Then the choices run in turns and are timed, until it is

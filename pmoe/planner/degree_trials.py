@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pmoe.planner.granularity import GranularityTable, PassDegrees, rounded
-from pmoe.planner.timed_rounds import FAR, MOST_ROUNDS, Timed
+from pmoe.planner.timed_rounds import FAR, MOST_ROUNDS, PassTimes
 
 LATER_ROUNDS = 3
 """Largest number of timed rounds of a search with a table that has ranges already.
@@ -33,7 +33,7 @@ together with those of their neighbours (`Range.joined`)."""
 WRONG = 2.0
 """Largest factor between the measured and the predicted seconds of a step with which predictions are used."""
 
-Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, Timed]]
+Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with the given degrees, in at most the given number of timed rounds.
 
 Its result may lack degrees that cannot run."""
@@ -52,7 +52,7 @@ def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
     return [n for n in ordered if n in ordered[:2] or predicted[n] <= FAR * predicted[ordered[0]]]
 
 
-def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, Timed]) -> bool:
+def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, PassTimes]) -> bool:
     """Whether any measured step takes more than WRONG times the predicted seconds, or less than 1 / WRONG.
 
     Then the profile is of another machine or routing is skewed, and predictions do not say what to try.
@@ -89,7 +89,7 @@ def degrees_to_try(
 
 
 def further_degrees(
-    times: Mapping[PassDegrees, Timed],
+    times: Mapping[PassDegrees, PassTimes],
     numbers: Sequence[int],
     predicted: Mapping[int, float] | None = None,
     *,
@@ -132,7 +132,7 @@ def times_by_trials(
     *,
     predicted: Mapping[int, float] | None = None,
     apart: bool,
-) -> dict[PassDegrees, Timed]:
+) -> dict[PassDegrees, PassTimes]:
     """Returns the measured times of the degrees (numbers of chunks of both passes) that may be the fastest.
 
     Degrees that are tried later than others are measured beside the fastest one so far, and their seconds

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from sortedcontainers import SortedDict
 
 if TYPE_CHECKING:
-    from pmoe.planner.timed_rounds import Timed
+    from pmoe.planner.timed_rounds import PassTimes
 
 BITS = 5
 """Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
@@ -188,7 +188,7 @@ class GranularityTable:
             ranges[above] if above < len(ranges) else None,
         )
 
-    def record(self, B: int, times: Mapping[PassDegrees, Timed]) -> PassDegrees:
+    def record(self, B: int, times: Mapping[PassDegrees, PassTimes]) -> PassDegrees:
         """Stores measurements for a batch of B tokens, and returns the degrees (numbers of chunks) for it.
 
         These are the fastest degrees, unless B becomes part of a range whose other measurements disagree
@@ -308,7 +308,7 @@ def points_of(fields: Mapping[str, Any]) -> dict[int, PassDegrees]:
         raise ValueError(f"no granularity table: {error!r}") from error
 
 
-def _measured(B: int, times: Mapping[PassDegrees, Timed]) -> Range:
+def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> Range:
     """Returns the range of B for which a measurement at B holds.
 
     A pass takes alpha + beta * B seconds, or the longest path through tasks that do. So if B grows by some

@@ -1,4 +1,4 @@
-"""Timed rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
+"""PassTimes rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
 
 A choice is timed in runs of both passes of a layer. Equal runs take different times, so a difference between
 two choices counts only if it is larger than the differences between equal runs:
@@ -52,7 +52,7 @@ By simulation of normal distributions: 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4
 
 
 @dataclass(frozen=True)
-class Timed:
+class PassTimes:
     """Seconds of both passes with one choice, and how far they can be trusted.
 
     forward, backward: seconds of each pass: the lower medians of the runs.
@@ -67,22 +67,22 @@ class Timed:
     runs: int
     noise: float
 
-    def scaled(self, factor: float) -> Timed:
+    def scaled(self, factor: float) -> PassTimes:
         """Returns the same measurement with all seconds multiplied by ``factor``."""
         return replace(
             self, forward=self.forward * factor, backward=self.backward * factor, step=self.step * factor
         )
 
-    def standard_error(self, other: Timed) -> float:
+    def standard_error(self, other: PassTimes) -> float:
         """Returns the standard error of the relative difference to another choice's seconds."""
         noise = max(self.noise, other.noise)
         return LOWER_MEDIAN * noise * math.sqrt(1 / self.runs + 1 / other.runs)
 
-    def resolution(self, other: Timed) -> float:
+    def resolution(self, other: PassTimes) -> float:
         """Returns the smallest relative difference to another choice's seconds that counts."""
         return CLEAR * self.standard_error(other)
 
-    def is_slower_than(self, other: Timed) -> bool:
+    def is_slower_than(self, other: PassTimes) -> bool:
         """Whether this choice takes longer than another one, beyond the resolution."""
         return self.step > other.step * (1 + self.resolution(other))
 
@@ -109,7 +109,7 @@ def timed_rounds(
     choices: Sequence[T],
     run_round: Callable[[Sequence[T]], Sequence[tuple[float, float]]],
     most_rounds: int = MOST_ROUNDS,
-) -> dict[T, Timed]:
+) -> dict[T, PassTimes]:
     """Measures choices in rounds until the fastest is clear. Returns the seconds of each.
 
     A choice is left out of later rounds
@@ -133,7 +133,7 @@ def timed_rounds(
         choice: [] for choice, passes in first_runs.items() if not math.isinf(sum(passes))
     }
     left = list(samples)
-    times: dict[T, Timed] = {}
+    times: dict[T, PassTimes] = {}
     for number in range(1, most_rounds + 1):
         if not left:
             break
@@ -157,7 +157,7 @@ def timed_rounds(
 
 def _timed(
     samples: Mapping[T, Sequence[tuple[float, float]]], first_runs: Mapping[T, tuple[float, float]]
-) -> dict[T, Timed]:
+) -> dict[T, PassTimes]:
     """Returns the seconds and the noise of the timed runs of each choice.
 
     samples: (forward, backward) seconds of each timed run.
@@ -172,5 +172,5 @@ def _timed(
             statistics.median_low(seconds)
             for seconds in zip(*((f, b, f + b) for f, b in counted), strict=True)
         )
-        times[choice] = Timed(forward, backward, step, len(counted), noise)
+        times[choice] = PassTimes(forward, backward, step, len(counted), noise)
     return times

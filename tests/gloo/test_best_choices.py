@@ -27,7 +27,7 @@ from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.planner.timed_rounds import Timed
+from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from tests.gloo.kit import build
 from tests.kit import D_HIDDEN, D_MODEL, tokens
@@ -284,7 +284,7 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
         sizes = memory_shape(batch.modules)
         seconds = step_seconds(sizes, profile(**lanes), COUNT, each)
         step = times * most * seconds
-        return {each: Timed(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}
+        return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}
 
     chosen._compared.clear()
     warn.GIVEN.clear()

@@ -102,7 +102,10 @@ def _scaled(of_part: Mapping[Choice, PassTimes], share: float) -> dict[Choice, P
         backward = _of_whole([(choice.backward, timed.backward) for choice, timed in of_pair.items()], share)
         for choice, timed in of_pair.items():
             passes = forward[choice.forward], backward[choice.backward]
-            scaled[choice] = replace(timed, forward=passes[0], backward=passes[1], step=sum(passes))
+            step = sum(passes)
+            # The noise of a run grows as the part of the seconds does that grows with the tokens.
+            noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
+            scaled[choice] = PassTimes(*passes, step=step, runs=timed.runs, noise=noise)
     return scaled
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with as few trials as possible.
+"""Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with few trials.
 
 Each trial costs a training step. So only those n are tried that can be the fastest, by the ranges of the
 `GranularityTable` beside B:
@@ -28,7 +28,7 @@ LATER_ROUNDS = 3
 """Largest number of timed rounds of a search with a table that has ranges already.
 
 The first search decides what later ones try, so it has MOST_ROUNDS. The results of later ones are weighed
-together with those of their neighbours (`Range.joined`)."""
+together with those of their neighbours (`BatchRange.joined`)."""
 
 WRONG = 2.0
 """Largest factor between the measured and the predicted seconds of a step with which predictions are used."""
@@ -64,7 +64,7 @@ def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, 
 def degrees_to_try(
     table: GranularityTable, B: int, numbers: Sequence[int], predicted: Mapping[int, float] | None = None
 ) -> list[PassDegrees]:
-    """Returns the degrees (numbers of chunks of both passes) that may be the fastest for a batch of B tokens.
+    """Returns the numbers of chunks of both passes that may be the fastest for a batch of B tokens.
 
     table: earlier measurements.
     numbers: the numbers of chunks that may be chosen, in rising order.

@@ -88,7 +88,7 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class Excess:
-    """How much slower some degrees were than the fastest degrees, in all measurements of a range.
+    """Differences between the seconds of some degrees and of the fastest ones, in a range's measurements.
 
     total: sum of (seconds / seconds of the fastest - 1) over the measurements.
     worst: the largest of these differences in standard errors.
@@ -99,7 +99,7 @@ class Excess:
 
 
 @dataclass(frozen=True)
-class Range:
+class BatchRange:
     """Batch sizes with the same degrees (numbers of chunks of both passes).
 
     lower, upper: the smallest and the largest B of the range.
@@ -118,7 +118,7 @@ class Range:
         """The degrees that lose least in all measurements together; of equals, those with fewer chunks."""
         return min(self.excess, key=lambda d: (self.excess[d].total, d.forward + d.backward, d))
 
-    def joined(self, other: Range) -> Range:
+    def joined(self, other: BatchRange) -> BatchRange:
         """Returns one range for both and for all B between them."""
         excess = {
             degrees: Excess(own.total + theirs.total, max(own.worst, theirs.worst))
@@ -126,9 +126,9 @@ class Range:
             if (theirs := other.excess.get(degrees)) is not None
         }
         lower = min(self.lower, other.lower)
-        return Range(lower, max(self.upper, other.upper), self.measured + other.measured, excess)
+        return BatchRange(lower, max(self.upper, other.upper), self.measured + other.measured, excess)
 
-    def joins(self, other: Range) -> bool:
+    def joins(self, other: BatchRange) -> bool:
         """Whether this range and a neighbour can be one range."""
         below, above = sorted((self, other), key=lambda each: each.lower)
         if below.degrees == above.degrees:
@@ -157,7 +157,7 @@ class GranularityTable:
     answers: dict[int, PassDegrees]
 
     def __init__(self) -> None:
-        self.ranges = SortedDict()  # lower B -> Range
+        self.ranges = SortedDict()  # lower B -> BatchRange
         self.answers = {}  # rounded B -> degrees, the paper's hash table
 
     def lookup(self, B: int) -> PassDegrees | None:
@@ -174,7 +174,7 @@ class GranularityTable:
         self.answers[entry] = below.degrees
         return below.degrees
 
-    def neighbours(self, B: int) -> tuple[Range | None, Range | None]:
+    def neighbours(self, B: int) -> tuple[BatchRange | None, BatchRange | None]:
         """Returns the last range that begins at or below B, and the first that begins above; None for none.
 
         If a range holds B, it is the first of the two.
@@ -205,9 +205,9 @@ class GranularityTable:
         measured = _measured(entry, times)
         lower = measured.lower if below is None else max(measured.lower, below.upper + 1)
         upper = measured.upper if above is None else min(measured.upper, above.lower - 1)
-        return self.insert(Range(lower, upper, 1, measured.excess)).degrees
+        return self.insert(BatchRange(lower, upper, 1, measured.excess)).degrees
 
-    def insert(self, new: Range) -> Range:
+    def insert(self, new: BatchRange) -> BatchRange:
         """Adds a range, merges it with its neighbours if possible, and returns the range that it is part of.
 
         new: overlaps no other range.
@@ -223,7 +223,7 @@ class GranularityTable:
                 self.ranges[new.lower] = new
                 return new
 
-            def loss(merger: tuple[Range, Range], alone: Range = new) -> float:
+            def loss(merger: tuple[BatchRange, BatchRange], alone: BatchRange = new) -> float:
                 """Seconds that both ranges lose by having the same degrees, relative to the fastest."""
                 merged, neighbour = merger
                 parts = sum(part.excess[part.degrees].total for part in (alone, neighbour))
@@ -264,7 +264,7 @@ class GranularityTable:
                 if not last < _count(lower) <= _count(upper) or _count(measured) < 1 or not excess:
                     raise ValueError(f"range {lower} to {upper} of {measured} B with {excess}")
                 last = upper
-                table.ranges[lower] = Range(
+                table.ranges[lower] = BatchRange(
                     lower,
                     upper,
                     measured,
@@ -290,7 +290,7 @@ class GranularityTable:
         for B, fastest in points.items():
             by_entry.setdefault(rounded(B), set()).update(fastest)
         for entry, fastest in sorted(by_entry.items()):
-            table.insert(Range(entry, entry, 1, {degrees: Excess(0.0, 0.0) for degrees in fastest}))
+            table.insert(BatchRange(entry, entry, 1, {degrees: Excess(0.0, 0.0) for degrees in fastest}))
         return table
 
 
@@ -308,7 +308,7 @@ def points_of(fields: Mapping[str, Any]) -> dict[int, PassDegrees]:
         raise ValueError(f"no granularity table: {error!r}") from error
 
 
-def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> Range:
+def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
     """Returns the range of B for which a measurement at B holds.
 
     A pass takes alpha + beta * B seconds, or the longest path through tasks that do. So if B grows by some
@@ -330,7 +330,10 @@ def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> Range:
     for degrees, timed in times.items():
         slower = timed.step / times[fastest].step - 1
         error = timed.standard_error(times[fastest])
-        worst = slower / error if error else math.inf if slower else 0.0
+        if error > 0:
+            worst = slower / error
+        else:  # exact seconds: any difference counts
+            worst = math.inf if slower > 0 else 0.0
         if worst <= CONTRADICTED:
             excess[degrees] = Excess(slower, worst)
         margin = max((1 + slower) / (1 + timed.resolution(times[fastest])), 1.0)
@@ -338,7 +341,7 @@ def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> Range:
             margin_down = min(margin_down, margin)
         if degrees.falls_to(fastest):
             margin_up = min(margin_up, margin)
-    return Range(math.ceil(B / margin_down), math.floor(B * margin_up), 1, excess)
+    return BatchRange(math.ceil(B / margin_down), math.floor(B * margin_up), 1, excess)
 
 
 def _count(value: object) -> int:

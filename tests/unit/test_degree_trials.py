@@ -14,7 +14,7 @@ from pmoe.planner.degree_trials import (
     near_numbers,
     times_by_trials,
 )
-from pmoe.planner.granularity import Excess, GranularityTable, PassDegrees, Range
+from pmoe.planner.granularity import BatchRange, Excess, GranularityTable, PassDegrees
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 
 
@@ -25,7 +25,7 @@ def both(n: int) -> PassDegrees:
 def known(*ranges: tuple[int, int, PassDegrees]) -> GranularityTable:
     table = GranularityTable()
     for lower, upper, degrees in ranges:
-        table.insert(Range(lower, upper, 1, {degrees: Excess(0.0, 0.0)}))
+        table.insert(BatchRange(lower, upper, 1, {degrees: Excess(0.0, 0.0)}))
     return table
 
 

@@ -506,7 +506,7 @@ def test_the_table_works_where_there_is_no_torch() -> None:
         "module = sys.modules['granularity'] = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
         "table = module.GranularityTable()\n"
-        "table.insert(module.Range(64, 96, 1, {module.PassDegrees(16, 16): module.Excess(0.0, 0.0)}))\n"
+        "table.insert(module.BatchRange(64, 96, 1, {module.PassDegrees(16, 16): module.Excess(0.0, 0.0)}))\n"
         "print(table.lookup(80))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -40,7 +40,9 @@ class Machine:
         return passes
 
 
-def rounds_of(seconds: Seconds, choices: str = "abcd", **options: int) -> tuple[list[str], dict[str, PassTimes]]:
+def rounds_of(
+    seconds: Seconds, choices: str = "abcd", **options: int
+) -> tuple[list[str], dict[str, PassTimes]]:
     machine = Machine(seconds)
     return machine.rounds, timed_rounds(list(choices), machine.run_round, **options)
 

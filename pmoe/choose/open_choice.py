@@ -48,7 +48,7 @@ If they differ more, the profile from which the seconds were predicted counts as
 """
 
 HOST_SECONDS = 2e-3
-"""Seconds for work of the host that a step may take in addition to `WRONG` times the prediction."""
+"""Seconds that a step may take beyond `WRONG` times the prediction, for work of the host (not predicted)."""
 
 _compared: set[str] = set()
 """Profiles that were already compared with a measured step. A profile is named by the time when it was made.
@@ -110,9 +110,10 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """Returns the object that chooses by predicted costs for a layer's options and dtype of rows.
+    """Returns the object that chooses the number of chunks and the restore pair by predicted seconds.
 
-    The object is kept in the layer's cache and remembers its choices, so the same choice is not made twice.
+    The object is kept in the layer's cache, one for each set of options and dtype of rows. It remembers its
+    choices, so the same choice is not made twice.
     """
     modules = batch.modules
     options = modules.options
@@ -127,8 +128,8 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """Returns the measured seconds of both passes with each choice; None if trials must not run.
 
-    Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
-    layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
+    The seconds are infinite for a choice that ran out of memory on any rank. No trials run if `_may_try`
+    forbids them, or if too few tokens fit into the memory that trials may take (`measure_in_little_memory`).
     """
     if not _may_try(batch):
         return None
@@ -143,7 +144,11 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 
 
 def _may_try(batch: TrialBatch) -> bool:
-    """Returns whether trials may run on a batch."""
+    """Returns whether trials may run on a batch.
+
+    They may not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces gradients
+    of other layers (a trial would reduce them again), or if any rank has too little free host memory.
+    """
     # On a rank with too little host memory, a choice that offloads would fail.
     return batch.trials_allowed and batch.modules.gradients is None and not batch.counts.host_shortage
 

@@ -44,7 +44,7 @@ Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are 
 """
 
 MEASURING_SHARE = 0.5
-"""Part of the smallest step's peak that a measurement may take. The call holds some memory already."""
+"""Fraction of the smallest step's peak that a measurement may take. The call already holds some memory."""
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class TrialBatch:
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
-    orders: the routing of the call, from which plans are made.
+    orders: the routing of the call. A trial needs it to cut the batch into chunks (micro-batches).
     """
 
     modules: LayerModules
@@ -101,9 +101,10 @@ class TrialBatch:
 
     @functools.cached_property
     def measuring_bytes(self) -> float:
-        """The bytes that a measurement may take, beside what the call holds already. Collective.
+        """Bytes that measuring the profile may allocate, the same on every rank. Collective.
 
-        It is a part of the predicted peak of the layer's smallest step, the same on every rank.
+        `MEASURING_SHARE` of the predicted peak of the layer's smallest step (the choice with the lowest
+        peak), so that measuring never needs more memory than a step.
         """
         options = self.modules.options
         choices = all_choices([(n, n) for n in options.degrees], self.modules.pairs)
@@ -125,7 +126,10 @@ class TrialBatch:
         return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
     def plan(self, choice: Choice) -> Plan:
-        """Returns the plan by which the layer would run this batch with these numbers of chunks and pair."""
+        """Returns the plan that the layer would make for this batch with a choice: its chunks and their rows.
+
+        choice: the numbers of chunks and the restore pair.
+        """
         return self.orders.plan(self.counts, choice)
 
 
@@ -197,12 +201,12 @@ def measure_trials(
 
 
 class Trial:
-    """A choice that is tried on a batch. All ranks know whether one of them ran out of memory with it.
+    """Runs both passes of a batch with one choice. All ranks learn if any rank runs out of memory.
 
     batch: the routed batch.
     choice: the numbers of chunks and the restore pair.
-    has_failed: whether any rank ran out of memory. The choice then runs no more.
-    failure: the error on this rank; None if this rank has none.
+    has_failed: whether any rank ran out of memory. If so, this choice is not run again.
+    failure: the out-of-memory error of this rank; None if this rank has none.
     """
 
     def __init__(self, batch: TrialBatch, choice: Choice) -> None:
@@ -215,9 +219,10 @@ class Trial:
     def run(self) -> tuple[float, float]:
         """Runs both passes once, and returns the seconds of each; `DROPPED` if the choice has failed.
 
-        Each pass first takes its buffers. Then the ranks compare whether one of them failed, so that no rank
-        waits for a message of a rank that has not begun. A rank that fails later still takes part in all
-        messages of the pass (`pmoe.engine.variants.trial`). The output T_O serves as its own gradient.
+        Each pass first allocates its buffers. Then the ranks compare whether one of them ran out of memory,
+        so that no rank waits for a message of a rank that has not begun. A rank that runs out of memory later
+        still takes part in all messages of the pass (`pmoe.engine.variants.trial`). The layer's output serves
+        as the gradient with which the backward pass begins, because only the time matters.
         """
         if self.has_failed:
             return DROPPED
@@ -261,18 +266,20 @@ class Trial:
         return not self._any_failed()
 
     def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
-        """Returns the backward pass after a forward pass, with its buffers.
+        """Returns the backward pass that follows a forward pass, with its buffers allocated.
 
-        grad_TM: (T, M), the gradient of the layer's output.
+        forward: the forward pass, after it has run.
+        grad_TM: (T, M), the gradient of the layer's output: T tokens, M = d_model.
         """
         state = forward.left
         state.wanted = [tensor is not None and tensor.requires_grad for tensor in self.batch.inputs.all]
         return make_backward(forward.plan, grad_TM, state, TrialBackward)
 
     def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
-        """Returns the result of a function and its seconds; (None, 0) after this rank ran out of memory.
+        """Calls a function. Returns (its result, its seconds), or (None, 0) if this rank is out of memory.
 
-        If the function itself runs out of memory, `failure` is its error.
+        The function is not called if an earlier call ran out of memory, so that `failure` is set. If this
+        call runs out of memory, its error is stored in `failure`. All other errors are raised.
         """
         if self.failure is not None:
             return None, 0.0

@@ -117,8 +117,7 @@ class Names:
 
 
 def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plain]:
-    """Returns two dicts, keyed by the name in the checkpoint: a model's tensors, and its modules' extra
-    states.
+    """Returns two dicts by name in the checkpoint: a model's tensors, and its modules' extra states.
 
     The tensors, of any shape, share memory with the model. Extra states (`torch.nn.Module.get_extra_state`)
     are plain data.
@@ -174,7 +173,9 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict
 def set_optimizer_state(
     names: Names, optimizers: Sequence[Optimizer], plain: Plain, metadata: Metadata
 ) -> None:
-    """Sets the optimizers' options and the states that are not tensors, after DCP has read the state tensors.
+    """Sets the optimizers' options and the states that are not tensors.
+
+    DCP must have read the states that are tensors before.
 
     If no state was saved for a parameter, its state is removed from the optimizer.
 
@@ -293,7 +294,7 @@ def problems_of(
 
 
 def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Describes the w1 and b1 of gated experts to DCP as two blocks ("boxes"), so that DCP saves them right.
+    """Describes the w1 and b1 of gated experts to DCP as two blocks ("boxes") each.
 
     Gated experts are, for example, SwiGLU experts. Returns all tensors by name: the w1 and b1 of gated
     experts as objects that describe the blocks, the others unchanged. Shapes may be any.
@@ -313,7 +314,7 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _in_boxes(tensor: Tensor) -> Tensor:
-    """Describes one tensor to DCP as two blocks if the tensor is the w1 or b1 of gated experts, and is split.
+    """Describes one tensor to DCP as two blocks if it is a w1 or b1 of gated experts that is split.
 
     Such a tensor is recognised by its DTensor placement `_StridedShard`: each of its two halves is split over
     ranks (picture in `in_boxes`). Any other tensor, of any shape, is returned unchanged.

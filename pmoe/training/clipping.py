@@ -184,7 +184,7 @@ def _grouped(
 
 
 def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, int], num_ranks: int) -> int:
-    """Returns the number of ranks that hold the same value of a parameter's gradient, for each of its values.
+    """Returns how many ranks hold each single value of a parameter's gradient.
 
     name: the parameter's name, for errors.
     parameter: a parameter of any shape, with a gradient.

@@ -225,7 +225,7 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 
 @dataclass(frozen=True)
 class MeanOverRanks:
-    """Reduces experts' gradients: sums them over the experts' copies and divides by the number of all ranks.
+    """Sums experts' gradients over the experts' copies and divides them by the number of all ranks.
 
     Before this reduction, an expert's gradient is already a sum over the tokens of all ranks that share its
     copy, because these ranks send their tokens to it. So only the sum over copies is missing.
@@ -304,7 +304,7 @@ def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
-    """Raises ValueError or TypeError if `parallelize` cannot make this layer expert-parallel over ``inner``.
+    """Raises ValueError or TypeError if `parallelize` cannot spread this layer over ``inner``.
 
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".

@@ -213,7 +213,7 @@ def reduce_gradients(
 def _summand(
     name: str, parameter: nn.Parameter, meshes: Meshes, is_replicated: bool
 ) -> tuple[str, int, Tensor]:
-    """Returns over which ranks a parameter's gradient is to be summed, its divisor, and this rank's gradient.
+    """Returns the group that sums a parameter's gradient, a divisor, and this rank's gradient.
 
     The three values are:
 

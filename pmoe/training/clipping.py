@@ -138,8 +138,7 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
     """Returns how many copies of each expert parameter the ranks hold, by the parameter's ``id()``.
 
     model: the argument ``parameters`` of `clip_grad_norm_`: a model, or its parameters. The number of copies
-    is
-        known only from a model's layers, so parameters without a model give an empty dict.
+        is known only from a model's layers, so parameters without a model give an empty dict.
     named: the same parameters, of any shape, as (name, parameter) pairs.
     num_ranks: number of ranks that hold the model together.
 
@@ -242,10 +241,10 @@ def _norm(
 ) -> Tensor:
     """Returns the norm of all ranks' gradients: a scalar of float32 or a wider dtype, on ``device``.
 
-    gradients: this rank's gradients, by (device, dtype, number of ranks that hold each value). norm_type:
-    order of the norm, positive or inf. foreach: False computes the norm of each gradient in a launch of its
-    own; True or None computes many norms in
-        one launch.
+    gradients: this rank's gradients, by (device, dtype, number of ranks that hold each value).
+    norm_type: order of the norm, positive or inf.
+    foreach: False computes the norm of each gradient in a launch of its own; True or None computes many norms
+        in one launch.
     """
     is_largest = math.isinf(norm_type)
     dtype = torch.float32

@@ -230,11 +230,12 @@ class MeanOverRanks:
     Before this reduction, an expert's gradient is already a sum over the tokens of all ranks that share its
     copy, because these ranks send their tokens to it. So only the sum over copies is missing.
 
-    num_ranks: number of all ranks of the mesh, the divisor. copies: the ranks that hold copies of this rank's
-    experts. ranks: the ranks over which one copy of the experts is spread. names: names of the experts'
-    parameters, for errors. compared: the sets of requires_grad flags that the ranks have compared before,
-    each a tuple with one flag for
-        each parameter.
+    num_ranks: number of all ranks of the mesh, the divisor.
+    copies: the ranks that hold copies of this rank's experts.
+    ranks: the ranks over which one copy of the experts is spread.
+    names: names of the experts' parameters, for errors.
+    compared: the sets of requires_grad flags that the ranks have compared before, each a tuple with one flag
+        for each parameter.
     """
 
     num_ranks: int

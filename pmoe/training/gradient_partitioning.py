@@ -104,10 +104,10 @@ class GradientBuffers:
 class LayerBackward(NamedTuple):
     """State of backward when the backward pass of one MoE layer began, recorded in the first training step.
 
-    layer: index of the layer among the model's MoE layers. num_made: number of dense gradients that backward
-    had made before. dense_seconds: seconds that backward had spent in dense modules since the backward pass
-    of the previous MoE
-        layer ended. It is 0 for the MoE layer that comes first in backward.
+    layer: index of the layer among the model's MoE layers.
+    num_made: number of dense gradients that backward had made before.
+    dense_seconds: seconds that backward had spent in dense modules since the backward pass of the previous
+        MoE layer ended. It is 0 for the MoE layer that comes first in backward.
     """
 
     layer: int
@@ -121,9 +121,9 @@ class Timetable:
 
     The backward passes of the MoE layers are numbered i = 0, 1, 2, ... in their order.
 
-    inside: i -> range that is sent during MoE pass i, while its experts compute. beside: i -> range that is
-    sent during dense part i, the dense modules before MoE pass i. The last dense part
-        comes after the last MoE pass.
+    inside: i -> range that is sent during MoE pass i, while its experts compute.
+    beside: i -> range that is sent during dense part i, the dense modules before MoE pass i. The last dense
+        part comes after the last MoE pass.
     end: tensors, (number of elements,), that are sent after the whole backward pass.
 
     Backward in the order of time, from left to right:

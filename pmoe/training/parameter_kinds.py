@@ -50,9 +50,9 @@ def grouped_by_kind(
 
     Every parameter, of any shape, is in one group.
 
-    lr: learning rate of all groups; None leaves it to the optimizer. weight_decay: weight decay of the groups
-    to which it applies (`ParameterKind.decays`); None leaves it to the
-        optimizer. The other groups get 0.
+    lr: learning rate of all groups; None leaves it to the optimizer.
+    weight_decay: weight decay of the groups to which it applies (`ParameterKind.decays`); None leaves it to
+        the optimizer. The other groups get 0.
     """
     of_kind = dict[ParameterKind, list[Tensor]]()
     for parameter, kind in kinds_of(model).items():

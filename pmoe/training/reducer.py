@@ -167,7 +167,7 @@ class GradientReducer:
 
         True if all ranks made the gradients in the same order in the first step, and all gradients have one
         dtype and device. False if the caller asked for it (``partition=False``), or if there is one rank or
-        no MoE layer: everything is then sent after backward.
+        no MoE layer. If False, later steps send everything after backward.
 
         seen: the record of the first step.
         buffers: the flat memory of all gradients.
@@ -280,9 +280,9 @@ class CarriedGradients:
 
     step: a function without arguments. It returns the object of the reducer's current training step: a
         `FirstStep`, a `PartitionedStep`, or a `BackwardStep` that does nothing.
-    at: index of the layer among the model's MoE layers. t_gar: predicted seconds of the all-reduce that runs
-    during this layer's backward pass. The layer counts them
-        when it chooses its number of chunks.
+    at: index of the layer among the model's MoE layers.
+    t_gar: predicted seconds of the all-reduce that runs during this layer's backward pass. The layer counts
+        them when it chooses its number of chunks.
     """
 
     step: Callable[[], BackwardStep]
@@ -309,8 +309,7 @@ class CarriedGradients:
         self.step().layer_ends()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Returns None, so that a copy of the model has no reducer: the reducer's hooks are on the
-        original."""
+        """Returns None: a copy of the model has no reducer, because the hooks are on the original."""
 
 
 class FirstStep(BackwardStep):

@@ -69,7 +69,9 @@ def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
     """Raises ValueError for arguments of `route` that are invalid for any number of tokens.
 
-    While a graph is traced, the number of tokens may be unknown. So it is not checked here.
+    The number of tokens itself is not checked, because it may be unknown while a graph is traced.
+
+    logits_TE: (T, E), the logits of T tokens for E experts.
     """
     check_tensor("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
     num_experts = logits_TE.shape[1]
@@ -104,9 +106,14 @@ def check_route_backward(
     grad_weight_TK: Tensor | None,
     grad_l_aux: Tensor | None,
 ) -> None:
-    """Raises ValueError unless the arguments of `route_backward` have its shapes, dtypes and device.
+    """Raises ValueError unless the arguments of `route_backward` fit each other and are contiguous.
 
-    They must be contiguous.
+    There are T tokens, E experts, K choices of a token and n chunks. The shapes:
+
+        logits                         (T, E)
+        expert, weight, grad_weight    (T, K); grad_weight may be None
+        counts                         (n, E)
+        grad_l_aux                     a scalar, or None
     """
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))

@@ -11,8 +11,8 @@ namespace pmoe::hopper {
 
 constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of the reduction in a stage
 constexpr int kStages = 4;
-constexpr int kTilesAhead = 2;  // tiles by which loading may be ahead of multiplying
-constexpr int kLag = 2;         // stages from the copy of gathered rows to its announcement
+constexpr int kTilesAhead = 2;  // places of the tile ring: loading may be this many tiles ahead of multiplying
+constexpr int kLag = 2;  // copies of gathered rows for this many later stages are started before a stage is full
 constexpr int kLoaders = 128, kMultipliers = 256;
 constexpr int kThreads = kLoaders + kMultipliers;
 constexpr int kMultiplierWarps = kMultipliers / 32;

@@ -162,7 +162,7 @@ def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
 
 
 def check_rows_memory(**rows: Tensor) -> None:
-    """Raises ValueError unless kernels can read the sizes, strides and addresses of tensors (rows, columns).
+    """Raises ValueError unless kernels can read tensors (rows, columns) as they lie in memory.
 
     The bytes of a row, the row stride and the address must be multiples of 16 bytes, and columns adjacent.
 

@@ -42,8 +42,8 @@ struct Loader {
   //
   // a: where the operand is stored in shared memory.
   // full: the barrier that counts the bytes that have arrived.
-  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the run of
-  //     rows that this step sums over.
+  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the run
+  //     of rows that this step sums over.
   // depth: position of the step along the reduction, counted from `begin` for form kWeight.
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
@@ -234,9 +234,9 @@ template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int k
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
                                          Ring<kStages> ring = {}, Pieces pieces = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
-  // Bytes by which an operand's address in shared memory advances from one wgmma instruction to the next. Each
-  // instruction multiplies 16 rows or columns along the reduction (K in PTX): 32 bytes of a line, or 16 lines if
-  // the operand is stored transposed.
+  // Bytes by which an operand's address in shared memory advances from one wgmma instruction to the next.
+  // Each instruction multiplies 16 rows or columns along the reduction (K in PTX): 32 bytes of a line, or 16
+  // lines if the operand is stored transposed.
   constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
@@ -314,8 +314,8 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 // full_arrivals: how many arrivals complete the full barrier of a stage, besides the bytes that the tensor
 //     memory accelerator must have written.
 // cluster: number of blocks in the cluster.
-// walking_loaders: how many loading warps of a block read tiles from the tile ring, and so arrive at the ring's
-//     empty barriers; 1 if a single thread reads them.
+// walking_loaders: how many loading warps of a block read tiles from the tile ring, and so arrive at the
+//     ring's empty barriers; 1 if a single thread reads them.
 __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
                                               int walking_loaders) {
   shared.cluster = cluster;
@@ -330,8 +330,8 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
   fence_mbarrier_init();
 }
 
-// Waits until the barriers of all blocks of the cluster are initialised. Before this, no thread may arrive at a
-// barrier.
+// Waits until the barriers of all blocks of the cluster are initialised. Before this, no thread may arrive at
+// a barrier.
 //
 // blocks: number of blocks in the cluster.
 __device__ __forceinline__ void sync_before(int blocks) {

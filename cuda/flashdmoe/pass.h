@@ -118,10 +118,12 @@ struct Pass {
   int tokens = 0, choices = 1;     // S, k
   Divisor by_choices, by_experts;  // k, E
 
-  const uint8_t* source = nullptr;  // rows of tokens, layout.row_bytes each: T_I, or dY in backward
-  int64_t source_stride = 0;        // bytes
-  uint8_t* result = nullptr;        // T_O, or dX in backward
-  int64_t result_stride = 0;        // bytes
+  // Rows of tokens, layout.row_bytes each: the layer's input, or the gradient of its output in backward.
+  const uint8_t* source = nullptr;
+  int64_t source_stride = 0;  // bytes
+  // Rows of tokens: the layer's output, or the gradient of its input in backward.
+  uint8_t* result = nullptr;
+  int64_t result_stride = 0;  // bytes
 
   // For the backward pass only. Routing weights are sent with the rows, and their gradients come back with
   // the results. The layer's input T_I is sent again if forward did not keep what arrived.

@@ -93,7 +93,9 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
   }
 }
 
-// Waits until another rank has raised a flag of this rank in this round. The time limit applies.
+// Waits until another rank has raised a flag of this rank in this round, at most until the time limit.
+//
+// wait, peer, expert, part: what is waited for, for the report if the time limit is exceeded.
 __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait wait, int peer, int expert,
                                       int part) {
   const auto* const word = static_cast<const uint32_t*>(flag);

@@ -1,6 +1,7 @@
 """FSMoE's adaptive gradient partitioning (Section 5): which bytes of gradients are all-reduced when.
 
-Dense gradients are sent during the backward pass, while dense parts and MoE layers leave the link free:
+Dense gradients are all-reduced during the backward pass, at times when dense modules and experts compute and
+leave the link between nodes free:
 
 1. The first step shows the order in which gradients are made, and the seconds of each dense part.
 2. `find_partition` says how many bytes are sent beside each dense part and each MoE layer. The numbers come

@@ -242,7 +242,7 @@ class BackwardStep:
     """
 
     def gradient_is_ready(self, at: int) -> None:
-        """Called when the gradient of parameter number ``at`` has been accumulated in ``grad``."""
+        """Called when backward has added the gradient of parameter number ``at`` to its ``grad``."""
 
     def layer_begins(self, layer: int) -> None:
         """Called when the backward pass of MoE layer number ``layer`` begins."""

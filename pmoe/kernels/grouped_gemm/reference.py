@@ -43,7 +43,7 @@ def product(
 ) -> Tensor:
     """Fills out (N, O) with (rows weight[e]^T + bias[e]) * scale for the rows of each expert e.
 
-    Every number is rounded once.
+    Sums are computed in float32 or wider, so each number of the result is rounded once. Returns ``out``.
 
     rows: (N, I), N rows sorted by expert.
     weight_EOI: (E, O, I), for E experts.

@@ -1,6 +1,6 @@
 """Routing as ``torch.library`` operators, with fake functions for tracing, and with gradients.
 
-The operators use the kernels of cuda/route if these can run, and otherwise the reference.
+The operators use the kernels of cuda/route if these can run, and otherwise PyTorch expressions (`reference`).
 """
 
 from __future__ import annotations

@@ -219,9 +219,12 @@ def route_backward(
 ) -> Tensor:
     """Returns the gradient of the logits, (T, E), with the formulas that the CUDA kernel uses.
 
-    The arguments are those of the operator `pmoe.kernels.route.operators.route_backward`: tensors of
-    `Routes`, and the gradients of the weights, (T, K), and of the auxiliary loss, a scalar. None stands for
-    zeros.
+    logits_TE: (T, E), the logits of T tokens for E experts that `route` got.
+    expert_TK, weight_TK, counts_nE: fields of `Routes`: (T, K) and (T, K) for K choices of each token, and
+        (n, E) for n chunks.
+    normalize, z_loss_weight: the arguments that `route` got.
+    grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
+    grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
     """
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)

@@ -281,7 +281,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
 
 
 def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
-    """Converts the tables of a file of version 2, one for each restore pair and dtype, to one for each dtype.
+    """Returns one table for each dtype, from those of version 2 for each restore pair and dtype.
 
     If restore pairs had different fastest numbers of chunks for the same number of tokens, the new table
     lists all of these numbers as equally fast.

@@ -21,7 +21,7 @@ from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.planner.timed_rounds import Timed, timed_rounds
+from pmoe.planner.timed_rounds import PassTimes, timed_rounds
 from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
 
 Curves = Callable[[int, int], float]
@@ -31,7 +31,7 @@ FORWARD_SHARE = 0.35
 """Share of a step's seconds that its forward pass takes. Only the sum matters, as n is equal in both."""
 
 PRINTED_RUNS = 3
-"""Timed runs of each n in a search of the printed algorithm, of which the median counts.
+"""PassTimes runs of each n in a search of the printed algorithm, of which the median counts.
 
 The paper does not say how searchBestGran(B) measures."""
 
@@ -117,7 +117,7 @@ class NoisyMachine:
             passes.append((FORWARD_SHARE * seconds, (1 - FORWARD_SHARE) * seconds))
         return passes
 
-    def measure(self, tried: Sequence[PassDegrees], most_rounds: int) -> Mapping[PassDegrees, Timed]:
+    def measure(self, tried: Sequence[PassDegrees], most_rounds: int) -> Mapping[PassDegrees, PassTimes]:
         return timed_rounds(tried, self.run_round, most_rounds)
 
 

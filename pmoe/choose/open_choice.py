@@ -15,6 +15,8 @@ import functools
 import math
 from collections.abc import Sequence
 
+import torch
+
 from pmoe.call.modules import LayerModules
 from pmoe.choose.part_of_batch import (
     MIN_TOKENS,
@@ -124,14 +126,17 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured (forward, backward) seconds of each choice; None if no trials could run.
+    """Returns the measured seconds of both passes with each choice; None if trials must not run.
 
     The seconds are infinite for a choice that ran out of memory on any rank. No trials run if `_may_try`
     forbids them, or if too few tokens fit into the memory that trials may take (`measure_in_little_memory`).
     """
     if not _may_try(batch):
         return None
-    measured = measure_in_little_memory(batch, choices)
+    try:
+        measured = measure_in_little_memory(batch, choices)
+    except torch.OutOfMemoryError:  # on every rank: the prediction decides
+        return None
     if not measured:
         return None
     seconds = {choice: (timed.forward, timed.backward) for choice, timed in measured.items()}

@@ -27,11 +27,11 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from pmoe.choose.trials import TrialBatch, measure_trials, predicted_peaks
+from pmoe.choose.trials import Trial, TrialBatch, measure_trials, predicted_peaks, warn_of_dropped
 from pmoe.comm.counts import CountsExchange, Fault, Slots
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
-from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 
 MIN_TOKENS = 256
 """Smallest number of tokens of a trial. Seconds of fewer tokens say nothing about the whole batch."""
@@ -46,8 +46,8 @@ ROOM = 0.85
 
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
-) -> dict[Choice, Timed]:
-    """Returns the seconds that each choice takes for the whole batch, from trials in little memory.
+) -> dict[Choice, PassTimes]:
+    """Returns the seconds of forward and backward with each choice, by trials. Collective.
 
     Trials run on the first tokens of the batch: as many as fit into the memory of the layer's smallest step,
     the one for which the fewest bytes are predicted. The seconds of the whole batch are then computed from
@@ -66,11 +66,37 @@ def measure_in_little_memory(
         return {}
     if share == 1.0:
         return measure_trials(batch, choices, most_rounds)
-    return _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
+    measured = _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
+    return _with_room(batch, measured)
 
 
-def _scaled(of_part: Mapping[Choice, Timed], share: float) -> dict[Choice, Timed]:
-    """Returns the seconds of the whole batch with each choice, from trials on its first tokens.
+def _with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
+    """Returns the measured choices without those for which a rank has too little memory. Collective.
+
+    A trial on a part of the batch does not show whether a step on the whole batch has room. So the memory of
+    the fastest choice is taken and given back; if it cannot be taken, that of the next one. Whether slower
+    choices have room is not asked.
+
+    batch: the whole batch.
+    measured: the seconds of the choices.
+
+    Raises OutOfMemoryError on every rank if no choice has room.
+    """
+    ordered = sorted(measured, key=lambda choice: measured[choice].step)
+    peaks = dict(zip(ordered, predicted_peaks(batch, ordered), strict=True))
+    without_room: list[Trial] = []
+    for choice in ordered:
+        trial = Trial(batch, choice)
+        if trial.has_room(peaks[choice]):
+            warn_of_dropped(batch, without_room, len(ordered))
+            return {other: measured[other] for other in ordered[len(without_room) :]}
+        without_room.append(trial)
+    warn_of_dropped(batch, without_room, len(ordered))
+    return {}
+
+
+def _scaled(of_part: Mapping[Choice, PassTimes], share: float) -> dict[Choice, PassTimes]:
+    """Returns the seconds of the whole batch with each choice, from trials on a part of it.
 
     The formula of `seconds_of_whole` is fitted once for each restore pair and pass, to the trials of all
     numbers of chunks with this pair.
@@ -85,7 +111,10 @@ def _scaled(of_part: Mapping[Choice, Timed], share: float) -> dict[Choice, Timed
         backward = _of_whole([(choice.backward, timed.backward) for choice, timed in of_pair.items()], share)
         for choice, timed in of_pair.items():
             passes = forward[choice.forward], backward[choice.backward]
-            scaled[choice] = replace(timed, forward=passes[0], backward=passes[1], step=sum(passes))
+            step = sum(passes)
+            # The noise of a run grows as the part of the seconds does that grows with the tokens.
+            noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
+            scaled[choice] = PassTimes(*passes, step=step, runs=timed.runs, noise=noise)
     return scaled
 
 
@@ -214,4 +243,5 @@ def seconds_of_whole(measured: Mapping[int, float], share: float) -> dict[int, f
     factors, _ = nnls(np.stack(terms, axis=1) / seconds[:, None], np.ones_like(seconds))
     by_chunk = factors[1] * degrees if len(terms) > 1 else np.zeros_like(degrees)
     whole = (seconds - by_chunk) / share + by_chunk
-    return {n: max(float(value), 0.0) for n, value in zip(measured, whole, strict=True)}
+    # A line through few trials may be wrong, but the whole takes at least as long as its part.
+    return {n: max(float(value), measured[n]) for n, value in zip(measured, whole, strict=True)}

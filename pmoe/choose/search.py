@@ -21,16 +21,16 @@ from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
 from pmoe.choose.part_of_batch import measure_in_little_memory
-from pmoe.choose.trials import TrialBatch, adaptive_degree
+from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
 from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json, save_or_warn
-from pmoe.planner.degree import Choice
+from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import times_by_trials
 from pmoe.planner.granularity import GranularityTable, PassDegrees, points_of
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.planner.timed_rounds import Timed
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.schedule.restore import Restore
 from pmoe.warn import log
 
@@ -88,13 +88,27 @@ def search(
     max_tokens = batch.counts.max_tokens
     predicted = predicted_seconds(batch, restore, numbers)
 
-    def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, Timed]:
+    too_large: list[PassDegrees] = []
+
+    def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
         choices = {degrees: Choice(**vars(degrees), restore=restore) for degrees in tried}
-        measured = measure_in_little_memory(batch, list(choices.values()), most_rounds)
+        try:
+            measured = measure_in_little_memory(batch, list(choices.values()), most_rounds)
+        except torch.OutOfMemoryError:
+            too_large.extend(tried)
+            return {}
         return {degrees: measured[choice] for degrees, choice in choices.items() if choice in measured}
 
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
+    if not times and too_large:
+        # More chunks need less memory.
+        most = max(degrees.forward for degrees in too_large)
+        larger = [PassDegrees(n, n) for n in numbers if n > most]
+        times = measure(larger, MOST_ROUNDS) if larger else {}
+        if not times:
+            least = smallest_with_room(batch, all_choices([(n, n) for n in numbers], [restore]))
+            return PassDegrees(least.forward, least.backward)
     if not times:
         return None
     best = known.record(max_tokens, times)
@@ -267,7 +281,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
 
 
 def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
-    """Converts the tables of a file of version 2, one for each restore pair and dtype, to one for each dtype.
+    """Returns one table for each dtype, from those of version 2 for each restore pair and dtype.
 
     If restore pairs had different fastest numbers of chunks for the same number of tokens, the new table
     lists all of these numbers as equally fast.

@@ -21,6 +21,7 @@ from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.failures import publishing_failures
+from pmoe.engine.buffers.arena import pool
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
@@ -32,7 +33,7 @@ from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import counted_rows
-from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed, timed_rounds
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes, timed_rounds
 from pmoe.runners.pipeline import make_backward, make_forward
 from pmoe.warn import warn_once
 
@@ -91,6 +92,13 @@ class TrialBatch:
         x_TM = self.inputs.x_TM
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
 
+    def stored_profile(self) -> Profile | None:
+        """Returns the profile of this device and group if it was measured before; None otherwise.
+
+        Collective the first time.
+        """
+        return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+
     @functools.cached_property
     def measuring_bytes(self) -> float:
         """Bytes that measuring the profile may allocate, the same on every rank. Collective.
@@ -101,13 +109,6 @@ class TrialBatch:
         options = self.modules.options
         choices = all_choices([(n, n) for n in options.degrees], self.modules.pairs)
         return MEASURING_SHARE * min(predicted_peaks(self, choices))
-
-    def stored_profile(self) -> Profile | None:
-        """Returns the profile of this device and group if it was measured before; None otherwise.
-
-        Collective the first time.
-        """
-        return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @property
     def trials_allowed(self) -> bool:
@@ -162,7 +163,7 @@ DROPPED = (math.inf, math.inf)
 
 def measure_trials(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
-) -> dict[Choice, Timed]:
+) -> dict[Choice, PassTimes]:
     """Returns the seconds of forward and backward with each choice. Collective.
 
     Each choice runs one step that is not timed. Then the choices run in turns and are timed, until it is
@@ -195,7 +196,7 @@ def measure_trials(
 
     times = timed_rounds(choices, run_round, most_rounds)
     vars(traffic).update(vars(traffic_before))
-    _warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
+    warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
     return times
 
 
@@ -245,6 +246,25 @@ class Trial:
                 return DROPPED
         return forward_seconds, backward_seconds
 
+    @torch.no_grad()
+    def has_room(self, num_bytes: float) -> bool:
+        """Takes the memory of a step with the choice and gives it back. Returns whether every rank had it.
+
+        The ring slots of the forward pass are taken as in a step, all other memory in blocks as large as the
+        input. Collective.
+
+        num_bytes: the predicted bytes of the step.
+        """
+        rows_TM = self.batch.inputs.x_TM
+        memory = pool(rows_TM.device).device
+        plan, _ = self._timed(lambda: self.batch.plan(self.choice))
+        forward, _ = self._timed(lambda: make_forward(_some(plan), self.batch.inputs, True, TrialForward))
+        num_blocks = max(int(num_bytes) - memory.bytes_in_use, 0) // max(rows_TM.nbytes, 1)
+        self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
+        if forward is not None:
+            forward.arena.close()
+        return not self._any_failed()
+
     def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
         """Returns the backward pass that follows a forward pass, with its buffers allocated.
 
@@ -291,31 +311,42 @@ def _some(value: T | None) -> T:
     return value
 
 
-def _warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
-    """Warns on rank 0 of choices that ran out of memory on any rank, so that they are not used. Collective.
+def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
+    """Rank 0 warns once of choices for which a rank had too little memory. Collective.
 
-    batch: the routed batch, from which the bytes of each choice are predicted for the message.
+    batch: the whole batch.
     dropped: the trials of these choices, the same on every rank.
-    num_trials: the number of choices that were tried. If all were dropped, OutOfMemoryError is raised on
-        every rank.
+    num_trials: the number of all choices.
+
+    Raises OutOfMemoryError on every rank if no choice is left.
     """
     if not dropped:
         return
     choices = [trial.choice for trial in dropped]
-    needed = {
-        choice: num_bytes / 2**20
-        for choice, num_bytes in zip(choices, predicted_peaks(batch, choices), strict=True)
-    }
-    own = next((trial.failure for trial in dropped if trial.failure is not None), None)
-    if len(dropped) == num_trials:
-        least = min(needed, key=lambda choice: needed[choice])
-        raise torch.OutOfMemoryError(
-            f"every choice that was tried needs more memory than some rank has. The least is that of "
-            f"n={least.forward} with {least.restore}: about {needed[least]:.1f} MiB beside the model and the "
-            "layer's input. Free memory, pass fewer tokens, or use more ranks"
-        ) from own
+    listed = ", ".join(f"n={choice.forward} {choice.restore}" for choice in choices)
     if batch.modules.ranks.rank == 0:
-        listed = ", ".join(
-            f"n={choice.forward} {choice.restore} (about {needed[choice]:.1f} MiB)" for choice in needed
-        )
         warn_once(f"a trial ran out of memory on some rank, so these choices are not used: {listed}")
+    if len(dropped) == num_trials:
+        own = next((trial.failure for trial in dropped if trial.failure is not None), None)
+        raise torch.OutOfMemoryError(
+            f"some rank has too little memory for every tried choice: {listed}"
+        ) from own
+
+
+def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
+    """Returns the choice that needs the least memory, if every rank has room for it. Collective.
+
+    It is for a batch of which no choice could be tried.
+
+    Raises OutOfMemoryError on every rank otherwise, with the bytes that would be enough.
+    """
+    peaks = predicted_peaks(batch, choices)
+    least, num_bytes = min(zip(choices, peaks, strict=True), key=lambda pair: pair[1])
+    trial = Trial(batch, least)
+    if not trial.has_room(num_bytes):
+        raise torch.OutOfMemoryError(
+            "some rank has too little memory for these tokens, with every number of chunks. The least is of "
+            f"n={least.forward} with {least.restore}: about {num_bytes / 2**20:.1f} MiB beside the model "
+            "and the layer's input. Free memory, pass fewer tokens, or use more ranks"
+        ) from trial.failure
+    return least

@@ -1,4 +1,4 @@
-"""Stores how many thread blocks of a fused kernel should communicate, and shares the choice with all ranks.
+"""Stores and shares among ranks how many thread blocks of a fused kernel should communicate.
 
 In a fused kernel, n_c of the thread blocks communicate and the others compute. The fastest n_c is measured
 once and stored. There is one file for each device name, in $PMOE_CACHE or ~/.cache/pmoe:

@@ -46,7 +46,7 @@ Several runs are needed, because a message may take many times as long as usual 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long and how often work runs in a measurement.
+    """The effort of a measurement: how long and how often work runs.
 
     piece_seconds: seconds that the largest work of each line (seconds = alpha + beta * size) should take.
     span_seconds: seconds for which computation, messages and copies run side by side, to measure how much

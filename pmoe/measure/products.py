@@ -84,7 +84,7 @@ def measure_products(
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
-    """Returns a reason why the fused kernels of a single rank would be slower than separate kernels, or None.
+    """Returns why fused kernels of a single rank would be slower than separate ones; None if not.
 
     The measured seconds of all products are added up, once by pmoe's kernels, as fused, and once by the
     fastest kernel of each product. The fused kernels count as slower if their sum is larger by more than the

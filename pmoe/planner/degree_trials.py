@@ -1,4 +1,4 @@
-"""Which numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with as few trials as possible.
+"""Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with few trials.
 
 Each trial costs a training step. So only those n are tried that can be the fastest, by earlier results: the
 `GranularityTable` has ranges of B with the fastest n of each.
@@ -23,18 +23,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pmoe.planner.granularity import GranularityTable, PassDegrees, rounded
-from pmoe.planner.timed_rounds import FAR, MOST_ROUNDS, Timed
+from pmoe.planner.timed_rounds import FAR, MOST_ROUNDS, PassTimes
 
 LATER_ROUNDS = 3
 """Largest number of timed rounds of a search if the table already has results of an earlier search.
 
 The first search may take MOST_ROUNDS, because later searches try only numbers of chunks near its result. A
-later result needs fewer rounds, because it is weighed together with neighbouring results (`Range.joined`)."""
+later result needs fewer rounds, because it is weighed together with neighbouring results
+(`BatchRange.joined`)."""
 
 WRONG = 2.0
 """Predictions are not used if measured seconds differ from them by more than this factor, up or down."""
 
-Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, Timed]]
+Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with the given degrees, in at most the given number of timed rounds.
 
 Its result may lack degrees that cannot run."""
@@ -53,7 +54,7 @@ def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
     return [n for n in ordered if n in ordered[:2] or predicted[n] <= FAR * predicted[ordered[0]]]
 
 
-def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, Timed]) -> bool:
+def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, PassTimes]) -> bool:
     """Whether any measured step takes more than WRONG times the predicted seconds, or less than 1 / WRONG.
 
     In this case the predictions are wrong, because the profile (measured rates) is of another machine or
@@ -69,7 +70,7 @@ def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, 
 def degrees_to_try(
     table: GranularityTable, B: int, numbers: Sequence[int], predicted: Mapping[int, float] | None = None
 ) -> list[PassDegrees]:
-    """Returns the degrees (numbers of chunks of both passes) that may be the fastest for a batch of B tokens.
+    """Returns the numbers of chunks of both passes that may be the fastest for a batch of B tokens.
 
     table: results of earlier measurements: ranges of B with the fastest degrees of each.
     B: number of tokens.
@@ -98,7 +99,7 @@ def degrees_to_try(
 
 
 def further_degrees(
-    times: Mapping[PassDegrees, Timed],
+    times: Mapping[PassDegrees, PassTimes],
     numbers: Sequence[int],
     predicted: Mapping[int, float] | None = None,
     *,
@@ -144,7 +145,7 @@ def times_by_trials(
     *,
     predicted: Mapping[int, float] | None = None,
     apart: bool,
-) -> dict[PassDegrees, Timed]:
+) -> dict[PassDegrees, PassTimes]:
     """Returns the measured times of the degrees (numbers of chunks of both passes) that may be the fastest.
 
     The first degrees to try follow from the table and from predictions, further ones from the measurements.
@@ -165,18 +166,24 @@ def times_by_trials(
     lies_between = None not in table.neighbours(rounded(B))
     asked = degrees_to_try(table, B, numbers, predicted)
     times = dict(measure(asked, most_rounds))
-    while any(degrees.are_equal for degrees in times):
+    while True:
         if predicted is not None and is_contradicted(predicted, times):
             predicted = None
-        further = [
-            *degrees_to_try(table, B, numbers, predicted),
-            *further_degrees(times, () if lies_between else numbers, predicted, apart=apart),
-        ]
+        if any(degrees.are_equal for degrees in times):
+            further = [
+                *degrees_to_try(table, B, numbers, predicted),
+                *further_degrees(times, () if lies_between else numbers, predicted, apart=apart),
+            ]
+        else:  # none of them could run, so the others are better than none
+            further = [PassDegrees(n, n) for n in numbers]
         further = [degrees for degrees in dict.fromkeys(further) if degrees not in asked]
         if not further:
             break
         asked += further
-        fastest = min(times, key=lambda degrees: (times[degrees].step, degrees))
+        fastest = min(times, key=lambda degrees: (times[degrees].step, degrees), default=None)
+        if fastest is None:
+            times = dict(measure(further, most_rounds))
+            continue
         beside = measure([fastest, *further], most_rounds)
         if fastest in beside:
             factor = times[fastest].step / beside[fastest].step

@@ -24,6 +24,7 @@ number falls.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from sortedcontainers import SortedDict
 
 if TYPE_CHECKING:
-    from pmoe.planner.timed_rounds import Timed
+    from pmoe.planner.timed_rounds import PassTimes
 
 BITS = 5
 """Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
@@ -87,7 +88,7 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class Excess:
-    """How much slower some degrees were than the fastest degrees, in all measurements of a range.
+    """Differences between the seconds of some degrees and of the fastest ones, in a range's measurements.
 
     Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens.
 
@@ -100,7 +101,7 @@ class Excess:
 
 
 @dataclass(frozen=True)
-class Range:
+class BatchRange:
     """A range of batch sizes B (numbers of tokens) with the same degrees (numbers of chunks of both passes).
 
     lower, upper: the smallest and the largest B of the range.
@@ -123,7 +124,7 @@ class Range:
         """
         return min(self.excess, key=lambda d: (self.excess[d].total, d.forward + d.backward, d))
 
-    def joined(self, other: Range) -> Range:
+    def joined(self, other: BatchRange) -> BatchRange:
         """Returns one range that covers this range, another one, and all B (numbers of tokens) between them.
 
         It keeps the degrees that both ranges have.
@@ -134,9 +135,9 @@ class Range:
             if (theirs := other.excess.get(degrees)) is not None
         }
         lower = min(self.lower, other.lower)
-        return Range(lower, max(self.upper, other.upper), self.measured + other.measured, excess)
+        return BatchRange(lower, max(self.upper, other.upper), self.measured + other.measured, excess)
 
-    def joins(self, other: Range) -> bool:
+    def joins(self, other: BatchRange) -> bool:
         """Whether this range and a neighbour can be merged into one.
 
         They can if both have the same degrees (numbers of chunks), or if some degrees are as fast as the
@@ -171,11 +172,11 @@ class GranularityTable:
     answers: dict[int, PassDegrees]
 
     def __init__(self) -> None:
-        self.ranges = SortedDict()  # lower B -> Range
+        self.ranges = SortedDict()  # lower B -> BatchRange
         self.answers = {}  # rounded B -> degrees, the paper's hash table
 
     def lookup(self, B: int) -> PassDegrees | None:
-        """Returns the fastest numbers of chunks for a batch of B tokens; None if trials must find them.
+        """Returns the degrees (numbers of chunks) for a batch of B tokens; None if trials must find them.
 
         The first look-up of a rounded B takes O(log k) time for k ranges, later ones take O(1).
         """
@@ -188,7 +189,7 @@ class GranularityTable:
         self.answers[entry] = below.degrees
         return below.degrees
 
-    def neighbours(self, B: int) -> tuple[Range | None, Range | None]:
+    def neighbours(self, B: int) -> tuple[BatchRange | None, BatchRange | None]:
         """Returns (last range that begins at or below B, first range that begins above B).
 
         None stands for a range that does not exist. If B is in a range, this is the first of the two.
@@ -202,7 +203,7 @@ class GranularityTable:
             ranges[above] if above < len(ranges) else None,
         )
 
-    def record(self, B: int, times: Mapping[PassDegrees, Timed]) -> PassDegrees:
+    def record(self, B: int, times: Mapping[PassDegrees, PassTimes]) -> PassDegrees:
         """Stores measurements for a batch of B tokens. Returns the degrees (numbers of chunks) to use for B.
 
         These are the fastest degrees, unless B is merged into a range with other degrees that are as fast
@@ -219,9 +220,9 @@ class GranularityTable:
         measured = _measured(entry, times)
         lower = measured.lower if below is None else max(measured.lower, below.upper + 1)
         upper = measured.upper if above is None else min(measured.upper, above.lower - 1)
-        return self.insert(Range(lower, upper, 1, measured.excess)).degrees
+        return self.insert(BatchRange(lower, upper, 1, measured.excess)).degrees
 
-    def insert(self, new: Range) -> Range:
+    def insert(self, new: BatchRange) -> BatchRange:
         """Adds a range, and merges it with its neighbours if possible. Returns the added or merged range.
 
         new: a range that overlaps no range of the table.
@@ -237,7 +238,7 @@ class GranularityTable:
                 self.ranges[new.lower] = new
                 return new
 
-            def loss(merger: tuple[Range, Range], alone: Range = new) -> float:
+            def loss(merger: tuple[BatchRange, BatchRange], alone: BatchRange = new) -> float:
                 """Returns the extra seconds of two ranges with the same degrees, relative to the fastest."""
                 merged, neighbour = merger
                 parts = sum(part.excess[part.degrees].total for part in (alone, neighbour))
@@ -278,7 +279,7 @@ class GranularityTable:
                 if not last < _count(lower) <= _count(upper) or _count(measured) < 1 or not excess:
                     raise ValueError(f"range {lower} to {upper} of {measured} B with {excess}")
                 last = upper
-                table.ranges[lower] = Range(
+                table.ranges[lower] = BatchRange(
                     lower,
                     upper,
                     measured,
@@ -305,7 +306,7 @@ class GranularityTable:
         for B, fastest in points.items():
             by_entry.setdefault(rounded(B), set()).update(fastest)
         for entry, fastest in sorted(by_entry.items()):
-            table.insert(Range(entry, entry, 1, {degrees: Excess(0.0, 0.0) for degrees in fastest}))
+            table.insert(BatchRange(entry, entry, 1, {degrees: Excess(0.0, 0.0) for degrees in fastest}))
         return table
 
 
@@ -323,7 +324,7 @@ def points_of(fields: Mapping[str, Any]) -> dict[int, PassDegrees]:
         raise ValueError(f"no granularity table: {error!r}") from error
 
 
-def _measured(B: int, times: Mapping[PassDegrees, Timed]) -> Range:
+def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
     """Returns the range of batch sizes around B for which a measurement at B holds.
 
     Every task takes alpha + beta * B seconds. So if B grows by some factor, the seconds of a step do not
@@ -347,7 +348,10 @@ def _measured(B: int, times: Mapping[PassDegrees, Timed]) -> Range:
     for degrees, timed in times.items():
         slower = timed.step / times[fastest].step - 1
         error = timed.standard_error(times[fastest])
-        worst = slower / error if error else math.inf if slower else 0.0
+        if error > 0:
+            worst = slower / error
+        else:  # exact seconds: any difference counts
+            worst = math.inf if slower > 0 else 0.0
         if worst <= CONTRADICTED:
             excess[degrees] = Excess(slower, worst)
         margin = max((1 + slower) / (1 + timed.resolution(times[fastest])), 1.0)
@@ -355,7 +359,7 @@ def _measured(B: int, times: Mapping[PassDegrees, Timed]) -> Range:
             margin_down = min(margin_down, margin)
         if degrees.falls_to(fastest):
             margin_up = min(margin_up, margin)
-    return Range(math.ceil(B / margin_down), math.floor(B * margin_up), 1, excess)
+    return BatchRange(math.ceil(B / margin_down), math.floor(B * margin_up), 1, excess)
 
 
 def _count(value: object) -> int:
@@ -367,6 +371,6 @@ def _count(value: object) -> int:
 
 def _ratio(value: object) -> float:
     """Returns ``value`` if it is a finite number of at least 0. Raises ValueError otherwise."""
-    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{value!r} must be a finite number of at least 0")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)

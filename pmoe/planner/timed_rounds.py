@@ -1,4 +1,4 @@
-"""Timed rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
+"""PassTimes rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
 
 A choice is timed in runs of both passes of a layer. Equal runs take different times, so a difference between
 two choices counts only if it is larger than the differences between equal runs:
@@ -52,7 +52,7 @@ By simulation of normal distributions: 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4
 
 
 @dataclass(frozen=True)
-class Timed:
+class PassTimes:
     """Measured seconds of both passes with one choice, and the noise of the measurement.
 
     Each number of seconds is the lower median over the runs: with an even number of runs, the smaller of the
@@ -70,25 +70,25 @@ class Timed:
     runs: int
     noise: float
 
-    def scaled(self, factor: float) -> Timed:
+    def scaled(self, factor: float) -> PassTimes:
         """Returns the same measurement with all seconds multiplied by ``factor``."""
         return replace(
             self, forward=self.forward * factor, backward=self.backward * factor, step=self.step * factor
         )
 
-    def standard_error(self, other: Timed) -> float:
+    def standard_error(self, other: PassTimes) -> float:
         """Returns the standard error of (seconds of this choice / seconds of another choice - 1)."""
         noise = max(self.noise, other.noise)
         return LOWER_MEDIAN * noise * math.sqrt(1 / self.runs + 1 / other.runs)
 
-    def resolution(self, other: Timed) -> float:
+    def resolution(self, other: PassTimes) -> float:
         """Returns the smallest relative difference to another choice's seconds that counts as real.
 
         Smaller differences may come from noise. It is `CLEAR` times the standard error of the difference.
         """
         return CLEAR * self.standard_error(other)
 
-    def is_slower_than(self, other: Timed) -> bool:
+    def is_slower_than(self, other: PassTimes) -> bool:
         """Whether a step takes longer than with another choice, by more than noise (`resolution`)."""
         return self.step > other.step * (1 + self.resolution(other))
 
@@ -115,7 +115,7 @@ def timed_rounds(
     choices: Sequence[T],
     run_round: Callable[[Sequence[T]], Sequence[tuple[float, float]]],
     most_rounds: int = MOST_ROUNDS,
-) -> dict[T, Timed]:
+) -> dict[T, PassTimes]:
     """Measures choices in rounds until the fastest is clear. Returns the seconds of each.
 
     A choice is left out of later rounds
@@ -123,7 +123,7 @@ def timed_rounds(
     - if it takes more than FAR times the seconds of the fastest choice, in the first timed round and in the
       round before, which is not timed otherwise;
     - from the second timed round on, if it is slower than the fastest choice by more than noise explains
-      (`Timed.resolution`).
+      (`PassTimes.resolution`).
 
     The rounds end if one choice is left, if differences of more than FINE would be noticed, or after
     ``most_rounds``. The fastest choice is timed at least twice.
@@ -141,13 +141,14 @@ def timed_rounds(
         choice: [] for choice, passes in first_runs.items() if not math.isinf(sum(passes))
     }
     left = list(samples)
-    times: dict[T, Timed] = {}
+    times: dict[T, PassTimes] = {}
     for number in range(1, most_rounds + 1):
+        if not left:
+            break
         for choice, passes in zip(left, run_round(left), strict=True):
             samples[choice].append(passes)
-        failed = [choice for choice in left if math.isinf(sum(samples[choice][-1]))]
-        for choice in failed:
-            del samples[choice]
+            if math.isinf(sum(passes)):
+                del samples[choice]
         times = _timed(samples, first_runs)
         left = [choice for choice in left if choice in samples]
         if not left:
@@ -164,7 +165,7 @@ def timed_rounds(
 
 def _timed(
     samples: Mapping[T, Sequence[tuple[float, float]]], first_runs: Mapping[T, tuple[float, float]]
-) -> dict[T, Timed]:
+) -> dict[T, PassTimes]:
     """Returns the median seconds of each choice, and the noise of its runs.
 
     samples: for each choice, the (forward, backward) seconds of each timed run.
@@ -180,5 +181,5 @@ def _timed(
             statistics.median_low(seconds)
             for seconds in zip(*((f, b, f + b) for f, b in counted), strict=True)
         )
-        times[choice] = Timed(forward, backward, step, len(counted), noise)
+        times[choice] = PassTimes(forward, backward, step, len(counted), noise)
     return times

@@ -20,6 +20,7 @@ from pmoe.choose import open_choice, part_of_batch
 from pmoe.choose import search as searched
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
+from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.pool import ranks
@@ -232,9 +233,14 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     profile.PROFILES.clear()
     measured = part_of_batch.measure_in_little_memory
 
-    def stated(batch: Any, choices: Any) -> Any:
-        measured(batch, choices)
-        return [(float(c.forward ** SPEEDS[fastest]), float(c.backward ** SPEEDS[fastest])) for c in choices]
+    def stated(batch: Any, choices: Any, *most_rounds: int) -> Any:
+        measured(batch, choices, *most_rounds)
+        speed = SPEEDS[fastest]
+        times = {}
+        for choice in choices:
+            passes = choice.forward**speed, choice.backward**speed
+            times[choice] = PassTimes(*passes, step=sum(passes), runs=3, noise=0.0)
+        return times
 
     layer = pmoe.MoELayer(64, 256, 4, pipeline=True, **options)
     x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()

@@ -14,8 +14,8 @@ from pmoe.planner.degree_trials import (
     near_numbers,
     times_by_trials,
 )
-from pmoe.planner.granularity import Excess, GranularityTable, PassDegrees, Range
-from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed
+from pmoe.planner.granularity import BatchRange, Excess, GranularityTable, PassDegrees
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 
 
 def both(n: int) -> PassDegrees:
@@ -25,7 +25,7 @@ def both(n: int) -> PassDegrees:
 def known(*ranges: tuple[int, int, PassDegrees]) -> GranularityTable:
     table = GranularityTable()
     for lower, upper, degrees in ranges:
-        table.insert(Range(lower, upper, 1, {degrees: Excess(0.0, 0.0)}))
+        table.insert(BatchRange(lower, upper, 1, {degrees: Excess(0.0, 0.0)}))
     return table
 
 
@@ -78,8 +78,8 @@ def test_the_predicted_fastest_and_the_neighbours_n_are_tried_in_any_case() -> N
 
 
 def test_predictions_are_contradicted_by_steps_twice_as_slow_or_as_fast() -> None:
-    def timed(step: float) -> Timed:
-        return Timed(step / 2, step / 2, step, runs=2, noise=0.0)
+    def timed(step: float) -> PassTimes:
+        return PassTimes(step / 2, step / 2, step, runs=2, noise=0.0)
 
     predicted = {2: 1.0, 4: 1.0}
     assert not is_contradicted(predicted, {both(2): timed(1.9), both(4): timed(0.6)})
@@ -102,7 +102,7 @@ class Machine:
         self.most_rounds: list[int] = []
         self.cannot_run: set[PassDegrees] = set()
 
-    def measure(self, tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, Timed]:
+    def measure(self, tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
         self.asked.append([str(degrees) for degrees in tried])
         self.most_rounds.append(most_rounds)
         slow = self.speeds.pop(0) if self.speeds else 1.0
@@ -113,7 +113,7 @@ class Machine:
                     slow * self.forward[degrees.forward],
                     slow * self.backward[degrees.backward],
                 )
-                times[degrees] = Timed(forward, backward, forward + backward, runs=3, noise=0.01)
+                times[degrees] = PassTimes(forward, backward, forward + backward, runs=3, noise=0.01)
         return times
 
     def fastest(self, table: GranularityTable, *, apart: bool = False, **options: object) -> str:
@@ -193,3 +193,15 @@ def test_degrees_that_cannot_run_are_left_out_and_never_asked_for_again() -> Non
     assert len(machine.asked) == 1
     machine.cannot_run = {both(n) for n in DEGREES}
     assert machine.fastest(GranularityTable()) == "none"
+
+
+def test_if_nothing_that_was_asked_for_can_run_all_other_n_are_tried() -> None:
+    machine = Machine(RISING, RISING)
+    machine.cannot_run = {both(1), both(2), both(4)}
+    assert machine.fastest(known((1024, 2048, both(1)))) == "8/8"
+    assert machine.asked == [["1/1", "2/2"], ["4/4", "8/8", "16/16"]]
+    machine = Machine(RISING, RISING)
+    machine.cannot_run = {both(n) for n in DEGREES}
+    predicted = {1: 2.0, 2: 4.0, 4: 9.0, 8: 9.0, 16: 9.0}
+    assert machine.fastest(GranularityTable(), predicted=predicted) == "none"
+    assert machine.asked == [["1/1", "2/2"], ["4/4", "8/8", "16/16"]]

@@ -24,7 +24,7 @@ from pmoe.measure import store
 from pmoe.planner import granularity
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import GranularityTable, PassDegrees, rounded
-from pmoe.planner.timed_rounds import Timed
+from pmoe.planner.timed_rounds import PassTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {"device": "cpu", "ranks": 4, "sizes": (1024, 4096)}
@@ -34,8 +34,8 @@ def both(n: int) -> PassDegrees:
     return PassDegrees(n, n)
 
 
-def timed(step: float, noise: float = 0.0, runs: int = 3) -> Timed:
-    return Timed(forward=step / 3, backward=2 * step / 3, step=step, runs=runs, noise=noise)
+def timed(step: float, noise: float = 0.0, runs: int = 3) -> PassTimes:
+    return PassTimes(forward=step / 3, backward=2 * step / 3, step=step, runs=runs, noise=noise)
 
 
 def recorded(*measurements: tuple[int, dict[int, float]], noise: float = 0.0) -> GranularityTable:
@@ -64,7 +64,7 @@ def random_monotone(draw: random.Random):
 ALL_DEGREES = [PassDegrees(n, m) for n in DEGREES for m in DEGREES]
 
 
-def exact_times(fastest: PassDegrees) -> dict[PassDegrees, Timed]:
+def exact_times(fastest: PassDegrees) -> dict[PassDegrees, PassTimes]:
     """Times without noise: all other degrees are slower by so little that nothing follows for another B."""
     return {degrees: timed(1.0 if degrees == fastest else 1 + 1e-9) for degrees in ALL_DEGREES}
 
@@ -506,7 +506,7 @@ def test_the_table_works_where_there_is_no_torch() -> None:
         "module = sys.modules['granularity'] = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
         "table = module.GranularityTable()\n"
-        "table.insert(module.Range(64, 96, 1, {module.PassDegrees(16, 16): module.Excess(0.0, 0.0)}))\n"
+        "table.insert(module.BatchRange(64, 96, 1, {module.PassDegrees(16, 16): module.Excess(0.0, 0.0)}))\n"
         "print(table.lookup(80))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

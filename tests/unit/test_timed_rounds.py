@@ -13,7 +13,7 @@ from pmoe.planner.timed_rounds import (
     FINE,
     LOWER_MEDIAN,
     USUAL_NOISE,
-    Timed,
+    PassTimes,
     relative_noise,
     timed_rounds,
 )
@@ -40,7 +40,9 @@ class Machine:
         return passes
 
 
-def rounds_of(seconds: Seconds, choices: str = "abcd", **options: int) -> tuple[list[str], dict[str, Timed]]:
+def rounds_of(
+    seconds: Seconds, choices: str = "abcd", **options: int
+) -> tuple[list[str], dict[str, PassTimes]]:
     machine = Machine(seconds)
     return machine.rounds, timed_rounds(list(choices), machine.run_round, **options)
 
@@ -110,8 +112,8 @@ def test_without_repeats_the_usual_noise_is_assumed_and_a_few_equal_ones_do_not_
 
 
 def test_a_difference_counts_beyond_its_standard_error() -> None:
-    one = Timed(forward=1.0, backward=1.0, step=2.0, runs=4, noise=0.02)
-    other = Timed(forward=1.0, backward=1.0, step=2.0, runs=2, noise=0.01)
+    one = PassTimes(forward=1.0, backward=1.0, step=2.0, runs=4, noise=0.02)
+    other = PassTimes(forward=1.0, backward=1.0, step=2.0, runs=2, noise=0.01)
     error = LOWER_MEDIAN * 0.02 * math.sqrt(1 / 4 + 1 / 2)
     assert one.standard_error(other) == other.standard_error(one) == pytest.approx(error)
     assert one.resolution(other) == pytest.approx(CLEAR * error)

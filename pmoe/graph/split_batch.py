@@ -503,7 +503,7 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns (operator of a MoELayer from which an irregular tensor comes, index of the operator's result).
+    """Returns (a MoELayer's operator from which an irregular tensor comes, index of its result).
 
     An irregular tensor holds rows, row counts or slots: the number that a part has depends on the routing.
     Other operators, such as pointwise ones, may lie between the layer's operator and the tensor.

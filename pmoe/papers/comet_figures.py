@@ -153,7 +153,7 @@ def busy_bars(
     lanes: Mapping[str, tuple[str | tuple[str, ...], int]],
     origin: float = 0.0,
 ) -> list[Span]:
-    """Returns a simulated fused kernel as bars of a timeline in which one row stands for many thread blocks.
+    """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
     A kernel has too many thread blocks to draw a row for each. The height of a bar is the fraction of the
     row's blocks that work on rows of the same source rank (layer 0), or on the same chunk of columns (layer

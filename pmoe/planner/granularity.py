@@ -102,7 +102,9 @@ class Excess:
 
 @dataclass(frozen=True)
 class BatchRange:
-    """A range of batch sizes B (numbers of tokens) with the same degrees (numbers of chunks of both passes).
+    """A range of batch sizes B (numbers of tokens) with the same degrees.
+
+    Degrees are the numbers of chunks of both passes.
 
     lower, upper: the smallest and the largest B of the range.
     measured: number of values of B in the range that were measured.

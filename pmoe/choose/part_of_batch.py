@@ -47,7 +47,7 @@ ROOM = 0.85
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds of forward and backward with each choice, by trials. Collective.
+    """Returns the seconds that each choice takes for the whole batch, from trials in little memory.
 
     Trials run on the first tokens of the batch: as many as fit into the memory of the layer's smallest step,
     the one for which the fewest bytes are predicted. The seconds of the whole batch are then computed from
@@ -58,8 +58,9 @@ def measure_in_little_memory(
     choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
     most_rounds: largest number of timed rounds.
 
-    The result has no entry for a choice that ran out of memory on any rank. It is empty if fewer than
-    `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if every choice ran out of memory.
+    The result has no entry for a choice that ran out of memory in a trial on any rank, nor for one that is
+    faster than all others but needs too much memory for the whole batch (`_with_room`). The result is empty
+    if fewer than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if no choice is left.
     """
     share = share_of_tokens(batch, choices)
     if share * batch.counts.max_tokens < MIN_TOKENS:
@@ -71,16 +72,17 @@ def measure_in_little_memory(
 
 
 def _with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
-    """Returns the measured choices without those for which a rank has too little memory. Collective.
+    """Drops the fastest choices until one is left for which every rank has enough memory. Collective.
 
-    A trial on a part of the batch does not show whether a step on the whole batch has room. So the memory of
-    the fastest choice is taken and given back; if it cannot be taken, that of the next one. Whether slower
-    choices have room is not asked.
+    A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
+    memory of the fastest choice is allocated and freed again. If that fails on any rank, the choice is
+    dropped and the next one is tested. Choices that are slower than the first with enough memory are not
+    tested and stay in the result, because they will not be taken.
 
     batch: the whole batch.
     measured: the seconds of the choices.
 
-    Raises OutOfMemoryError on every rank if no choice has room.
+    Raises OutOfMemoryError on every rank if no choice is left.
     """
     ordered = sorted(measured, key=lambda choice: measured[choice].step)
     peaks = dict(zip(ordered, predicted_peaks(batch, ordered), strict=True))
@@ -112,7 +114,8 @@ def _scaled(of_part: Mapping[Choice, PassTimes], share: float) -> dict[Choice, P
         for choice, timed in of_pair.items():
             passes = forward[choice.forward], backward[choice.backward]
             step = sum(passes)
-            # The noise of a run grows as the part of the seconds does that grows with the tokens.
+            # Noise is relative to a step's seconds. Its absolute size grows by 1 / share, like the work on
+            # tokens. The seconds grow less, because the part for each chunk stays.
             noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
             scaled[choice] = PassTimes(*passes, step=step, runs=timed.runs, noise=noise)
     return scaled

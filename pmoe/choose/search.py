@@ -83,7 +83,9 @@ def search(
     apart: whether forward and backward may have different n.
 
     Returns None if no trial could run, because too few tokens fit into the memory of a step
-    (`measure_in_little_memory`).
+    (`measure_in_little_memory`). If all trials run out of memory, larger numbers of chunks are tried, which
+    need less memory. If these run out of memory too, the number that needs least memory is returned without
+    being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
     """
     max_tokens = batch.counts.max_tokens
     predicted = predicted_seconds(batch, restore, numbers)

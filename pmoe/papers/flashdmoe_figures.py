@@ -223,7 +223,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
 
 LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
-"""Rows of the drawing, except that of the processors: (first letters of the tasks' lanes, number of lanes)."""
+"""Rows of the drawing, except the processors': (first letters of the tasks' lanes, number of lanes)."""
 
 
 def actors_figure() -> Figure:

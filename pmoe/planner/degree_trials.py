@@ -44,9 +44,11 @@ Its result may lack degrees that cannot run."""
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
     """Returns the numbers of chunks that are predicted to be nearly the fastest, in order of seconds.
 
-    These are the numbers within FAR of the fastest, and always two of them.
+    These are the numbers that are predicted to take at most FAR times the least seconds. The two fastest are
+    always among them.
 
-    predicted: predicted seconds of a step by n. None if nothing is predicted; the result is None too.
+    predicted: predicted seconds of a step by number of chunks. If it is None (nothing is predicted), the
+        result is None too.
     """
     if predicted is None:
         return None

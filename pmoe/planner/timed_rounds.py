@@ -1,16 +1,19 @@
-"""PassTimes rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
+"""Timed rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
 
 A choice is timed in runs of both passes of a layer. Equal runs take different times, so a difference between
 two choices counts only if it is larger than the differences between equal runs:
 
     noise        relative standard deviation of one run, from the repeated runs of all choices together
-    resolution   smallest relative difference between two choices that counts: CLEAR standard errors of it
+    resolution   smallest relative difference between two choices that counts as real: CLEAR times the
+                 standard error of the difference
 
-    round     n=1  n=2  n=4  n=8        the first round is not timed: it allocates buffers
-      0        *    *    *    *
-      1        *    *    *    *         n=8 is slower by more than FAR, in this round and the one before
-      2        *    *    *              n=1 is slower beyond the resolution
-      3             *    *              the resolution has come down to FINE: what is left counts as equal
+An example with four choices, by number of chunks n (* is a run):
+
+    round     n=1  n=2  n=4  n=8
+      0        *    *    *    *         not timed: allocates buffers
+      1        *    *    *    *         n=8 took over FAR times the fastest's seconds, in rounds 0 and 1
+      2        *    *    *              n=1 is slower by more than the resolution
+      3             *    *              the resolution is at most FINE: n=2 and n=4 count as equally fast
 
 All ranks pass the same seconds (those of the slowest rank), so all ranks measure the same choices equally
 often. This file measures nothing: `pmoe.choose.trials` runs the rounds.

@@ -39,7 +39,7 @@ MIN_TOKENS = 256
 ALIKE = 1.08
 """Trials run on the whole batch if they need at most this many times the memory of the smallest step."""
 
-ROOM = 0.85
+ROOM = 0.7
 """Fraction of the smallest step's memory that a trial may take. The call itself holds the rest (its routing).
 """
 
@@ -67,11 +67,10 @@ def measure_in_little_memory(
         return {}
     if share == 1.0:
         return measure_trials(batch, choices, most_rounds)
-    measured = _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
-    return _with_room(batch, measured)
+    return _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
 
 
-def _with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
+def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
     """Drops the fastest choices until one is left for which every rank has enough memory. Collective.
 
     A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
@@ -85,11 +84,12 @@ def _with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[
     Raises OutOfMemoryError on every rank if no choice is left.
     """
     ordered = sorted(measured, key=lambda choice: measured[choice].step)
+    output = _output_bytes(batch)
     peaks = dict(zip(ordered, predicted_peaks(batch, ordered), strict=True))
     without_room: list[Trial] = []
     for choice in ordered:
         trial = Trial(batch, choice)
-        if trial.has_room(peaks[choice]):
+        if trial.has_room(ROOM * (peaks[choice] - output)):
             warn_of_dropped(batch, without_room, len(ordered))
             return {other: measured[other] for other in ordered[len(without_room) :]}
         without_room.append(trial)
@@ -150,13 +150,21 @@ def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     smallest = min(predicted_peaks(batch, all_choices([(n, n) for n in options.degrees], pairs)))
     largest_tried = max(predicted_peaks(batch, choices))
     sizes = batch.sizes
-    # A model may free the layer's output before backward, so a step need not hold it. A trial does.
-    output = batch.counts.max_tokens * sizes.d_model * sizes.element_size
+    output = _output_bytes(batch)
     if largest_tried <= ALIKE * (smallest - output):
         return 1.0
     # The gradients of the experts' parameters do not shrink with the tokens.
     gradients = sizes.expert_parameters * sizes.element_size
     return max(ROOM * (smallest - output) - gradients, 0.0) / (largest_tried - gradients)
+
+
+def _output_bytes(batch: TrialBatch) -> int:
+    """Returns the bytes of the layer's output on the rank that has most tokens.
+
+    A model may free the output before backward, so a step need not hold it. A trial does.
+    """
+    sizes = batch.sizes
+    return batch.counts.max_tokens * sizes.d_model * sizes.element_size
 
 
 def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:

@@ -43,7 +43,7 @@ MIN_ROWS = 1024
 Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
 """
 
-MEASURING_SHARE = 0.5
+MEASURING_SHARE = 0.4
 """Fraction of the smallest step's peak that a measurement may take. The call already holds some memory."""
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ class Trial:
     def __init__(self, batch: TrialBatch, choice: Choice) -> None:
         self.batch = batch
         self.choice = choice
-        self.has_failed = False
+        self.has_failed: bool = False
         self.failure: Exception | None = None
 
     @torch.no_grad()
@@ -259,9 +259,9 @@ class Trial:
         memory = pool(rows_TM.device).device
         plan, _ = self._timed(lambda: self.batch.plan(self.choice))
         forward, _ = self._timed(lambda: make_forward(_some(plan), self.batch.inputs, True, TrialForward))
-        num_blocks = max(int(num_bytes) - memory.bytes_in_use, 0) // max(rows_TM.nbytes, 1)
-        self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
         if forward is not None:
+            num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // max(rows_TM.nbytes, 1)
+            self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
             forward.arena.close()
         return not self._any_failed()
 

@@ -337,7 +337,7 @@ KINDS: dict[str, Kind] = {
     "operators' seconds": Kind(
         make=made_costs,
         read=lambda path: costs_in(path.parent).seconds,
-        opened_by=("pmoe/graph/cost.py:Costs._kept",),
+        opened_by=("pmoe/graph/cost.py:Costs._stored",),
         remedy="measured again",
         may_be_missing=True,
     ),

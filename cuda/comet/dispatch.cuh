@@ -19,7 +19,7 @@ using peers::WarpTeam;
 //
 // begin(r, to, from, rows, team): starts to copy `rows` rows of this rank's sorted rows, from row `from` on,
 // to the address `to`. While the copies are in flight, the caller computes other data of these rows.
-// finish(r, team): ends the copies. When it returns to a lane, everything that this lane has copied is
+// finish(r, team): ends the copies. When finish() returns in a lane, all data that this lane has copied are
 // written.
 class LaneCopies {
  public:

@@ -56,7 +56,8 @@ bool may_pair_blocks(const Path&, const Which&, const Launch&, int ranks);
 // a_rows: (ranks,) number of rows of operand A that may be read.
 void launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, void* stream);
 
-// Calls visit(which) for every kernel of one implementation.
+// Calls visit(which) for every kernel, for example to list them. `which` is a Which: the values of the
+// kernel's template arguments. The list is the same for both implementations (hopper_path and ampere_path).
 template <class Visit>
 void for_each(Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {

@@ -1,5 +1,5 @@
-// The layout of a rank's symmetric heap: device memory that all ranks can write. The host computes its size
-// from this, and the kernels compute addresses.
+// The layout of a rank's symmetric heap: device memory that all ranks can write. From the layout, the host
+// computes the heap's size, and the kernels compute addresses.
 //
 // No byte is written by two ranks (FlashDMoE, theorem 5.3.1): a region that other ranks write has a part for
 // each of them. Rows are not padded to a capacity. Instead the receiving rank computes from the row counts
@@ -127,8 +127,9 @@ struct Layout {
 // 1, and so on; rank 0 follows the highest rank.
 PMOE_HD constexpr int level_of(int source, int rank, int ranks) { return (source - rank + ranks) % ranks; }
 PMOE_HD constexpr int source_at(int level, int rank, int ranks) { return (rank + level) % ranks; }
-// Returns the rank to which `rank` sends at a step: the rank in whose order `rank` has the level `step`. So
-// every rank receives rows in the order of its levels, if all ranks go through their steps at the same speed.
+// Returns the rank to which `rank` sends at a step. At step 0 a rank sends to itself, at step 1 to the rank
+// before it, and so on. So at step s every rank receives from its source of level s, and rows arrive in the
+// order of levels if all ranks go through their steps at the same speed.
 PMOE_HD constexpr int target_at(int step, int rank, int ranks) { return (rank - step + ranks) % ranks; }
 
 }  // namespace pmoe::comet

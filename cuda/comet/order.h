@@ -128,8 +128,8 @@ class SendTable {
 // A piece: a run of at most kPiece rows with the same expert and the same sending and receiving rank. Its
 // rows are written together, and one flag says that they have arrived.
 //
-// step: which other rank the rows are for, or from: its position in the fixed order in which a rank sends to
-//     all ranks (target_at of layout.h), or receives from them (source_at).
+// step: the other rank, as its position in the fixed order in which a rank sends to all ranks (target_at of
+//     layout.h) or receives from them (source_at).
 struct Piece {
   int step, expert;
   int number;       // number of this piece among those of its step and expert

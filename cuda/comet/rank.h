@@ -21,8 +21,9 @@ struct Rank {
 
   // Row counts by rank and expert; E is the number of experts of a rank.
   //
-  // send_counts: [target * E + e] is the number of rows that this rank sends to expert e of a rank.
-  // recv_counts: [source * recv_stride + e] is the number of rows that this rank receives from a rank.
+  // send_counts: [target * E + e] is the number of rows that this rank sends to expert e of rank `target`.
+  // recv_counts: [source * recv_stride + e] is the number of rows that this rank receives from rank `source`
+  //     for its own expert e.
   const int32_t* send_counts = nullptr;
   const int32_t* recv_counts = nullptr;
   int64_t recv_stride = 0;

@@ -21,8 +21,8 @@ struct Experts {
   void* active = nullptr;  // H columns: the activated hidden; in backward times the routing weight
 
   // For the backward pass.
-  void* gradient = nullptr;  // dT_M, G columns
-  float* dots = nullptr;     // (parts, cells * C) partial gradients of routing weights
+  void* gradient = nullptr;  // gradient of T_M, G columns
+  float* dots = nullptr;     // (parts, cells * C): partial sums of the routing weights' gradients
   void *of_w1 = nullptr, *of_w2 = nullptr, *of_b1 = nullptr, *of_b2 = nullptr;  // null: not wanted
 };
 
@@ -82,9 +82,14 @@ inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int r
   pass.is_backward = true;
 }
 
-// Assigns addresses in the workspace to the parts of a forward and of a backward pass, which share it, and
-// returns its size in bytes. A part has the same offset for any set of wanted gradients and for any number of
-// tokens up to `tokens`.
+// Assigns addresses in the workspace to the queue and counters of `pass`, and returns the workspace's size in
+// bytes. Forward and backward launches use the same workspace, whose counters are zero between launches. So
+// each counter must have the same offset in every launch: offsets are computed for the largest pass, a
+// backward pass with all gradients and `tokens` tokens.
+//
+// halves: true for SwiGLU, whose hidden columns are two halves.
+// rows, columns: of a product's tile.
+// base: beginning of the workspace, a multiple of 1024; null only counts the bytes.
 inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                              int tokens, uint8_t* base) {
   Experts all = experts;

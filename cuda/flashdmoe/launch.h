@@ -50,7 +50,8 @@ const Path& path_of(const Which&);
 // refuses the launch.
 void launch(const Which&, const Launch&, int blocks, void* stream);
 
-// Calls visit(which) for every kernel.
+// Calls visit(which) for every kernel, for example to list them. `which` is a Which: the values of the
+// kernel's template arguments.
 template <class Visit>
 void for_each(Visit visit) {
   for (bool is_backward : {false, true})

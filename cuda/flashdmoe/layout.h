@@ -111,8 +111,9 @@ struct Layout {
   PMOE_HD int64_t offsets(int peer) const {
     return placed(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{peer} * experts * 4;
   }
-  // Byte offset of the flag that a tile of rows has arrived.
+  // Returns the byte offset in the heap of the flag that says that a tile of rows has arrived.
   //
+  // source, e: the rank that sends the rows, and this rank's expert that they are for.
   // tile: index of the tile in its cell (the rows of one rank for one expert), or in the pool if all cells
   //     share one.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
@@ -130,7 +131,8 @@ struct Layout {
   }
   PMOE_HD int64_t begin() const { return dots(0, 0) + align_region(int64_t{all_rows()} * 4); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }
-  // Returns the index of a row among all rows of L.
+  // Returns the index of the row at position i among all rows of the tensor L, which are stored one behind
+  // another from begin() on.
   PMOE_HD int64_t row(const Coordinates& i) const {
     const int64_t p = is_pool ? 0 : i.p;
     const int64_t slab =
@@ -141,8 +143,9 @@ struct Layout {
   // Returns the size of the tensor L in bytes.
   PMOE_HD int64_t size() const { return rows() * row_bytes; }
   // first_row() returns the index of the first row of a cell (the rows of one rank for one expert) in a
-  // tensor that has the rows of all cells of one round; 0 if cells share a pool. rows_of_rank() returns the
-  // number of rows of L between the parts of two successive ranks.
+  // tensor that has the rows of all cells of one round; 0 if cells share a pool. rows_of_rank() returns how
+  // many rows each rank p has in the heap's tensor L (all rounds, buffers and experts): rank p + 1's rows
+  // begin this many rows behind rank p's. It is 0 if cells share a pool.
   PMOE_HD int64_t first_row(int rank, int e) const { return is_pool ? 0 : int64_t{cell(rank, e)} * capacity; }
   PMOE_HD int64_t rows_of_rank() const {
     return is_pool ? 0 : int64_t{rounds} * buffers * experts * capacity;

@@ -45,11 +45,11 @@ constexpr uint32_t kCountedBit = 1u << 9;
 constexpr uint32_t kScoredBit = 1u << 11;
 constexpr uint32_t kKnownBit = 1u << 10;
 
-// The numbers of tasks for the parameter gradients of one expert. They are 0 for a gradient that is not
-// wanted.
+// The numbers of tasks for the parameter gradients of one expert; 0 for a gradient that is not wanted. Index
+// 0 is for w1 and b1, index 1 for w2 and b2. A weight's gradient has down * across tiles, one task each.
 struct WeightTasks {
-  int down[2] = {}, across[2] = {};  // tiles of w1's gradient and of w2's
-  int bias[2] = {};                  // tasks along the columns of b1's gradient and of b2's
+  int down[2] = {}, across[2] = {};  // rows and columns of tiles of a weight's gradient
+  int bias[2] = {};                  // tasks of a bias's gradient: each sums a range of columns
 
   PMOE_HD int tasks() const { return down[0] * across[0] + down[1] * across[1] + bias[0] + bias[1]; }
 };
@@ -68,9 +68,10 @@ struct GateChoice {
   float* z = nullptr;            // (groups,): squared logsumexp, summed over the group's tokens
 };
 
-// The routing tasks of a launch, which come before any row is sent. From the chosen experts they compute four
-// arrays of Pass: counts, slot, expert and row. If there are no groups, as in backward, the caller passes
-// these arrays with their values.
+// The routing tasks of a launch, which run before any row is sent. From the chosen experts they compute four
+// arrays of Pass: counts, slot, expert and row. Tokens are cut into groups, with tasks of their own. If
+// `groups` is 0, as in backward, there are no routing tasks: the caller passes the four arrays with their
+// values.
 struct RoutingTasks {
   bool is_asked = false;
   int products[2] = {};             // tiles of the gate's product: down (tokens) and across (experts)
@@ -117,10 +118,12 @@ struct Pass {
   int tokens = 0, choices = 1;     // S, k
   Divisor by_choices, by_experts;  // k, E
 
-  const uint8_t* source = nullptr;  // rows of tokens, layout.row_bytes each: T_I, or dY in backward
-  int64_t source_stride = 0;        // bytes
-  uint8_t* result = nullptr;        // T_O, or dX in backward
-  int64_t result_stride = 0;        // bytes
+  // Rows of tokens, layout.row_bytes each: the layer's input, or the gradient of its output in backward.
+  const uint8_t* source = nullptr;
+  int64_t source_stride = 0;  // bytes
+  // Rows of tokens: the layer's output, or the gradient of its input in backward.
+  uint8_t* result = nullptr;
+  int64_t result_stride = 0;  // bytes
 
   // For the backward pass only. Routing weights are sent with the rows, and their gradients come back with
   // the results. The layer's input T_I is sent again if forward did not keep what arrived.

@@ -70,8 +70,8 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
 // Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Each warp takes
 // one row at a time.
 //
-// A gradient is the inner product <dY, output of the expert>. The products have computed `count` partial sums
-// of it, which are added in a fixed order.
+// A gradient is the inner product <dY, output of the expert>; dY is the gradient of the layer's output. The
+// products have computed `count` partial sums of it, which are added in a fixed order.
 //
 // parts: the partial sums of all rows.
 // bias: the experts' second bias b2, or null. The partial sums do not contain <dY, b2>, so it is added, over

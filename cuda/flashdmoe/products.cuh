@@ -189,8 +189,9 @@ struct InputRows {
   }
 };
 
-// Returns the product dY w2 of a task. Its epilogue computes the hidden activation's gradient dT_M, the
-// activated hidden rows, and the gradients of the routing weights.
+// Returns the product dY w2 of a task; dY is the gradient of the layer's output. The product's epilogue
+// computes dT_M (the gradient of the hidden activation T_M), the activated hidden rows, and the gradients of
+// the routing weights.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -207,8 +208,8 @@ __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& 
   return p;
 }
 
-// Returns the product dT_M w1 of a task, the gradient of the expert's input. The results are written into the
-// heap of the rank that sent the rows.
+// Returns the product dT_M w1 of a task, the gradient of the expert's input. dT_M is the gradient of the
+// hidden activation T_M. The results are written into the heap of the rank that sent the rows.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -219,10 +220,12 @@ __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& t
   return p;
 }
 
-// Returns the product for one tile of a weight's gradient, a sum over an expert's rows: dW1 = dT_M^T T_DI if
-// task.peer is 0, dW2 = dY^T active if it is 1.
+// Returns the product for one tile of a weight's gradient, a sum over an expert's rows:
 //
-// wide: number of columns of dT_M.
+//   task.peer 0   gradient of w1 = (gradient of T_M)^T T_DI
+//   task.peer 1   gradient of w2 = (gradient of the output)^T activated hidden
+//
+// wide: number of columns of T_M, the hidden activation, and of its gradient.
 // pieces: result: the rows by source, in the steps of the sum.
 template <class T>
 __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& task, int wide,
@@ -252,8 +255,10 @@ __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& 
 // Bytes of shared memory that bias_gradient() needs.
 constexpr int kBiasBytes = kComputeThreads / 8 * kBiasColumns * 4;
 
-// Sums 64 columns of a bias's gradient over an expert's rows: db1 = the sum of dT_M if task.peer is 0, db2 =
-// the sum of dY times the routing weight if it is 1.
+// Sums 64 columns of a bias's gradient over an expert's rows:
+//
+//   task.peer 0   gradient of b1 = sum of the gradients of T_M, the hidden activation
+//   task.peer 1   gradient of b2 = sum of (gradient of the output) * routing weight
 //
 // Eight threads form a group, which takes every 32nd row and adds its rows in their order. Then the groups'
 // sums are added in the order of groups, so that the result is the same in every run.

@@ -85,6 +85,9 @@ class Scheduler {
   }
 
   // Returns whether all tasks of the launch have been handed out, and none is running.
+  //
+  // subscribers: number of threads that wait for other ranks. The number of tasks is known only when all of
+  //     them have finished.
   __device__ __forceinline__ bool is_over(int subscribers) {
     const bool have_finished =
         load_acquire(&pass_.queue.state->finished_subscribers) == static_cast<uint32_t>(subscribers);

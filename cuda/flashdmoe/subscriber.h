@@ -20,8 +20,8 @@ namespace pmoe::flashdmoe {
 //   kAllArrived    all tiles have arrived
 constexpr int32_t kUnannounced = 0, kAllArrived = -1;
 
-// Largest number of tiles of one rank and expert whose tasks are pushed together. A column of weights is then
-// read once for all of them.
+// Largest number of row tiles of one rank and expert that are put into the task queue together. Their tasks
+// are ordered by tile column, so the weights of a column are read from memory once for all these row tiles.
 constexpr int kTilesTogether = 8;
 
 // The first flag that a subscriber did not find raised when it last polled all of its flags, and the time
@@ -93,8 +93,8 @@ class Subscriber {
  private:
   // Returns whether a flag has been raised in this launch.
   //
-  // flag: its offset in this rank's heap.
-  // wait: the reason to wait for it.
+  // flag: byte offset of the flag in this rank's heap.
+  // wait: code of this wait. If a test has set its bit in Watch::not_waited, the result is always true.
   __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);

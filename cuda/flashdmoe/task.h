@@ -15,8 +15,8 @@ enum class TaskType : uint32_t {
   kDispatch,
   kGemm0,           // T_DI w1^T and the nonlinearity
   kGemm1,           // the activated hidden rows, times w2^T
-  kHiddenGradient,  // dY w2 and the nonlinearity's gradient: dT_M
-  kInputGradient,   // dT_M w1
+  kHiddenGradient,  // gradient of T_M: (gradient of the output) w2, times the nonlinearity's derivative
+  kInputGradient,   // gradient of the rows: (gradient of T_M) w1
   kWeightGradient,  // of w1 (peer 0) or w2 (peer 1)
   kBiasGradient,    // of b1 (peer 0) or b2 (peer 1)
   kCombine,

@@ -174,9 +174,10 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
 // Computes all tiles of a block. All threads of the block call it.
 //
 // walk: the block's tiles; next(tile) returns false after the last.
-// ready(tile): called by all threads before any row of the tile is loaded.
-// stored(tile): called by all threads when the whole tile is stored.
-// pieces: for form kWeight: the rows over which it sums, in steps.
+// ready(tile): a function that all threads call before any row of the tile is loaded, for example to wait for
+//     rows from other ranks.
+// stored(tile): a function that all threads call when the whole tile is stored.
+// pieces: for form kWeight, the runs of rows that are summed over, cut into steps of kDepth rows.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk, class Ready,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk walk, const Ready& ready,

@@ -60,7 +60,9 @@ class Store {
   // accumulators, T_M and two results of more columns.
   static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
-  // row: index, in the tile, of the first of the 16 rows that this warp stores.
+  // Prepares to store 16 rows of a tile by one warp, and loads their routing weights.
+  //
+  // row: index, in the tile, of the first of these 16 rows.
   // buffer: kExchangeBytes of shared memory that only this warp uses.
   __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane, void* buffer)
       : p_(p), exchange_(buffer, lane), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {

@@ -38,8 +38,13 @@ struct Loader {
   const Problem& p;
   int rank;  // rank of the block in its cluster
 
-  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the
-  //     piece of rows in which this step lies.
+  // Starts loading a block's part of operand A for one step along the reduction.
+  //
+  // a: where the operand is stored in shared memory.
+  // full: the barrier that counts the bytes that have arrived.
+  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the run
+  //     of rows that this step sums over.
+  // depth: position of the step along the reduction, counted from `begin` for form kWeight.
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
     if (kCluster == 1 && p.blocks_across > 1) {
@@ -221,16 +226,17 @@ class Release {
 // Multiplies and stores all tiles of a block. All multiplying threads call it.
 //
 // walk: the block's tiles; next(tile) returns false after the last.
-// stored(tile): called by each of these threads when it has stored its part of the tile.
-// ring: the stage at which the first tile's steps begin.
-// pieces: for form kWeight: the rows over which it sums, in steps.
+// stored(tile): a function that each multiplying thread calls when it has stored its part of the tile.
+// ring: position in the ring of stages at which the first tile's operands arrive.
+// pieces: for form kWeight, the runs of rows that are summed over, cut into steps of at most 64 rows.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
                                          Ring<kStages> ring = {}, Pieces pieces = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
-  // Bytes of an operand between successive products of warpgroups, which multiply 16 numbers of the reduction
-  // each.
+  // Bytes by which an operand's address in shared memory advances from one wgmma instruction to the next.
+  // Each instruction multiplies 16 rows or columns along the reduction (K in PTX): 32 bytes of a line, or 16
+  // lines if the operand is stored transposed.
   constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
@@ -305,9 +311,11 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 
 // Initialises all barriers of a block. One thread calls it.
 //
-// full_arrivals: arrivals that the full barrier of a stage needs, besides the bytes that must arrive.
+// full_arrivals: how many arrivals complete the full barrier of a stage, besides the bytes that the tensor
+//     memory accelerator must have written.
 // cluster: number of blocks in the cluster.
-// walking_loaders: number of loading warps that read the numbers of tiles; 1 if a single thread does.
+// walking_loaders: how many loading warps of a block read tiles from the tile ring, and so arrive at the
+//     ring's empty barriers; 1 if a single thread reads them.
 __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
                                               int walking_loaders) {
   shared.cluster = cluster;
@@ -322,8 +330,8 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
   fence_mbarrier_init();
 }
 
-// Waits until the barriers of all blocks of the cluster are initialised. Before that nothing may arrive at
-// them.
+// Waits until the barriers of all blocks of the cluster are initialised. Before this, no thread may arrive at
+// a barrier.
 //
 // blocks: number of blocks in the cluster.
 __device__ __forceinline__ void sync_before(int blocks) {

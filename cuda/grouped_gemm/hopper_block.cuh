@@ -11,8 +11,9 @@ namespace pmoe::hopper {
 
 constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of the reduction in a stage
 constexpr int kStages = 4;
-constexpr int kTilesAhead = 2;  // tiles by which loading may be ahead of multiplying
-constexpr int kLag = 2;         // stages from the copy of gathered rows to its announcement
+constexpr int kTilesAhead = 2;  // places of the tile ring: loading may be as many tiles ahead of multiplying
+// A stage of gathered rows is signalled as full after the copies of this many later stages have begun.
+constexpr int kLag = 2;
 constexpr int kLoaders = 128, kMultipliers = 256;
 constexpr int kThreads = kLoaders + kMultipliers;
 constexpr int kMultiplierWarps = kMultipliers / 32;

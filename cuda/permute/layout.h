@@ -77,8 +77,8 @@ PMOE_HD constexpr int32_t lanes_for(int32_t row_vectors, int32_t per_lane) {
   return lanes;
 }
 
-// Least number of slices that each group takes if the groups of a block sum over a row. With two or more, the
-// loads of one group overlap the sums of another.
+// Least number of slices of a row that each group of threads takes, if the groups of a block sum over a row
+// together. With two or more slices, the loads of one group overlap the sums of another.
 constexpr int kSlicesOfPart = 2;
 
 // Returns the division of rows among threads.

@@ -23,7 +23,8 @@ struct Rows {
   bool whole_words;  // rows begin on 16 bytes and are a multiple of 16 bytes long
 };
 
-// own_thread() returns the index of this thread among those that route; sync() synchronizes those threads.
+// own_thread() returns the index of this thread among the threads that do the routing. sync() is a barrier of
+// these threads. In FlashDMoE's kernels they are only some of a block's threads.
 template <class S>
 __device__ __forceinline__ int own_thread() {
   if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
@@ -39,11 +40,13 @@ __device__ __forceinline__ void sync() {
     sync_named(S::kBarrier, S::kThreads);
 }
 
-// The position of a thread: its lane and its warp, and
+// The position of a thread. A warp works on kTokens tokens at a time, with kLanes lanes for each.
 //
-//   token      which of the kTokens tokens that the warp has at a time the thread works on
-//   of_token   which of this token's kLanes lanes the thread is
 //   block      index of the thread's block among the blocks that have tokens
+//   warp       index of its warp in the block
+//   lane       its lane in the warp
+//   token      index of its token among the warp's kTokens tokens
+//   of_token   its index among the kLanes lanes of this token
 template <class S>
 struct Place {
   int block = static_cast<int>(blockIdx.x);

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class LayerCache:
     """Facts that a layer has found out in its calls. They stay valid when its options change.
 
-    differed       whether the ranks held different experts when they last compared them; None before they did
+    differed       whether the experts of different ranks had different values, as they should, when the ranks
+                   last compared them; None before the first comparison
     compared       `LayerModules.compared_options` at the last call. It holds no modules, because it would
                    keep replaced modules alive
     words          the layer's options as texts, when ranks last compared them

@@ -253,10 +253,12 @@ class _First(AbstractContextManager[None]):
 
 
 class _Second(AbstractContextManager[None]):
-    """The context of a checkpoint's recomputation: calls of layers repeat their calls in the forward pass.
+    """The context of a checkpoint's recomputation, in which layer calls take their recorded decisions.
+
+    The i-th call of a layer uses the routing and the other decisions of the i-th call in the forward pass.
 
     With retain_graph=True, backward may run several times. Each time this context is entered again, and the
-    recorded calls are repeated from the first one on.
+    records are read from the first one on.
     """
 
     def __init__(self, first: _First) -> None:
@@ -512,7 +514,8 @@ def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
     tensor: detached from its graph, with the requires_grad that it had in the forward pass.
     x_TM: (T, M), the layer's input in the recomputation: T tokens, M = d_model.
 
-    The result has the same values and requires_grad. It is plainly detached if gradients are disabled now.
+    The result has the same values and the same requires_grad. If gradients are disabled now, or the tensor
+    needs none, the result is ``tensor.detach()``.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()

@@ -12,7 +12,10 @@ budget, the pair is chosen first, then n:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+
+import torch
 
 from pmoe.call.modules import LayerModules
 from pmoe.choose.part_of_batch import (
@@ -24,7 +27,7 @@ from pmoe.choose.part_of_batch import (
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
-from pmoe.choose.trials import DROPPED, TrialBatch, measure_trials
+from pmoe.choose.trials import TrialBatch, measure_trials
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.buffers.arena import pool
@@ -45,7 +48,7 @@ If they differ more, the profile from which the seconds were predicted counts as
 """
 
 HOST_SECONDS = 2e-3
-"""Seconds for work of the host that a step may take in addition to `WRONG` times the prediction."""
+"""Seconds that a step may take beyond `WRONG` times the prediction, for work of the host (not predicted)."""
 
 _compared: set[str] = set()
 """Profiles that were already compared with a measured step. A profile is named by the time when it was made.
@@ -107,9 +110,10 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """Returns the object that chooses by predicted costs for a layer's options and dtype of rows.
+    """Returns the object that chooses the number of chunks and the restore pair by predicted seconds.
 
-    The object is kept in the layer's cache and remembers its choices, so the same choice is not made twice.
+    The object is kept in the layer's cache, one for each set of options and dtype of rows. It remembers its
+    choices, so the same choice is not made twice.
     """
     modules = batch.modules
     options = modules.options
@@ -122,19 +126,30 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured seconds of both passes with each choice; None if trials must not run.
+    """Returns the measured (forward, backward) seconds of each choice; None if no trials could run.
 
-    Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
-    layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
+    The seconds are infinite for a choice for which any rank has too little memory. The result is None if
+    `_may_try` forbids trials, if too few tokens fit into the memory that trials may take
+    (`measure_in_little_memory`), or if every choice runs out of memory.
     """
-    times = measure_in_little_memory(batch, choices) if _may_try(batch) else None
-    if times is None:
+    if not _may_try(batch):
         return None
-    return [(times[each].forward, times[each].backward) if each in times else DROPPED for each in choices]
+    try:
+        measured = measure_in_little_memory(batch, choices)
+    except torch.OutOfMemoryError:  # on every rank: the prediction decides
+        return None
+    if not measured:
+        return None
+    seconds = {choice: (timed.forward, timed.backward) for choice, timed in measured.items()}
+    return [seconds.get(choice, (math.inf, math.inf)) for choice in choices]
 
 
 def _may_try(batch: TrialBatch) -> bool:
-    """Returns whether trials may run on a batch."""
+    """Returns whether trials may run on a batch.
+
+    They may not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces gradients
+    of other layers (a trial would reduce them again), or if any rank has too little free host memory.
+    """
     # On a rank with too little host memory, a choice that offloads would fail.
     return batch.trials_allowed and batch.modules.gradients is None and not batch.counts.host_shortage
 
@@ -158,11 +173,12 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     if share < 1.0:
         batch = first_tokens(batch, share)
         counts = batch.counts
-    took = measure_trials(batch, [choice])[choice].step
+    timed = measure_trials(batch, [choice])[choice]
     seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.
     seconds *= rows / (batch.rows * batch.modules.grid.esp.size)
+    took = timed.forward + timed.backward
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(
             f"the profile of {profile.when} is contradicted by the first steps, so choices may be wrong: "

@@ -1,7 +1,8 @@
 """The search by trials for the number of chunks n (MPipeMoE, Algorithm 1), used by ``pipeline=True``.
 
-Layers on one process group that agree in everything that changes their seconds (`key_of_degrees`) share their
-results. If $PMOE_CACHE is set, rank 0 also keeps the results in a file for later runs.
+A chunk is a micro-batch. Layers on one process group share the results of their trials if everything that
+changes the seconds of a step is equal (`key_of_degrees`). If $PMOE_CACHE is set, rank 0 also keeps the
+results in a file for later runs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import measure_in_little_memory
-from pmoe.choose.trials import NoChoiceFitsError, TrialBatch, adaptive_degree
+from pmoe.choose.part_of_batch import measure_in_little_memory, with_room
+from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
 from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json, save_or_warn
-from pmoe.planner.degree import Choice
+from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import times_by_trials
 from pmoe.planner.granularity import GranularityTable, PassDegrees, points_of
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.planner.timed_rounds import PassTimes
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.schedule.restore import Restore
 from pmoe.warn import log
 
@@ -39,10 +40,10 @@ from pmoe.warn import log
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     """Returns the number of chunks n of both passes for this batch: known, measured by trials, or by a rule.
 
-    1. If earlier trials give the answer for this number of tokens, that answer is returned.
-    2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded,
-       and kept in a file.
-    3. Otherwise `adaptive_degree` gives n from the number of rows, the same for both passes.
+    1. If earlier trials give n for this number of tokens, their n is returned.
+    2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
+       for later batches, and kept in a file if $PMOE_CACHE is set.
+    3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -81,27 +82,45 @@ def search(
     numbers: the numbers of chunks to choose from, in rising order.
     apart: whether forward and backward may have different n.
 
-    Returns None if trials need more memory than a step takes (`measure_in_little_memory`). Raises
-    OutOfMemoryError on every rank if some rank has too little memory for every number of chunks.
+    Returns None if no trial could run, because too few tokens fit into the memory of a step
+    (`measure_in_little_memory`). If all trials run out of memory, larger numbers of chunks are tried, which
+    need less memory. If these run out of memory too, the number that needs least memory is returned without
+    being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
     """
     max_tokens = batch.counts.max_tokens
     predicted = predicted_seconds(batch, restore, numbers)
 
-    misfits: list[NoChoiceFitsError] = []
+    too_large: list[PassDegrees] = []
 
     def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
         choices = {degrees: Choice(**vars(degrees), restore=restore) for degrees in tried}
         try:
-            measured = measure_in_little_memory(batch, list(choices.values()), most_rounds) or {}
-        except NoChoiceFitsError as error:  # on every rank; other numbers of chunks may fit
-            misfits.append(error)
+            measured = measure_in_little_memory(batch, list(choices.values()), most_rounds)
+        except torch.OutOfMemoryError:
+            too_large.extend(tried)
             return {}
         return {degrees: measured[choice] for degrees, choice in choices.items() if choice in measured}
 
+    def where_there_is_room(times: Mapping[PassDegrees, PassTimes]) -> dict[PassDegrees, PassTimes]:
+        measured = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
+        try:
+            left = with_room(batch, measured)
+        except torch.OutOfMemoryError:
+            too_large.extend(times)
+            return {}
+        return {PassDegrees(choice.forward, choice.backward): timed for choice, timed in left.items()}
+
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
-    if not times and misfits:
-        raise min(misfits, key=lambda error: error.least_mebibytes)
+    times = where_there_is_room(times)
+    if not times and too_large:
+        # More chunks need less memory.
+        most = max(degrees.forward for degrees in too_large)
+        larger = [PassDegrees(n, n) for n in numbers if n > most]
+        times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
+        if not times:
+            least = smallest_with_room(batch, all_choices([(n, n) for n in numbers], [restore]))
+            return PassDegrees(least.forward, least.backward)
     if not times:
         return None
     best = known.record(max_tokens, times)
@@ -113,8 +132,8 @@ def search(
 def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int]) -> dict[int, float] | None:
     """Returns the simulated seconds of a step by number of chunks, with equal numbers in both passes.
 
-    Returns None if no profile (measured rates of this machine) is stored: to measure one costs more than
-    trials.
+    Returns None if no profile (measured rates of this machine) is stored. A profile is not measured for this,
+    because that would take longer than the trials.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -134,14 +153,14 @@ def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int
 
 
 def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
-    """Returns the results of trials that hold for this layer: the fastest number of chunks by tokens.
+    """Returns the results of trials for this layer: the fastest numbers of chunks by number of tokens.
 
-    Layers on one process group share the results if they have the same `key_of_degrees`, which holds
-    everything that changes the seconds.
+    Layers on one process group share the results if they have the same `key_of_degrees`, which contains
+    everything that changes the seconds of a step.
 
     modules: the modules and options of the layer.
     path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). None takes the
-        results that this process has, or else those of the file in $PMOE_CACHE.
+        results that this process has. If it has none, None takes the results of the file in $PMOE_CACHE.
 
     Collective with a ``path``, and the first time without one. Raises OSError or ValueError on every rank if
     rank 0 cannot use ``path``.
@@ -165,8 +184,10 @@ def _name(modules: LayerModules) -> tuple[object, ...]:
 def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
     """Returns everything that changes the seconds of a layer's trials, as values that JSON can hold.
 
-    Layers with equal keys share the results of trials. The dtype of the rows and the restore pair that
-    ``memory_reuse=True`` takes also change the seconds, but are not in the key (`LearnedDegrees.table`).
+    Layers with equal keys share the results of trials. Two things change the seconds but are not in the key:
+
+    - the dtype of the rows, because there is a table of results for each dtype (`LearnedDegrees.table`);
+    - the restore pair that ``memory_reuse=True`` chooses. `LearnedDegrees.table` says why.
     """
     reference = torch.empty(0) if modules.reference_parameter is None else modules.reference_parameter
     options = options_in_words(modules, of_users=True)
@@ -272,11 +293,13 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
 
 
 def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
-    """Returns tables by dtype from those of version 2, which had one for each restore pair and dtype.
+    """Returns one table for each dtype, from those of version 2 for each restore pair and dtype.
 
-    If pairs had different fastest degrees for the same number of tokens, these count as equally fast.
+    If restore pairs had different fastest numbers of chunks for the same number of tokens, the new table
+    lists all of these numbers as equally fast.
 
-    tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}.
+    tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}. B is the number of tokens,
+        forward and backward are the numbers of chunks of the two passes.
     """
     by_dtype: dict[str, dict[int, set[PassDegrees]]] = {}
     for name, table in tables.items():
@@ -287,12 +310,14 @@ def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
 
 
 def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> Tables:
-    """Returns the table of a file of version 1: {"key": ..., "points": [[B, forward, backward], ...]}.
+    """Returns the table of a file of version 1, under the dtype of this layer.
 
-    The key of such a file named sizes, experts, parameters and the strategy, but not the machine. What it
-    does not name is not compared.
+    The key in such a file contains sizes, experts, parameters and the strategy, but not the machine. Only the
+    entries that the file's key has are compared with the key of this layer.
 
-    key: the key of this layer. Raises ValueError if the key of the file says otherwise.
+    fields: {"key": ..., "points": [[B, forward, backward], ...]}. B is the number of tokens, forward and
+        backward are the numbers of chunks of the two passes.
+    key: the key of this layer. Raises ValueError if the key in the file differs.
     """
     old_key = fields.get("key")
     if not isinstance(old_key, dict):
@@ -312,7 +337,7 @@ def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> T
 
 
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:
-    """Raises ValueError if the key of a file is not this layer's. The message has the first two differences.
+    """Raises ValueError, with the first two differences, if the key in a file is not the key of this layer.
 
     found: the key in the file: everything that changes the seconds of trials (`key_of_degrees`).
     here: the key of this layer.
@@ -344,17 +369,20 @@ class LearnedDegrees:
     def table(self, dtype: torch.dtype) -> GranularityTable:
         """Returns the table with the fastest number of chunks by number of tokens, at first an empty one.
 
-        There is one table for each dtype of the rows, because the dtype changes messages and products by
-        different factors. There is none for each restore pair (whether dispatched rows and hidden activation
-        are kept, offloaded or made again for backward): with ``memory_reuse=True`` the pair follows from the
-        number of tokens, and where it changes, both pairs take nearly the same time. The n of one then costs
-        the other 1.5 % on average, and mostly nothing (bench/bench_search.py). Searching for each pair would
-        cost several times as many trials.
+        There is one table for each dtype of the rows, because the dtype changes the seconds of messages and
+        of matrix products by different factors.
+
+        All restore pairs share a table. (The restore pair says whether dispatched rows and hidden activation
+        are kept, offloaded or made again for backward.) With ``memory_reuse=True`` the pair follows from the
+        number of tokens. At the number of tokens where the pair changes, both pairs take nearly the same
+        time. If a pair runs with the n that was found for the other pair, a step takes 1.5 % longer on
+        average, and mostly no longer (bench/bench_search.py). Searching for each pair would need several
+        times as many trials.
         """
         return self.tables.setdefault(str(dtype), GranularityTable())
 
     def keep(self) -> None:
-        """Writes the tables to the file, if there is one. Warns if they cannot be written.
+        """Writes the tables to the file `path`, if this rank has one. Warns if they cannot be written.
 
         An OSError is not raised, because it would stop rank 0 while the other ranks go on.
         """
@@ -377,8 +405,8 @@ def load_learned(
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
-    path: the file to load. None takes the results that rank 0's process has, or else those of the file in
-        $PMOE_CACHE (`stored_path`).
+    path: the file to load. None takes the results that rank 0's process has. If it has none, None takes the
+        results of the file in $PMOE_CACHE (`stored_path`).
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
     $PMOE_CACHE cannot be used, only warns: the next trials replace it.

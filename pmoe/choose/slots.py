@@ -1,7 +1,7 @@
-"""Limits for received rows, which ranks compare when they exchange row counts.
+"""Limits for received rows, which ranks check when they exchange row counts.
 
-Chunks (micro-batches) share a few buffers, the ring slots. A ring slot has room for a fixed number of rows,
-and the host has room for a limited number of offloaded rows.
+Chunks (micro-batches) take turns in a few buffers, the ring slots. A ring slot has room for a fixed number of
+rows, and the host's memory has room for a limited number of offloaded rows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pmoe.warn import warn_once
 
 
 def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
-    """Returns the limits for received rows that ranks compare when they exchange row counts.
+    """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    The comparison answers two questions. Into how many more chunks (micro-batches) must the batch be cut, so
-    that each chunk fits into a ring slot (a buffer that chunks share) on every rank? And has the host memory
-    of every rank room for an offloaded T_DI (the dispatched rows)?
+    Two things are limited. A chunk (micro-batch) must fit into a ring slot, a buffer of fixed size that
+    chunks share: if it does not fit on every rank, all ranks cut the batch into more chunks. And the
+    dispatched rows (T_DI) must fit into the free host memory of every rank if they are offloaded.
 
     modules: the modules and options of the layer.
     routed: the batch after the gate.
 
-    Returns None if the layer's chunks share no buffers: there are no limits then.
+    Returns None if the layer's chunks share no buffers, because rows are not limited then.
     """
     options = modules.options
     x_TM = routed.x_TM
@@ -47,11 +47,11 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """Returns the restore pair, but without offloading T_DI if any rank lacks host memory for it.
+    """Returns the restore pair, changed to send T_DI again if any rank lacks host memory to offload it.
 
-    T_DI are the dispatched rows. The restore pair says whether they and the hidden activation (T_M) are kept,
-    offloaded or made again for backward. If any rank lacks host memory for T_DI, all ranks send T_DI again in
-    backward instead.
+    T_DI are the dispatched rows. The restore pair says whether T_DI and the hidden activation (T_M) are kept,
+    offloaded or made again for backward. If the pair offloads T_DI and any rank lacks host memory for it, all
+    ranks send T_DI again in backward instead, and a warning says so.
 
     restore: the restore pair.
     counts: the row counts, which also say whether any rank lacks host memory.

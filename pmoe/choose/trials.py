@@ -21,6 +21,7 @@ from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.failures import publishing_failures
+from pmoe.engine.buffers.arena import pool
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
@@ -42,8 +43,8 @@ MIN_ROWS = 1024
 Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
 """
 
-MEASURING_SHARE = 0.5
-"""Part of the smallest step's peak that a measurement may take. The call holds some memory already."""
+MEASURING_SHARE = 0.4
+"""Fraction of the smallest step's peak that a measurement may take. The call already holds some memory."""
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class TrialBatch:
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
-    orders: the routing of the call, from which plans are made.
+    orders: the routing of the call. A trial needs it to cut the batch into chunks (micro-batches).
     """
 
     modules: LayerModules
@@ -75,7 +76,7 @@ class TrialBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows (tokens times choices) of the rank that has most."""
+        """Number of rows (tokens times choices of a token) of the rank with most tokens."""
         return self.counts.max_tokens * self.modules.options.top_k
 
     @property
@@ -92,7 +93,7 @@ class TrialBatch:
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
 
     def stored_profile(self) -> Profile | None:
-        """Returns the profile of this device and group if it was measured before; None otherwise.
+        """Returns the profile (measured rates) of this device and group, or None if none was ever measured.
 
         Collective the first time.
         """
@@ -100,9 +101,10 @@ class TrialBatch:
 
     @functools.cached_property
     def measuring_bytes(self) -> float:
-        """The bytes that a measurement may take, beside what the call holds already. Collective.
+        """Bytes that measuring the profile may allocate, the same on every rank. Collective.
 
-        It is a part of the predicted peak of the layer's smallest step, the same on every rank.
+        `MEASURING_SHARE` of the predicted peak of the layer's smallest step (the choice with the lowest
+        peak), so that measuring never needs more memory than a step.
         """
         options = self.modules.options
         choices = all_choices([(n, n) for n in options.degrees], self.modules.pairs)
@@ -124,7 +126,10 @@ class TrialBatch:
         return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
     def plan(self, choice: Choice) -> Plan:
-        """Returns the plan by which the layer would run this batch with these numbers of chunks and pair."""
+        """Returns the plan that the layer would make for this batch with a choice: its chunks and their rows.
+
+        choice: the numbers of chunks and the restore pair.
+        """
         return self.orders.plan(self.counts, choice)
 
 
@@ -166,12 +171,14 @@ def measure_trials(
     seconds of the slowest rank, so all ranks time the same choices again. The bytes that trials send do not
     count as traffic of the model.
 
+    If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
+    warns once.
+
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to try, each once.
     most_rounds: largest number of timed rounds.
 
-    If any rank runs out of memory with a choice, the result of all ranks lacks the choice, and rank 0 warns
-    once. Raises NoChoiceFitsError on every rank if no choice is left.
+    Raises OutOfMemoryError on every rank if no choice is left.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
@@ -189,43 +196,33 @@ def measure_trials(
 
     times = timed_rounds(choices, run_round, most_rounds)
     vars(traffic).update(vars(traffic_before))
-    _warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
+    warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
     return times
 
 
-class NoChoiceFitsError(torch.OutOfMemoryError):
-    """Raised on every rank if some rank ran out of memory with each choice of some trials.
-
-    least_mebibytes: the predicted peak of the choice that needs least.
-    """
-
-    def __init__(self, message: str, least_mebibytes: float) -> None:
-        super().__init__(message)
-        self.least_mebibytes = least_mebibytes
-
-
 class Trial:
-    """A choice that is tried on a batch. All ranks know whether one of them ran out of memory with it.
+    """Runs both passes of a batch with one choice. All ranks learn if any rank runs out of memory.
 
     batch: the routed batch.
     choice: the numbers of chunks and the restore pair.
-    has_failed: whether any rank ran out of memory. The choice then runs no more.
-    failure: the error on this rank; None if this rank has none.
+    has_failed: whether any rank ran out of memory. If so, this choice is not run again.
+    failure: the out-of-memory error of this rank; None if this rank has none.
     """
 
     def __init__(self, batch: TrialBatch, choice: Choice) -> None:
         self.batch = batch
         self.choice = choice
-        self.has_failed = False
+        self.has_failed: bool = False
         self.failure: Exception | None = None
 
     @torch.no_grad()
     def run(self) -> tuple[float, float]:
         """Runs both passes once, and returns the seconds of each; `DROPPED` if the choice has failed.
 
-        Each pass first takes its buffers. Then the ranks compare whether one of them failed, so that no rank
-        waits for a message of a rank that has not begun. A rank that fails later still takes part in all
-        messages of the pass (`pmoe.engine.variants.trial`). The output T_O serves as its own gradient.
+        Each pass first allocates its buffers. Then the ranks compare whether one of them ran out of memory,
+        so that no rank waits for a message of a rank that has not begun. A rank that runs out of memory later
+        still takes part in all messages of the pass (`pmoe.engine.variants.trial`). The layer's output serves
+        as the gradient with which the backward pass begins, because only the time matters.
         """
         if self.has_failed:
             return DROPPED
@@ -249,19 +246,40 @@ class Trial:
                 return DROPPED
         return forward_seconds, backward_seconds
 
-    def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
-        """Returns the backward pass after a forward pass, with its buffers.
+    @torch.no_grad()
+    def has_room(self, num_bytes: float) -> bool:
+        """Returns whether every rank has enough memory for a step with the choice. Collective.
 
-        grad_TM: (T, M), the gradient of the layer's output.
+        The memory is allocated and freed again. The forward pass allocates its buffers as in a step. The rest
+        of ``num_bytes`` is allocated in blocks as large as the layer's input.
+
+        num_bytes: the predicted bytes of the step.
+        """
+        rows_TM = self.batch.inputs.x_TM
+        memory = pool(rows_TM.device).device
+        plan, _ = self._timed(lambda: self.batch.plan(self.choice))
+        forward, _ = self._timed(lambda: make_forward(_some(plan), self.batch.inputs, True, TrialForward))
+        if forward is not None:
+            num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // max(rows_TM.nbytes, 1)
+            self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
+            forward.arena.close()
+        return not self._any_failed()
+
+    def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
+        """Returns the backward pass that follows a forward pass, with its buffers allocated.
+
+        forward: the forward pass, after it has run.
+        grad_TM: (T, M), the gradient of the layer's output: T tokens, M = d_model.
         """
         state = forward.left
         state.wanted = [tensor is not None and tensor.requires_grad for tensor in self.batch.inputs.all]
         return make_backward(forward.plan, grad_TM, state, TrialBackward)
 
     def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
-        """Returns the result of a function and its seconds; (None, 0) after this rank ran out of memory.
+        """Calls a function. Returns (its result, its seconds), or (None, 0) if this rank is out of memory.
 
-        If the function itself runs out of memory, `failure` is its error.
+        The function is not called if an earlier call ran out of memory, so that `failure` is set. If this
+        call runs out of memory, its error is stored in `failure`. All other errors are raised.
         """
         if self.failure is not None:
             return None, 0.0
@@ -293,32 +311,45 @@ def _some(value: T | None) -> T:
     return value
 
 
-def _warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
-    """Warns of choices for which a rank had too little memory. Collective.
+def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
+    """Warns on rank 0 of choices that are not used, because some rank has too little memory for them.
 
-    Raises NoChoiceFitsError on every rank if no choice is left.
-
+    batch: the routed batch.
     dropped: the trials of these choices, the same on every rank.
-    num_trials: the number of all choices.
+    num_trials: the number of choices that were tried. If all were dropped, OutOfMemoryError is raised on
+        every rank.
     """
     if not dropped:
         return
     choices = [trial.choice for trial in dropped]
-    needed = {
-        choice: num_bytes / 2**20
-        for choice, num_bytes in zip(choices, predicted_peaks(batch, choices), strict=True)
-    }
+    listed = ", ".join(f"n={choice.forward} {choice.restore}" for choice in choices)
     if batch.modules.ranks.rank == 0:
-        listed = ", ".join(
-            f"n={choice.forward} {choice.restore} (about {needed[choice]:.1f} MiB)" for choice in needed
-        )
         warn_once(f"a trial ran out of memory on some rank, so these choices are not used: {listed}")
     if len(dropped) == num_trials:
-        least = min(needed, key=lambda choice: needed[choice])
         own = next((trial.failure for trial in dropped if trial.failure is not None), None)
-        raise NoChoiceFitsError(
-            f"every choice that was tried needs more memory than some rank has. The least is that of "
-            f"n={least.forward} with {least.restore}: about {needed[least]:.1f} MiB beside the model and the "
-            "layer's input. Free memory, pass fewer tokens, or use more ranks",
-            needed[least],
+        raise torch.OutOfMemoryError(
+            f"some rank has too little memory for every tried choice: {listed}"
         ) from own
+
+
+def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
+    """Returns the choice with the fewest predicted bytes, after checking that every rank has the memory.
+
+    It is used if every choice ran out of memory in trials. Collective.
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs to choose from.
+
+    Raises OutOfMemoryError, with the bytes that would be enough, on every rank if any rank has too little
+    memory for the choice.
+    """
+    peaks = predicted_peaks(batch, choices)
+    least, num_bytes = min(zip(choices, peaks, strict=True), key=lambda pair: pair[1])
+    trial = Trial(batch, least)
+    if not trial.has_room(num_bytes):
+        raise torch.OutOfMemoryError(
+            "some rank has too little memory for these tokens, with every number of chunks. The least is of "
+            f"n={least.forward} with {least.restore}: about {num_bytes / 2**20:.1f} MiB beside the model "
+            "and the layer's input. Free memory, pass fewer tokens, or use more ranks"
+        ) from trial.failure
+    return least

@@ -174,8 +174,8 @@ _to_take_back: set[str] = set()
 def withdraw_failures() -> None:
     """Empties this rank's reports of failures in the store, because the rank goes on with another call.
 
-    Reports about groups that this rank left in the middle of a pass stay: ranks that still wait in such a
-    group need them to stop (`tell`).
+    Reports stay if they are about a group that this rank left in the middle of a pass (`tell` wrote them):
+    ranks that still wait in this group read them, and then stop waiting.
     """
     failure_published.clear()
     if dist.is_initialized():

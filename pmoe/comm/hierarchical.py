@@ -74,7 +74,9 @@ class HierarchicalExchange(Dispatch, Combine):
 
     @abc.abstractmethod
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """Returns how many rows this rank will pass on for others, (F, X) int64 (`Exchange.relay_counts`).
+        """Returns how many rows this rank will pass on for other ranks, (F, X) int64.
+
+        `relay_counts` returns the same numbers, but None if this rank passes on no rows.
 
         A collective, called only if there are several nodes and a node has several ranks. The subclass
         decides what its X numbers for each bin are.
@@ -95,7 +97,8 @@ class HierarchicalExchange(Dispatch, Combine):
         rows, out: contiguous (N,) or (N, M): N rows of M columns, in blocks for each rank and from each rank,
             in order of rank.
         send_rows, recv_rows: the number of rows for each rank, and from each rank.
-        relayed: the X numbers that `relay` returned for these rows.
+        relayed: X numbers. `relay` returned X numbers for each bin; these are their sums over the bins of the
+            chunk that is exchanged.
         """
 
     def exchange(

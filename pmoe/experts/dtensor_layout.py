@@ -88,18 +88,21 @@ def local_values(
     names: Sequence[str],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Returns this rank's part of each value of experts that `pmoe.parallelize` has made DTensors.
+    """Returns this rank's part of each tensor with which experts compute, as plain tensors.
 
-    placements: the DTensor placements that `pmoe.parallelize` chose, by name of the value. A value without
-        placements is a plain tensor.
-    reduce: reduces the gradients of all values in backward; None reduces nothing.
-    names: the values' names.
+    The tensors are the experts' parameters, which `pmoe.parallelize` has made DTensors, or the results of
+    parametrizations of these parameters.
+
+    placements: the DTensor placements that `pmoe.parallelize` chose, by name of the parameter. A parameter
+        without placements is a plain tensor.
+    reduce: function that reduces the gradients of all tensors in backward; None reduces nothing.
+    names: the parameters' names.
     values: DTensors or plain tensors, of any shape, in the order of ``names``.
 
-    A parametrization computes a value from DTensors, and the result may have other placements than the
-    parameter. The value is then redistributed to the parameter's placements, which may need a collective.
+    The result of a parametrization may have other placements than the parameter. It is then redistributed to
+    the parameter's placements, which may need a collective.
 
-    Raises ValueError for a plain tensor if ``placements`` has its name.
+    Raises ValueError if a tensor is plain although ``placements`` has its name.
     """
     laid_out = []
     for name, value in zip(names, values, strict=True):

@@ -271,7 +271,8 @@ def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Se
 
     The gradient is None for a tensor that requires none, or that the graph does not use.
 
-    graph: its shelf must hold the saved tensors. They stay there.
+    graph: the graph. ``graph.shelf`` (a `SavedTensorSlots`) must hold the tensors that autograd saved for the
+        graph. The tensors stay in it.
     wanted: the parameters, of any shape.
     grad_output: the gradient of the graph's output, of the same shape.
     """

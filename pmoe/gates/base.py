@@ -38,18 +38,19 @@ class Mix:
 class Routing:
     """The result of a gate: to which experts each token of this rank goes, and with which weights.
 
-    It has S rows with K experts each. Without ``token`` and ``mix``, row s is token s, and S is T, the number
-    of tokens.
+    A routing is a table of S lines, each with K choices of an expert. Without ``token`` and ``mix``, line s
+    is for token s, and S is T, the number of tokens.
 
-    expert: (S, K) int64, global indices of experts, distinct within a row.
+    expert: (S, K) int64, global indices of experts, distinct within a line.
     weight: (S, K) float32 or float64, factor of each expert's output. The gate's gradient flows through it.
     l_aux: scalar, the auxiliary loss for this rank's tokens. It has a gradient if the gate has parameters.
     logits: the gate's scores, of any shape, or None. They are only used to check that the scores are finite.
     keep: (S, K) bool, False for choices that the gate drops because their expert has reached its capacity.
         None means that the gate drops nothing; the layer does if it has a capacity factor.
-    token: (S,) int64 ascending, the token of each row, for gates that give tokens different numbers of
-        experts.
-    mix: weights of the mixtures, for gates whose rows are mixtures of tokens.
+    token: (S,) int64 ascending, the token of each line, for gates that give tokens different numbers of
+        experts; else None.
+    mix: weights of the mixtures, for gates that send mixtures of tokens instead of tokens: line s is then for
+        mixture s. Else None.
     """
 
     expert: Tensor

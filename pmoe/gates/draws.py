@@ -38,7 +38,9 @@ class DrawnGate(Gate):
         self.top_k = int(top_k)
 
     def routed(self, x_TM: Tensor, draw_TK: Tensor) -> Routing:
-        """Returns the routing of the tokens x_TM (T, M), with the experts that `distinct` makes from draw_TK.
+        """Returns the routing of tokens x_TM (T, M) in which random numbers choose the experts.
+
+        `distinct` turns the K random numbers of a token into K distinct experts. All weights are 1 / K.
 
         draw_TK: (T, K) int64, K independent random numbers for each token.
         """

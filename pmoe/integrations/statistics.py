@@ -410,8 +410,9 @@ def _warn_of_values(
     experts_are_same: whether all ranks have the same experts.
     dense_are_same: for each part in `DENSE`, whether all ranks have the same values.
 
-    There is no warning about experts if they never differed, or if the layer has ranks that were not
-    compared.
+    Experts of different ranks should differ. If they were different in an earlier call and are the same now,
+    something has overwritten them, and a warning says so. There is no such warning if the experts were the
+    same in earlier calls, too, or if the layer has ranks that were not compared.
     """
     name = name or "model"  # a layer that is itself the model has the name ""
     cache = layer.layer_modules.cache

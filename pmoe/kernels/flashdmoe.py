@@ -146,8 +146,8 @@ def forward_tensors(
     heap: this rank's symmetric heap.
     arguments: the result of `pass_tensors`.
     chosen: the experts of each token.
-    keeps_input, keeps_hidden: whether backward needs the dispatched input (T_DI) and the hidden activation
-        before the nonlinearity (T_M).
+    keeps_input, keeps_hidden: whether the launch stores, for backward, the dispatched input (T_DI) and the
+        hidden activation before the nonlinearity (T_M).
 
     Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E, M =
     d_model, G = columns of T_M: d_hidden, or twice as many for SwiGLU. A cell is the rows that one rank sends
@@ -266,12 +266,12 @@ def launch_pass(
     """Launches the persistent kernel for one forward or backward pass of all ranks of this process.
 
     launcher: has the symmetric heaps of these ranks.
-    direction: which pass.
+    direction: "forward" or "backward".
     activation: name of the experts' nonlinearity.
     ranks: for each rank the result of `forward_tensors` or `backward_tensors`.
 
-    One block of each rank schedules, and waits for the blocks that compute. So the kernel ends only if at
-    least two blocks of each rank run at the same time.
+    One thread block of each rank schedules, and waits for the thread blocks that compute. So the kernel ends
+    only if at least two thread blocks of each rank run at the same time.
 
     Raises HeapError for a broken heap.
     """
@@ -302,8 +302,10 @@ def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = N
 
     The shape is (P, C, columns), in which ``arguments["active"]`` has the same P and C.
 
+    A row is element [p, c]: p is one of P groups of rows (cells, or 1 for the pool), c the row's index in it.
+
     arguments: the result of `pass_tensors`.
-    dtype: None means the dtype of the rows.
+    dtype: dtype of the result; None means the dtype of the rows.
     """
     active_PCH: Tensor = arguments["active"]
     return active_PCH.new_empty(*active_PCH.shape[:2], columns, dtype=dtype)

@@ -83,10 +83,11 @@ class DeviceMemory:
         loaded_extension().heap_close(device.index, peer)
 
     def place(self, device: torch.device) -> tuple[str, str]:
-        """Returns two texts, which ranks compare to find out if they can share a heap.
+        """Returns two texts, which ranks compare to find out if they can write into each other's heaps.
 
-        The first is the kernel code that the driver loaded on the device (`Architecture`), which must be
-        equal on all ranks. The second is `host_name`: ranks with equal texts are on the same node.
+        The first text names the kernel code that the driver loaded on the device (`Architecture`). It must be
+        equal on all ranks. The second is the result of `host_name`: if two ranks have the same, they are on
+        the same node.
         """
         return str(extension.loaded_architecture(device)), host_name()
 
@@ -108,8 +109,8 @@ def synchronize(device: torch.device) -> None:
 def host_name() -> str:
     """Returns a text that is the same for all processes of a node and different on other nodes.
 
-    It is the boot id of the node's Linux kernel, or the host name if there is none. A host name is not
-    reliable: two nodes may have the same, and containers on one node have several.
+    The text is the boot id of the node's Linux kernel, or the host name if there is no boot id. The host name
+    is not reliable: two nodes may have the same name, and each container of one node has its own.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -122,7 +123,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
     """Returns a contiguous tensor over existing memory, without a copy.
 
     address: the address of the tensor's first element.
-    shape, dtype, device: of the tensor.
+    shape, dtype, device: those of the tensor.
 
     The tensor does not keep the memory alive: the memory must not be freed while the tensor is in use.
 
@@ -206,13 +207,14 @@ class HeapShape:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one rank's heap."""
+        """Size of one rank's heap, in bytes."""
         return self.places["bytes"]
 
     def holds(self, other: HeapShape) -> bool:
         """Returns whether a heap of this shape can be used for calls that ask for the shape ``other``.
 
-        It can if this shape has at least as many rows and home_rows, and all other sizes are equal.
+        True if this shape has at least as many ``rows`` and ``home_rows`` as the other, and all other fields
+        are equal.
         """
         same = replace(other, rows=self.rows, home_rows=self.home_rows) == self
         return same and other.rows <= self.rows and other.home_rows <= self.home_rows
@@ -395,9 +397,11 @@ class Heap:
         return self._first(self._weights, count)
 
     def _first(self, of_rows: Tensor, count: int) -> Tensor:
-        """Returns the first ``count`` rows of a tensor in the heap.
+        """Returns the first ``count`` rows of a tensor in the heap, without a copy.
 
-        Raises ValueError if the heap has fewer rows.
+        of_rows: a tensor in the heap's memory, with an entry for each row that can arrive.
+
+        Raises ValueError if the heap has fewer rows, HeapError if the heap is broken or closed.
         """
         self.check_usable()
         if not 0 <= count <= self.shape.rows:
@@ -413,8 +417,8 @@ class Heap:
     def raise_if_failed(self) -> None:
         """Raises HeapError if a kernel of an earlier launch has already reported that it waited too long.
 
-        It is called before each launch. It does not wait for kernels that still run: their reports are found
-        later.
+        Launches call this first. Kernels that still run are not waited for: the next call finds their
+        reports.
         """
         self.check_usable()
         if self._words[0] == 0:  # the kernel writes this word last, so a report is complete or absent

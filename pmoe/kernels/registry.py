@@ -1,14 +1,15 @@
 """Chooses which implementation computes a grouped product: pmoe's own kernels or a plain one.
 
-Each implementation is a candidate. It returns reasons to refuse a product, or none: then it is called
-willing. The first candidate (pmoe's kernels) is called the challenger, because it must prove to be faster.
-The other candidates are called plain, and are listed in order of preference. The first rule that applies
-chooses:
+Each implementation is a candidate. A candidate lists its reasons to refuse a product; if it has none, it is
+called willing. The first candidate (pmoe's kernels) is called the challenger, because it must prove to be
+faster. The other candidates are called plain, and are listed in order of preference. The first rule that
+applies chooses:
 
     a user forces a candidate   that candidate (`Registry.forcing`)
     deterministic mode is on    the first willing plain candidate, so that measurements do not change results
     times were measured         the faster of the challenger and the first willing plain candidate
-    nothing was measured        the first willing plain candidate, because kernels are checked when measured
+    nothing was measured        the first willing plain candidate, because only a measurement checks that the
+                                challenger computes correctly
 
 This module measures nothing. `pmoe.measure.product_choices` measures times, and also checks that the
 challenger computes correctly.
@@ -75,7 +76,10 @@ class ProductRequest:
 
     @property
     def key(self) -> str:
-        """The request as text, without the device."""
+        """The request as text, without the device: the key of stored measurements.
+
+        Example: "forward bfloat16 experts=8 rows=4096 in=1024 out=4096 bias".
+        """
         bias = " bias" if self.bias else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return (
@@ -161,12 +165,13 @@ class MeasuredChoice:
 class Registry:
     """Chooses which candidate computes a grouped product, by measured times and by reasons to refuse.
 
-    candidates: in the order of preference. The first, pmoe's kernels, is used only if it was measured to be
-        faster than the others. The last must refuse nothing.
+    candidates: the implementations in the order of preference. The first, pmoe's kernels, is used only for
+        requests for which it was measured to be faster than the others. The last must refuse nothing.
     challenger: name of the first candidate.
-    forced: the candidate that every product must use inside a `forcing` block; None outside.
-    measured: for each request that was measured, the faster candidate.
-    faults: by the case that was checked: what the first candidate computed wrongly; None if all was right.
+    forced: the candidate that every product must use inside a `forcing` block; None outside such a block.
+    measured: for each request that was measured, the faster candidate and the times.
+    faults: results of checks of the first candidate, by checked case: what it computed wrongly, in words;
+        None if all was right.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -214,8 +219,8 @@ class Registry:
         operands: the product's tensors. If a candidate cannot read their strides or addresses, the next
             candidate that does not refuse is tried. None skips this check.
 
-        If the first candidate (pmoe's kernels) cannot be used on a CUDA device, it warns once for each
-        reason.
+        If the first candidate (pmoe's kernels) cannot be used on a CUDA device, this method warns once for
+        each reason.
         """
         if self.forced is not None:
             fits = operands is None or self.forced.layout_problem(operands) is None
@@ -247,10 +252,10 @@ class Registry:
             self.forced = outer
 
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
-        """Returns the names of two candidates to time: pmoe's kernels, and the best other candidate.
+        """Returns the names of the two candidates to time: pmoe's kernels, and the best other candidate.
 
-        The other is the first in the order of preference that does not refuse the request. Returns None if
-        pmoe's kernels refuse it.
+        The best other candidate is the first one in the order of preference that does not refuse the request.
+        Returns None if pmoe's kernels refuse the request.
         """
         willing = self._willing(request)
         return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None
@@ -276,8 +281,9 @@ class Registry:
         return ranked
 
     def _refusals(self, request: ProductRequest) -> dict[str, list[str]]:
-        """Returns each candidate's reasons to refuse a request, by the candidate's name. [] means that it
-        does not.
+        """Returns each candidate's reasons to refuse a request, by the candidate's name.
+
+        An empty list means that the candidate does not refuse.
         """
         refusals = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
         why = self._distrusted.get((request.device_name, request.dtype))
@@ -334,7 +340,7 @@ class Registry:
     ) -> None:
         """Warns, once for each reason, that pmoe's kernels cannot be used on a CUDA device.
 
-        It does nothing for other candidates and other devices.
+        Does nothing for a candidate other than pmoe's kernels, or a device that is not a CUDA device.
         """
         if candidate is self.candidates[0] and request.device.type == "cuda":
             for reason in reasons:
@@ -369,7 +375,7 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
 
 
 def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
-    """Returns why PyTorch's grouped_mm refuses a request, or would not compute it in one launch."""
+    """Returns why PyTorch's grouped_mm refuses a request, or would need several launches; [] if neither."""
     device = request.device
     if device.type != "cuda":
         return [f"device {device.type}: a loop is as fast there and writes in place"]

@@ -375,10 +375,15 @@ class MoELayer(OldAttributes, nn.Module):
     def _forward_plain(
         self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Computes `forward` for a plain tensor with values. Raises ValueError on every rank for other types.
+        """Computes `forward` for an input that is a plain `torch.Tensor` with values.
 
-        x: (..., d_model).
+        Inputs of tensor subclasses are first converted, and inputs without values (meta, fake) take another
+        way.
+
+        x: (..., d_model), the tokens.
         token_ids, mask: (...), one value for each token, or None.
+
+        Raises ValueError on every rank if any rank passes an input of a type that the layer does not take.
         """
         call = begin_call(self, self.layer_modules, x, token_ids, mask)
         decision, y_TM = ExpertsCall(counts_source(call))()

@@ -19,7 +19,10 @@ class OldAttributes:
 
     @property
     def layer_modules(self) -> LayerModules:
-        """The new name of ``parts``. `MoELayer` overrides this property, so it is never called."""
+        """Declares for type checkers which type ``parts`` returns.
+
+        `MoELayer` overrides this property, so it is never called.
+        """
         raise NotImplementedError
 
     @property

@@ -76,16 +76,20 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
 def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
     """Returns a tensor without values that has ``tensors`` as inputs in the autograd graph.
 
-    like: of any shape; the result has this shape and device.
-    dtype: of the result.
-    tensors: of any shape. Backward gives each of them a gradient without values.
+    like: a tensor of any shape. The result has its shape and device.
+    dtype: dtype of the result.
+    tensors: tensors of any shape. Backward gives each of them a gradient without values.
     """
     shaped: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
     return shaped
 
 
 class _Shape(torch.autograd.Function):
-    """The autograd function of `_shape_like`: makes an empty tensor, and gradients without values."""
+    """The autograd function of `_shape_like`: connects an output without values to its inputs.
+
+    So the output requires a gradient if an input does, and backward gives each input a gradient of its shape,
+    without values. Tools can then follow shapes through the layer.
+    """
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:

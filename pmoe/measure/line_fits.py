@@ -1,7 +1,8 @@
-"""Fits lines to measured seconds of work of different sizes: seconds = alpha + beta * size.
+"""Measures work of different sizes and fits a line: seconds = alpha + beta * size.
 
-The work is a product, a message or a copy. It runs on a lane: a queue of tasks that run one after another.
-Products multiply a number of rows by a square weight of WIDTH rows and columns.
+The work is a matrix product, a message or a copy. A product multiplies a number of rows by a square weight of
+WIDTH rows and columns. Work runs in a lane (computation, messages, copies): a queue of tasks that run one
+after another.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ MAX_BYTES = 2**26
 """Largest size of a message or a copy, in bytes. Sizes grow until a message takes long enough."""
 
 SMALLEST = 16
-"""Smallest number of units of the largest work of a line, of whose units a sixteenth is measured, too."""
+"""Smallest allowed value of `LaneWork.max_units`, and smallest width of a measured weight.
+
+A line is also measured at a sixteenth of its largest size, which must be at least one unit.
+"""
 
 TRIES = 7
-"""Number of runs of each size, while a size is searched that takes long enough. The fastest run counts.
+"""Number of runs of each size during the search for a size that takes long enough. The fastest run counts.
 
-Several runs are needed, because beside other processes a message may take many times as long as usual.
+Several runs are needed, because a message may take many times as long as usual if other processes run.
 """
 
 
@@ -44,10 +48,11 @@ Several runs are needed, because beside other processes a message may take many 
 class Effort:
     """The effort of a measurement: how long and how often work runs.
 
-    piece_seconds: seconds that the largest work of each line should take.
-    span_seconds: seconds for which lanes (computation, messages, copies) run side by side.
+    piece_seconds: seconds that the largest work of each line (seconds = alpha + beta * size) should take.
+    span_seconds: seconds for which computation, messages and copies run side by side, to measure how much
+        they slow each other.
     repeats: number of runs of each size.
-    rounds: number of runs of each combination of lanes that run side by side.
+    rounds: number of runs of each combination of computation, messages and copies.
     """
 
     piece_seconds: float
@@ -62,10 +67,10 @@ USUAL = Effort(piece_seconds=5e-3, span_seconds=0.1, repeats=15, rounds=7)
 
 @dataclass(frozen=True, kw_only=True)
 class LaneWork:
-    """A kind of work that can be timed in different sizes: products, messages or copies.
+    """A kind of work that can be timed in different sizes: matrix products, messages or copies.
 
-    The size of the work is a number of units. A unit is a row of a product, or an element of a message or
-    copy.
+    The size of the work is a number of units. A unit is a row of a product, an element of a copy, or an
+    element for each receiver of a message.
 
     lane: the queue in which the work runs: computation, messages or copies.
     size: multiply-adds or bytes of one unit.
@@ -83,10 +88,12 @@ class LaneWork:
 
 
 def products(device: torch.device, dtype: torch.dtype, most_bytes: float = math.inf) -> LaneWork:
-    """Returns products as a kind of work. The size is a number of rows that are multiplied by a weight.
+    """Returns matrix products as work to be timed: a number of rows multiplied by one square weight.
 
-    dtype: dtype of the rows and of the weight, which has WIDTH rows and columns.
-    most_bytes: how many bytes the weight may take. A smaller weight stands for WIDTH if that takes more.
+    The weight has WIDTH rows and columns.
+
+    dtype: dtype of the rows and of the weight.
+    most_bytes: how many bytes the weight may take. If it takes more, its width is halved until it fits.
     """
     width = WIDTH[device.type]
     while width > SMALLEST and width * width * dtype.itemsize > most_bytes:
@@ -115,12 +122,12 @@ def products(device: torch.device, dtype: torch.dtype, most_bytes: float = math.
 def transfer(
     lane: str, size: int, make: Callable[[int], TimedCall], first_bytes: int = FIRST_BYTES
 ) -> LaneWork:
-    """Returns messages or copies as a kind of work.
+    """Returns messages or copies as work to be timed in different sizes.
 
     lane: the queue in which they run: messages or copies.
-    size: bytes of one unit.
-    make: a function that takes a number of units, and returns a function that sends or copies so many.
-    first_bytes: smallest size to try.
+    size: bytes of one unit, by which the size of the work is counted.
+    make: a function that takes a number of units, and returns a function that sends or copies this many.
+    first_bytes: smallest size to try, in bytes.
     """
     first_units = max(16, first_bytes // size)
     max_units = max(64, MAX_BYTES // size)
@@ -142,9 +149,12 @@ def within_bytes(work: LaneWork, most_bytes: float) -> LaneWork:
 
 
 def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:
-    """Returns all-to-alls as a kind of work. Each rank sends the same number of elements to every other rank.
+    """Returns all-to-alls as work to be timed: each rank sends equally many elements to every other rank.
 
-    A unit is one element for each other rank. There must be two or more ranks.
+    The size is counted in units of one element for each other rank.
+
+    ranks: two or more ranks, which exchange the messages.
+    dtype: dtype of the elements.
     """
     others = ranks.size - 1
 
@@ -157,12 +167,13 @@ def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork
 
 
 def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
-    """Finds the largest size of work that is measured for a line, and returns its number of units.
+    """Returns the largest size of work to measure for a line: a size that takes about ``piece_seconds``.
 
-    Collective, because the work may be a collective. Work of this size takes about ``piece_seconds``, and at
-    least three times as long as work of the smallest size. In smaller work, the fixed cost of a task would
-    hide the effect of its size. The fastest of a few runs counts, because a run that something else
-    interrupts would make the size too small.
+    Work of this size also takes at least three times as long as work of the smallest size: in smaller work,
+    the fixed cost of a task would hide the effect of its size. The fastest of a few runs counts, because a
+    run that another process interrupts would make the size too small.
+
+    Collective, because the work may be a collective. The result is a number of units (`LaneWork`).
     """
     units = work.first_units
     first_seconds = seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
@@ -177,11 +188,11 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
 def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: int) -> Fit:
     """Measures the seconds of some sizes of work, and returns the line seconds = alpha + beta * size.
 
-    Collective, because the work may be a collective. If the seconds are not on a line, they are measured a
-    second time. If caches or noise make the smaller sizes cheaper than any line with alpha, beta >= 0 allows,
-    the line goes from zero through the largest size.
+    If the seconds are not on a line, they are measured a second time. If the best line would have alpha = 0
+    or beta = 0, because caches or noise make small sizes cheap, the line from zero through the largest size
+    is returned instead. Collective, because the work may be a collective.
 
-    sizes: numbers of units.
+    sizes: the sizes, as numbers of units (`LaneWork`).
     repeats: runs of each size.
     """
     sizes = list(sizes)

@@ -1,8 +1,8 @@
-"""Decides, the same on every rank, whether pmoe's kernels or plain torch compute a product.
+"""Decides, the same on every rank, whether pmoe's kernels or plain torch compute a matrix product.
 
 First the kernels are checked for wrong results, once in a process (`pmoe.measure.kernel_check`). Then the
-ranks compare which products each process has measured, and measure the rest together. The seconds of the
-slowest rank count.
+ranks compare which products each of them has measured before, and measure the others together. The seconds of
+the slowest rank count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pmoe.measure.timing import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once
 
 TIE = 0.01
-"""The kernels must be faster than the plain computation by this fraction of its seconds to be chosen."""
+"""The kernels are chosen if they save at least this fraction of the plain computation's seconds."""
 
 UNKNOWN = 0
 """Code of a product that this rank has not measured. The codes 1 and 2 name the faster of two candidates."""
@@ -39,10 +39,10 @@ It is the largest code, so it wins in the maximum over ranks.
 def measure_choices(
     registry: Registry, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase
 ) -> None:
-    """Measures for each product whether pmoe's kernels or a plain computation is faster. Stores the results.
+    """Measures for each product whether pmoe's kernels or plain PyTorch is faster. Stores the results.
 
-    It is a collective with up to three reductions. A rank's code of a product says which candidate was faster
-    when this rank measured it, or that it was not measured (`_code`).
+    Collective, with up to three reductions. In these, a number (a code) stands for what a rank knows of a
+    product: which of the two was faster when the rank measured it, or that it was not measured (`_code`).
 
         1. facts      versions of the kernels' code, digests of the requests and of the codes, and whether the
                       kernels computed wrongly
@@ -97,11 +97,13 @@ def measure_choices(
 
 
 def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | None) -> int:
-    """Returns a code for what this rank knows of a product, so that ranks can compare it by numbers.
+    """Returns a number for what this rank knows of a product, which ranks can compare by a reduction.
 
-    The code is UNKNOWN, UNWILLING, or 1 + the index of the faster candidate in ``pair``.
+        1, 2        the index in ``pair``, plus 1, of the candidate that was faster when this rank measured
+        UNKNOWN     this rank has not measured the product
+        UNWILLING   fewer than two candidates can compute it
 
-    pair: names of the two candidates; None if there are not two.
+    pair: names of the two candidates: pmoe's kernels and a plain computation. None if there are not two.
     """
     if pair is None:
         return UNWILLING
@@ -110,9 +112,9 @@ def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | N
 
 
 def _fault(registry: Registry, case: KernelCase) -> str | None:
-    """Returns a text about a wrong result of the kernels on this rank; None if the check finds none.
+    """Checks the kernels on this rank. Returns a text about a wrong result or an error; None if all is right.
 
-    It raises nothing, because other ranks are waiting.
+    No error is raised, because other ranks are waiting for this one.
     """
     if case not in registry.faults:
         try:
@@ -154,10 +156,11 @@ def _seconds(
 ) -> list[float]:
     """Returns the seconds of both candidates on this rank; infinities if they cannot be measured.
 
-    It raises nothing, because other ranks are waiting.
+    No error is raised, because other ranks are waiting for this one.
 
-    pair: names of the candidates.
-    failures: receives the reason.
+    request: the product.
+    pair: names of the candidates: pmoe's kernels and a plain computation.
+    failures: if the product cannot be measured, the reason is stored here under ``request``.
     """
     device = request.device
     try:
@@ -177,12 +180,15 @@ def _seconds(
 
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
-    """Returns the smallest and the largest of each value over the ranks, from a single reduction."""
+    """Returns (the smallest, the largest) of each value over the ranks, with a single reduction.
+
+    agree: takes the largest of each value over the ranks.
+    """
     maxima = agree([*values, *(-value for value in values)])
     return [-value for value in maxima[len(values) :]], maxima[: len(values)]
 
 
-# ---- timing: candidates take turns on the same random operands, and compute as a layer does
+# ---- timing: pmoe's kernels and a plain computation take turns on the same random operands
 
 WARM_UP = 2
 """Number of rounds that run before the rounds that count."""
@@ -197,17 +203,17 @@ SPAN_SECONDS = 0.03
 """Seconds that the rounds which count should take together. MIN_ROUNDS and MAX_ROUNDS limit them."""
 
 LEAD_CYCLES = 3_000_000
-"""Clock cycles, some 2 ms, for which the device sleeps while the host enqueues the timed work.
+"""Clock cycles (about 2 ms) for which the device sleeps while the host enqueues the timed work.
 
-Without this the device would wait for the host between launches, and the host's time would be measured.
+Without this sleep the device would wait for the host between launches, so the host's time would be measured.
 """
 
 
 def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[float]:
     """Returns the median seconds of each candidate for this product, on the current stream.
 
-    The candidates take turns in rounds, so that a change of the clock rate or of the cache affects all of
-    them.
+    The candidates (pmoe's kernels, plain computations) run in turns, so that a change of the clock rate or of
+    the cache affects all of them.
 
     names: names of the candidates.
     """
@@ -226,15 +232,13 @@ def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[flo
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns how many bytes new tensors can use: those free on the device, and those that torch holds
-    unused.
-    """
+    """Returns how many bytes are left for new tensors: free on the device, or unused in torch's cache."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Frees the memory that torch holds unused, after the operands of a measurement were deleted."""
+    """Returns unused memory of torch's cache to the device, after a measurement has deleted its operands."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
@@ -258,8 +262,8 @@ def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:
     """Returns random operands of a product, and which rows belong to each expert.
 
-    Rows are spread evenly over all experts but one, which has none. The state of torch's random generators is
-    not changed.
+    Rows are spread evenly over all experts except the last one, which has none, as may happen in a real
+    batch. The state of torch's random generators is not changed.
     """
     device = request.device
     experts = request.experts
@@ -287,7 +291,8 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
 def needed_bytes(request: ProductRequest) -> int:
     """Returns the bytes that a measurement of a product allocates.
 
-    They are for the operands, the result, and a second result that some candidates make before they copy it.
+    They are the bytes of the operands, of the result, and of a second result that some candidates compute and
+    then copy into the first.
     """
     rows = request.rows
     columns = request.in_features + request.out_features

@@ -1,8 +1,9 @@
 """The profile of a device and a group of ranks: loaded from its file, or measured once and stored.
 
-A profile holds a line, seconds = alpha + beta * size, for each kind of work measured alone
-(`pmoe.measure.rates`, `pmoe.measure.operations`). It also holds how much computation, communication and
-copies slow each other, measured side by side (MPipeMoE, Section II.C; FSMoE, Section 4.1).
+A profile holds a line, seconds = alpha + beta * size, for each kind of work (products, messages, copies),
+measured while nothing else runs (`pmoe.measure.rates`, `pmoe.measure.operations`). It also holds how much
+computation, communication and copies slow each other if they run at the same time (MPipeMoE, Section II.C;
+FSMoE, Section 4.1).
 
 All ranks hold the same profile, with the numbers of the slowest rank. There is one file for each device,
 group and dtype. Other files in the folder are ignored.
@@ -58,19 +59,24 @@ def load_or_measure(
     Collective; every rank returns the same profile, and rank 0 stores it. Ranks on different kinds of devices
     measure every time, because their files never agree.
 
-    operations: whether the profile must have FSMoE's lines (`measure_operations`) for the groups ``across``
-        and ``inside``. If the file has none, or has lines of groups of other sizes, only these lines are
-        measured and replaced.
+    dtype: dtype of the tensors that are multiplied, sent and copied.
+    operations: whether the profile must also have the seconds of FSMoE's operations, a product and four
+        collectives (`measure_operations`), for the groups ``across`` and ``inside``. If the stored profile
+        lacks them, or has them for groups of other sizes, only the operations are measured.
+    across: ranks among which rows are dispatched and gradients are summed, for example one rank of each node.
+        None stands for all ranks. Only used if ``operations``.
+    inside: ranks that share each expert, for example those of a node. None stands for all ranks. Only used if
+        ``operations``.
+    most_bytes: how many bytes the tensors that are measured may take, the same on every rank. Below
+        `WHOLE_BYTES`, only small products and messages can be measured. This process then uses the profile,
+        but no file stores it, because it says little about large ones.
 
-    most_bytes: how many bytes measuring may take, the same on every rank. A profile that was measured within
-        fewer than WHOLE_BYTES is that of small products and messages, so it is not stored.
+    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name
+    and stays. If the folder cannot be written, rank 0 warns, and the next run measures again. Rank 0 also
+    warns if a line fits the measured seconds badly although they were measured twice.
 
-    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name,
-    and is not touched. If the folder cannot be written, it warns, and the next run measures again. Rank 0
-    warns if lines fit badly although they were measured twice.
-
-    Raises ValueError for a device or dtype that cannot be measured and for unequal groups; RuntimeError if
-    another rank fails.
+    Raises ValueError for a device or dtype that cannot be measured, and if ``across`` or ``inside`` is not
+    equally large on all ranks or has ranks outside ``ranks``. Raises RuntimeError if another rank fails.
     """
     device = torch.device(device)
     profile = stored = _found_by_all(ranks, device, identity(ranks, device, dtype))
@@ -103,12 +109,10 @@ def load_or_measure(
 def _found_by_all(
     ranks: Ranks, device: torch.device, here: Identity, otherwise: str = "it is measured again"
 ) -> Profile | None:
-    """Returns rank 0's stored profile if every rank has one that is valid on that rank; else None.
+    """Returns rank 0's stored profile, or None if any rank has no valid stored profile. Collective.
 
-    Collective.
-
-    here: the device, ranks and versions for which a profile must be valid.
-    otherwise: what happens to a profile that cannot be used, in words of a warning.
+    here: the device, ranks and versions of this rank, for which its stored profile must be valid.
+    otherwise: the end of the warning about a file that cannot be used. It says what happens now.
     """
     own_profile = None
     fault = None
@@ -130,9 +134,9 @@ def _found_by_all(
 
 
 PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile | None] = {}
-"""The profiles that this process uses, by (name of the ranks, device, dtype).
+"""The profiles that this process uses, by (name of the process group, device, dtype).
 
-None if there was no stored profile, and none was measured since then.
+The value None says that no file with a profile was found, and that no profile has been measured since.
 """
 
 
@@ -140,10 +144,10 @@ WHOLE_BYTES = 2**28
 """Bytes that are enough to measure the longest products and messages of a profile."""
 
 WIDER = 4
-"""Factor by which a layer may take more memory than the one for which a small profile was measured."""
+"""A profile measured within b bytes is used for layers that allow up to WIDER * b bytes, then made again."""
 
 _limits: dict[tuple[str, torch.device, torch.dtype], float] = {}
-"""The bytes that measuring each profile of this process could take; infinite for a whole profile."""
+"""The limit of bytes under which each profile of this process was measured; infinite if there was none."""
 
 
 def profile_of(
@@ -151,10 +155,10 @@ def profile_of(
 ) -> Profile:
     """Returns the profile that this process uses. The first time it is loaded or measured.
 
-    Collective the first time (`load_or_measure`), and if the profile was measured within so few bytes that it
-    says little about work of ``most_bytes``.
+    The profile is measured again if it was measured within so few bytes that it says little about larger
+    work: fewer than ``most_bytes`` / `WIDER`. Collective if it is loaded or measured (`load_or_measure`).
 
-    most_bytes: how many bytes measuring may take, the same on every rank.
+    most_bytes: how many bytes the tensors that are measured may take, the same on every rank.
     """
     key = (ranks.name, device, dtype)
     profile = PROFILES.get(key)
@@ -164,9 +168,9 @@ def profile_of(
 
 
 def stored_profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile | None:
-    """Returns the profile that this process uses. The first time it is loaded, but never measured.
+    """Returns the profile that this process uses, or None if there is none. Never measures one.
 
-    Collective the first time. Returns None if no profile was measured, in this process or before.
+    The first call loads the profile from its file, if a valid one exists on every rank, and is collective.
     """
     key = (ranks.name, device, dtype)
     if key not in PROFILES:
@@ -175,8 +179,9 @@ def stored_profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) ->
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
-    """Returns the file of the profile for a device, group, dtype and versions (an identity).
+    """Returns the path of the file in which a profile is stored.
 
+    who: the device, ranks, backend, dtype and versions for which the profile is valid. They make the name.
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
@@ -197,10 +202,11 @@ def save_profile(profile: Profile, path: PathLike) -> None:
 def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile:
     """Returns the profile in a file.
 
-    expected: the device, group, dtype and versions that it must be for; None accepts any.
+    expected: the device, ranks, backend, dtype and versions for which the profile must have been measured;
+        None accepts any.
 
-    Raises FileNotFoundError if there is no file; CorruptFileError if the file holds no profile; ValueError,
-    with both values, if its device, number of ranks, backend, dtype or version is not the expected one.
+    Raises FileNotFoundError if there is no file, CorruptFileError if the file holds no profile, and
+    ValueError, with the differences, if the profile was not measured for ``expected``.
     """
     profile = load_json(path, profile_from, "`pmoe profile` writes it")
     if expected is not None and profile.identity != expected:
@@ -211,9 +217,9 @@ def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile
 
 
 def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSError | ValueError]:
-    """Returns, for each file with a profile, the profile, or the error that makes it unusable.
+    """Returns all stored profiles by file, with the error instead of the profile for an unusable file.
 
-    Files of other kinds are left out.
+    Files that hold other things than a profile are left out.
 
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """
@@ -228,7 +234,7 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSEr
 
 
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
-    """Returns the file and the profile if exactly one stored profile fits this number of ranks and dtype.
+    """Returns (file, profile) if exactly one stored profile has this number of ranks and this dtype.
 
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
@@ -253,9 +259,12 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
-    """Returns the profile that the fields of a file describe, as `dataclasses.asdict` has written them.
+    """Returns the profile that is made of the fields of a file.
 
-    Raises CorruptFileError if a field is missing or has another type, and ValueError for another format.
+    fields: the profile's fields, as `dataclasses.asdict` gives them.
+
+    Raises CorruptFileError if a field is missing or has another type, and ValueError if the file has another
+    version of the format.
     """
     versions = fields.get("versions")
     file_format = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT

@@ -40,10 +40,10 @@ FIRST_COPY_BYTES = 2**20
 """Smallest size of a measured copy, in bytes."""
 
 WEIGHT_SHARE = 16
-"""The weight of the measured products takes at most one such part of the bytes that measuring may take."""
+"""The weight of the measured products takes at most 1 / WEIGHT_SHARE of the bytes that measuring may take."""
 
 MIN_SPEED = 1e-3
-"""Smallest relative speed that is stored for a lane (a queue of tasks) while other lanes run.
+"""Smallest stored speed of computation, messages or copies beside others, relative to its speed alone.
 
 A measured speed of 0 is replaced by this number, because code divides by the speed.
 """
@@ -57,13 +57,15 @@ def measure(
     quick: bool = False,
     most_bytes: float = math.inf,
 ) -> Profile:
-    """Measures a profile of a device and these ranks. Collective; every rank returns the same.
+    """Measures the seconds of products, messages and copies on these ranks. Collective.
 
-    It takes about ten seconds, or one or two if ``quick``. The device and the ranks should do nothing else
-    meanwhile.
+    Returns a profile, the same on every rank. This takes about ten seconds, or one or two if ``quick``. The
+    device and the ranks should do nothing else meanwhile.
 
+    dtype: dtype of the tensors that are multiplied, sent and copied.
+    quick: whether to measure smaller sizes with fewer runs.
     most_bytes: about how many bytes the tensors that are measured may take together, the same on every rank.
-        With few bytes, the profile is that of small products and messages.
+        With few bytes, only small products and messages can be measured.
 
     Raises ValueError for a device or dtype that cannot be measured, and RuntimeError if another rank fails.
     """
@@ -94,7 +96,7 @@ def measure(
 
 
 def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, LaneWork]:
-    """Returns the kinds of work to measure (products, messages, copies), by the names of their lines.
+    """Returns the kinds of work to measure (products, messages, copies), by the names of profile fields.
 
     Messages are left out if there is a single rank.
 
@@ -119,29 +121,28 @@ def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, Lan
 
 
 def _in_turn(calls: Sequence[TimedCall]) -> None:
-    """Calls several functions one after another.
-
-    So a copy to the host and a copy from the host can be timed as one piece of work.
-    """
+    """Calls several functions one after another, to time a copy to the host and a copy back as one work."""
     for call in calls:
         call()
 
 
 def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort) -> Interference:
-    """Measures how much lanes slow each other, for every combination of two or three lanes. Collective.
+    """Measures how much computation, messages and copies slow each other when they run at the same time.
 
-    A lane is a queue of tasks that run one after another: computation, messages, or copies. The result for a
-    lane and the lanes beside it is
+    Each of the three is a lane, a queue of tasks that run one after another. Two or three lanes run side by
+    side, in every combination. The result for a lane in a combination is its relative speed,
 
-        (runs per second beside the others) / (runs per second alone)
+        (runs per second in the combination) / (runs per second alone)
 
     as a median over rounds, on the slowest rank. Every lane runs its work so often that all lanes take about
-    the same time alone. All ranks must send equally many messages, so their number is fixed in advance; the
-    other lanes run twice as often, so that they do not end before the messages. `speeds` only counts the time
-    in which all lanes are busy, so it does not matter which lane ends first.
+    the same time alone. All ranks must send equally many messages, so the number of messages is fixed in
+    advance. Beside messages, the other lanes run twice as often, so that they do not end before the messages.
+    `speeds` counts only the time in which all lanes are busy.
 
-    pieces: a function for each lane that does some work.
+    pieces: for each lane, a function that does some work.
     effort: how long and how often the work runs.
+
+    Collective.
     """
     alone = {lane: seconds_of(bench, lane, piece, TRIES, min) for lane, piece in pieces.items()}
     span = max(effort.span_seconds, 4 * max(alone.values()))
@@ -173,11 +174,11 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
 def speeds(marks: Mapping[str, Marks]) -> dict[str, float]:
     """Returns the runs per second of each lane, during the time in which all lanes are busy.
 
-    This time begins when the last lane starts, and ends when the first lane ends. A run that is only partly
-    inside this time counts by that part. If no time has all lanes busy, the time from the first start to the
-    last end is used.
+    A lane is a queue of tasks: computation, messages, or copies. All lanes are busy from the start of the
+    last lane to the end of the lane that ends first. A run that is only partly within this time counts as a
+    fraction. If all lanes are never busy at once, the time from the first start to the last end is used.
 
-    marks: for each lane: when the lane started, then when each of its runs ended, in seconds.
+    marks: for each lane, in seconds, when its first run started, then when each of its runs ended.
 
     Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 runs, 0.5 per second, b: 1 run, 0.25 per second.
     """

@@ -7,8 +7,9 @@ Its rows are of two sorts:
 - rows for experts on other ranks are sent. They are one contiguous block, sorted by expert. Each rank has
   consecutive experts, so the block is also sorted by destination rank;
 - local rows, for experts on this rank, are not sent. They do not wait for other ranks, so they may be
-  computed in m parts, fewer than the n chunks. A part is called a piece: piece 0 has the local rows of the
-  first n - m + 1 chunks, and each other piece those of one chunk (`pmoe.schedule.tasks.piece_of`).
+  computed in m parts, as many as chunks or fewer (m <= n). A part is called a piece: piece 0 has the local
+  rows of the first n - m + 1 chunks, and each other piece those of one chunk
+  (`pmoe.schedule.tasks.piece_of`).
 
 If m = n, each piece follows the sent rows of its chunk, so that all rows of a chunk are contiguous. If m < n,
 all pieces follow the last chunk. Dropped slots come last:
@@ -112,7 +113,8 @@ def sort_rows(
 
     Rows for experts on this rank are not sent. They are cut into m parts, called pieces: piece 0 has those of
     the first n - m + 1 chunks, and each other piece those of one chunk. Each piece is sorted by expert, too.
-    Pairs of the same chunk or piece and the same expert stay in token order. Dropped pairs come last:
+    If m = n, piece i follows the sent rows of chunk i; if m < n, all pieces follow the last chunk. Pairs of
+    the same chunk or piece and the same expert stay in token order. Dropped pairs come last:
 
         n = 2, m = 2   chunk 0 sent | piece 0 | chunk 1 sent | piece 1 | dropped
         n = 3, m = 2   chunk 0 sent | chunk 1 sent | chunk 2 sent | piece 0 | piece 1 | dropped

@@ -63,8 +63,9 @@ def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedR
 
 
 def dense(rows: Tensor) -> Tensor:
-    """Returns rows in the form that the kernels read: contiguous and aligned to 16 bytes; a copy if
-    necessary.
+    """Returns rows in the form that the kernels read: contiguous and aligned to 16 bytes.
+
+    The result is a copy only if the rows are not in this form.
 
     rows: (T, M), T rows of M = d_model columns.
     """
@@ -348,7 +349,8 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
     rows from this rank in ``num_pieces`` blocks of their own. With 0 blocks it treats them like rows from
     other ranks. The two orders are
 
-        fused dispatch   by expert, then source rank (from this rank on), then token
+        fused dispatch   by expert, then source rank, then token. Source ranks begin with this rank and go up;
+                         rank 0 follows the last rank
         engine           rows from other ranks, by chunk, expert and source rank; then rows from this rank,
                          by block, expert and token
 

@@ -1,6 +1,6 @@
 """Finds the fused kernels for a call, COMET's or FlashDMoE's, and the heap on which they run.
 
-A heap is memory of every rank to which all ranks of a group can write. Layers of the same sizes share one.
+A heap is memory of every rank to which all ranks of a group can write. Layers of the same sizes share a heap.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _agreed: dict[tuple[object, ...], bool] = {}
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
     """Returns why the kernels cannot compute rows of this dtype and these sizes on this rank.
 
-    Returns None if they can. On other ranks the kernels may be impossible for other reasons, so the ranks
-    still have to agree (`steps_for`).
+    Returns None if they can. The answer may differ on other ranks, so the ranks still have to agree
+    (`steps_for`).
     """
     return _captures(device) or gemm.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
 
@@ -145,8 +145,8 @@ def _spans_nodes(request: Request) -> bool:
 def heap_shape(request: Request) -> HeapShape:
     """Returns the shape of the heap that a call needs. A heap is memory to which all ranks can write.
 
-    The number of tokens is rounded up to a multiple of an eighth of a power of two. So a heap is seldom
-    replaced by a larger one. The heap's rows on each rank are
+    The number of tokens T is rounded up to a multiple of p / 8, where p is the smallest power of two of at
+    least T. So a heap is seldom replaced by a larger one. The heap's rows on each rank are
 
         COMET                      rows of the rank with most tokens, times the slack; at most as many rows as
                                    all ranks can send to one rank
@@ -183,10 +183,11 @@ def heap_shape(request: Request) -> HeapShape:
 
 
 def _tokens(request: Request) -> int:
-    """Returns the number of tokens of the rank that has most, rounded up.
+    """Returns T, the number of tokens of the rank that has most, rounded up to a multiple of p / 8.
 
-    The heap, memory to which all ranks can write, is made for this number. Rounding makes it seldom necessary
-    to replace the heap by a larger one.
+    p is the smallest power of two of at least T. If p / 8 is below 16, T is rounded up to a multiple of 16.
+    The heap, memory to which all ranks can write, is made for the rounded number. So the heap is seldom
+    replaced by a larger one.
     """
     step = max(bucket(request.max_tokens) // 8, 16)
     return math.ceil(request.max_tokens / step) * step
@@ -221,9 +222,10 @@ def _division(request: Request, kernel: FusedKernel, direction: PassDirection) -
 
 
 def is_faster(request: Request) -> bool:
-    """Whether a layer of these sizes was measured to be faster with fused kernels than without them.
+    """Returns whether a layer of these sizes was measured to be faster with fused kernels than without.
 
-    False if nothing was measured. All ranks get the same answer. Collective the first time for each size.
+    Returns False if nothing was measured. All ranks get the same answer. Collective at the first call for
+    each set of sizes.
     """
     if request.device.type != "cuda":
         return False

@@ -53,7 +53,8 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
 
     inputs: the rows and parameters of the call.
     keep: whether a backward pass may follow.
-    plain: the class that the classes of the layer's features come in front of.
+    plain: the base class, such as `Forward`. The classes of the layer's features are put before it in the
+        order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, moves=keep and plan.restore.offloads)
     forward: ForwardType = _compose((*(first for first, _ in variants), plain))(plan, inputs, keep)
@@ -67,7 +68,8 @@ def make_backward(
 
     grad_TM: (T, M), the gradient of the layer's output for T tokens; M = d_model.
     saved: the state that the forward pass left.
-    plain: the class that the classes of the layer's features come in front of.
+    plain: the base class, such as `Backward`. The classes of the layer's features are put before it in the
+        order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, moves=plan.restore.offloads or plan.rearranged)
     classes = (*(second for _, second in variants), plain)

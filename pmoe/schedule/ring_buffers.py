@@ -46,9 +46,10 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
     sizes: the number of slots of each ring, by the ring's name. Buffer "T_M_L.3" is in the ring "T_M_L" if
         there is one, else in the ring "T_M". Names with "_again" are shortened in the same way. Buffers
         without a ring, or with a ring of 0 slots, get no slot.
-    homes: the buffers of returned results, in the order of chunks. They get slots before all other buffers:
-        "home_L.3" is the part of "home.3" for rows that stay on this rank, so the slots of both must change
-        together.
+    homes: the names of the buffers of results on the tokens' rank, "home.i" and "home_L.i" for each chunk i,
+        in the order in which chunks are computed. "home_L.i" (results of rows that stay on this rank) is a
+        part of the memory of "home.i", so both need the same slot number. Therefore they get their slots
+        first, by chunk, and not in the order in which tasks write them.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}

@@ -198,12 +198,18 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the plain data of all ranks (everything that is not a model's or optimizer's tensor) into one.
+    """Merges the plain data of all ranks into one dict.
 
-    If several ranks have data under the same name, the lowest rank's data are taken.
+    Plain data are everything that is not a model's or optimizer's tensor. If several ranks have data under
+    the same name, the lowest rank's data are taken.
 
-    of_ranks: for each rank its "step", its "extra", and by name its "model" (extra states of modules),
-        "options" and "values" (of optimizers).
+    of_ranks: a dict of each rank, in rank order, with the keys
+
+        step       number of the training step
+        extra      the caller's extra data; those of rank 0 are saved
+        model      extra states of modules, by name
+        options    options of optimizers, by name of the parameter
+        values     optimizer states that are not tensors, by name of the parameter
 
     Raises CheckpointError if the ranks gave different steps.
     """
@@ -231,6 +237,7 @@ def _states_to_fill(
     An optimizer that made no step yet has no state, so its state is created first. If the checkpoint does not
     fit, the optimizers get back the state that they had before. Collective.
 
+    path: folder of the checkpoint, for the message.
     names: maps parameters to their names in the checkpoint.
     plain: the checkpoint's data that are not tensors.
     metadata: DCP's list of the saved tensors.

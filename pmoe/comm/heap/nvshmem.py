@@ -1,4 +1,4 @@
-"""Memory of symmetric heaps from NVSHMEM, for ranks of several nodes.
+"""Memory of symmetric heaps from NVSHMEM, for ranks whose loads and stores reach each other.
 
 So far this code has run with one process only, not with several.
 """

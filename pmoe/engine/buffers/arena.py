@@ -82,7 +82,10 @@ class DevicePool:
 
     @functools.cached_property
     def _own(self) -> HostPool:
-        """The memory that the pool keeps on the CPU. Created when it is first needed."""
+        """Memory for the buffers of passes on the CPU, where the "device" is the host.
+
+        Created when it is first needed. It is not `Pool.host`, which holds tensors that are offloaded.
+        """
         from pmoe.engine.buffers.host_pool import HostPool
 
         return HostPool(self._device)
@@ -167,7 +170,11 @@ class Pool:
 
     @functools.cached_property
     def host(self) -> HostPool:
-        """The pool of host memory for offloaded tensors. Created when it is first needed."""
+        """The pool of host memory for offloaded tensors. Created when it is first needed.
+
+        It is a pool of its own also for layers on the CPU, so that its limit and its counts of bytes are
+        those of offloaded tensors only.
+        """
         from pmoe.engine.buffers.host_pool import HostPool
 
         return HostPool(self._of)

@@ -28,10 +28,10 @@ class _Segment:
     """One contiguous allocation of the pool. Tensors get parts of it, called blocks.
 
     memory: the mmap object, or the pinned tensor.
-    address, num_bytes: the address of its first byte, and its size.
+    address, num_bytes: the address of the segment's first byte, and the segment's size in bytes.
     free: the free ranges as (offset, bytes), sorted by offset. Offsets are in bytes from the address.
-    top: the largest offset in bytes at which a block ended that was taken since the last trim. In a mapping,
-        only pages below this offset may use physical memory.
+    top: the highest end, as an offset in bytes, of all blocks taken since the last trim. In a mapping, only
+        pages below this offset may use physical memory.
     """
 
     memory: Any
@@ -56,8 +56,9 @@ class _Segment:
     def trim(self, most: int) -> int:
         """Gives up to ``most`` free bytes back to the operating system, in whole pages.
 
-        The addresses stay reserved. Ranges at the end of the segment are given back first, because new blocks
-        are taken from the first ranges. Returns how many bytes fewer than ``most`` were given back.
+        The addresses stay reserved, so that later blocks can use them again. Ranges at the end of the segment
+        are given back first, because new blocks are taken from the beginning. Returns ``most`` minus the
+        bytes that were given back.
         """
         for start, room in reversed(self.free):
             end = min(start + room, self.top)
@@ -87,9 +88,9 @@ class HostPool:
     peak_bytes: the largest number of bytes that were in use.
 
     A new tensor gets a block of memory in the first free range that is large enough. The block is free again
-    when no tensor refers to its storage. To find out, the pool looks at reference counts from time to time.
-    It uses no callback for the last release, because a thread of gloo may release a tensor after the Python
-    interpreter has ended.
+    when no tensor refers to its storage. The pool finds such blocks by looking at reference counts when it
+    needs memory. A callback at the last release would not do, because a thread of gloo may release a tensor
+    after the Python interpreter has ended.
     """
 
     limit_bytes: int

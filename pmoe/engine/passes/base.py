@@ -65,10 +65,10 @@ class AutocastState:
         return AutocastState(device_type, enabled, dtype)
 
     def again(self) -> AbstractContextManager[object]:
-        """Returns a context manager that makes this autocast state active again.
+        """Returns a context manager that makes this autocast state active again, without autocast's cache.
 
-        Autocast's cache stays off in it. The cache would hold copies of parameters that were cast without a
-        graph, and later give them to a caller who needs gradients of the parameters.
+        With the cache, autocast would store copies of parameters that were cast without an autograd graph,
+        and later use these copies for a caller who needs gradients of the parameters.
         """
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
@@ -480,11 +480,11 @@ class Pass:
         leaving_NM.index_copy_(0, regroup, rows_NM)
 
     def home_rows(self, i: int, at: slice) -> Tensor:
-        """Returns the memory for the results of some of chunk i's rows on the rank of their tokens.
+        """Returns memory on the tokens' rank for the results of some of chunk i's rows.
 
-        It is a part of the home buffer, which collects all results on that rank.
+        The memory is a part of the home buffer, in which all results return to the tokens' rank.
 
-        at: the slice of sorted rows.
+        at: the rows, a slice of this rank's sorted rows.
         """
         if self.home is not None:
             return self.home[at]

@@ -161,8 +161,9 @@ class SortedSlots:
         If chunks use a few buffers of fixed size in turn, a chunk with too many rows would overflow its
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
 
-        Backward cannot use a part of an autograd graph that forward saved for hooks, or for experts that are
-        a user's modules. If it would have to, it gets forward's number of chunks.
+        For hooks, and for experts that are a user's modules, forward saves an autograd graph for each chunk.
+        Backward cannot use a part of such a graph. So backward gets forward's number of chunks if its own
+        chunks would be parts of forward's.
 
         choice: the number of chunks of each pass before doubling, and which tensors are kept.
         depth: depth[n] says how often a number n must be doubled (`RankCounts.depth`); empty if chunks have

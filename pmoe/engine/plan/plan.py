@@ -263,7 +263,7 @@ class PassModules(abc.ABC):
     def rotates(self) -> bool:
         """Whether chunks take turns in a few fixed-size buffers (ring slots).
 
-        If not, each has its own buffers.
+        If False, each chunk has buffers of its own.
         """
 
     @property
@@ -323,5 +323,5 @@ class Plan:
 
     @property
     def rearranged(self) -> bool:
-        """Whether backward has other chunks than forward."""
+        """Whether backward has another number of chunks than forward, so that saved rows are regrouped."""
         return self.joined is not None

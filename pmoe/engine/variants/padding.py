@@ -71,9 +71,9 @@ class PaddedRowCounts:
     def counts(
         self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool
     ) -> RankCounts:
-        """Returns the row counts of a call in the form in which an exchange of counts would return them.
+        """Returns the row counts of a call, in the record that an exchange of counts between ranks returns.
 
-        All counts are equal, so no exchange is needed.
+        With padding every rank sends every expert equally many rows, so no exchange is needed.
 
         num_ranks: the number of ranks of the layer.
         device: the device of the rows.
@@ -242,7 +242,7 @@ def check_same_calls(told: RankCounts) -> None:
 
 
 def _padded(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs of a call with padded rows in place of tokens."""
+    """Returns the inputs of a call with padded rows, and one weight for each row, in place of tokens."""
     padding = plan.padding
     x_TM = inputs.x_TM
     assert padding is not None

@@ -58,7 +58,8 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 class DeduplicatedSlots(SortedSlots):
     """The sorted routing of a call in which a token is sent only once to each rank.
 
-    The first of a token's choices on a rank gets a row. The token's other choices on that rank share it.
+    If several of a token's experts are on one rank, the first of these choices gets a row, and the other
+    choices use the same row.
     """
 
     def __init__(
@@ -136,7 +137,11 @@ class DeduplicatedRows:
 
 
 class _Once(Pass):
-    """A pass in which the experts' results for one row are summed before they return to the token's rank."""
+    """A pass in which one row carries a token to all its experts on a rank.
+
+    The rank copies the row for each of these experts, and sums their results before they return to the
+    token's rank as one row.
+    """
 
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
         leaving_NM.zero_().index_add_(0, regroup, rows_NM)

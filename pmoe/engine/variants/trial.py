@@ -42,9 +42,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class _OnTrial(Pass):
-    """A pass whose tasks go on after an allocation failed.
+    """A pass that still takes part in all collectives after an allocation of memory has failed.
 
-    failure: the error of the allocation; None as long as none failed.
+    failure: the error of the failed allocation; None as long as none has failed.
     """
 
     failure: Exception | None = None
@@ -85,7 +85,8 @@ class _OnTrial(Pass):
     def _any_memory(self, key: str) -> Tensor:
         """Returns memory of the shape of a buffer, with any content.
 
-        It is the buffer itself if it has memory, else the memory of another buffer that is large enough.
+        If the buffer has memory, the result is the buffer itself. Otherwise it is the memory of another
+        buffer that is large enough; if there is none, new memory.
 
         key: the buffer's name and chunk, "T_DI.0" for example.
         """
@@ -101,8 +102,16 @@ class _OnTrial(Pass):
 
 
 class TrialForward(_OnTrial, Forward):
-    """The forward pass of a trial."""
+    """A forward pass that takes part in every collective even if this rank runs out of memory."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes of the buffers that the pass has taken so far: its ring slots and its own buffers."""
+        tensors = [*self.own.values(), self.result_TM]
+        if self.home is not None:
+            tensors.append(self.home)
+        return self.pool.bytes_in_use + sum(tensor.nbytes for tensor in tensors)
 
 
 class TrialBackward(_OnTrial, Backward):
-    """The backward pass of a trial."""
+    """A backward pass that takes part in every collective even if this rank runs out of memory."""

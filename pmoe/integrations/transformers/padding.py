@@ -240,9 +240,10 @@ class CallPadding:
 
 
 class _Calls(threading.local):
-    """The transformers models that run in this thread now, each with the rows of its call that are tokens.
+    """The running calls of transformers models in this thread, each with its mask of tokens and padding.
 
-    by_padding: for the `CallPadding` of each model, its `TokenRows`; None if the model computes all rows.
+    by_padding: the mask (`TokenRows`) of each running call, by the model's `CallPadding`; None if the model
+        computes all rows, padding included.
     """
 
     def __init__(self) -> None:

@@ -16,13 +16,13 @@ from pmoe.kernels.heap import Heap
 
 
 class Steps:
-    """Fused launches, one method for each step of a layer's forward and backward pass on this rank.
+    """Launches COMET's fused kernels: a method for each step of a layer's forward and backward on this rank.
 
     Every method that launches is a collective: all ranks must call the same methods in the same order.
 
-    find_heap: function that returns the symmetric heap to use now. Between forward and backward a larger
-        batch may replace the heap by a larger one. That does no harm, because backward reads nothing that
-        forward left in the heap.
+    find_heap: function that returns the symmetric heap to use now. Between a forward and its backward pass,
+        another call with a larger batch may replace the heap by a larger one. That does no harm, because
+        backward reads nothing that forward left in the heap.
     divide: function that returns how a launch splits its thread blocks between communication and computation.
     """
 
@@ -33,7 +33,7 @@ class Steps:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher for the heap that is in use now."""
+        """Launcher for the current heap. A new one is made if the heap was replaced since the last launch."""
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)
@@ -41,11 +41,12 @@ class Steps:
 
     @contextlib.contextmanager
     def all_or_give_up(self) -> Iterator[None]:
-        """A context for all launches of one pass. If the code inside raises, the heap becomes unusable.
+        """Context for all launches of one pass. If the code in it raises, this rank's heap becomes unusable.
 
-        This rank may fail between two launches while the others go on, for example because it runs out of
-        memory. Ranks set flags in each other's heaps when rows have been written. The others would take flags
-        of this rank's next pass for flags of the pass that it left, and read rows that are not there.
+        The reason: this rank may fail between two launches, for example because it runs out of memory, while
+        the other ranks go on and wait for its rows. Ranks set flags in each other's heaps when rows have been
+        written. If this rank began a new pass, the other ranks would take its new flags for those of the
+        unfinished pass, and read rows that are not there.
         """
         try:
             yield

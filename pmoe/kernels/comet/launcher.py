@@ -29,7 +29,9 @@ SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
     """Returns why the fused kernels cannot run with this number of ranks and experts; None if they can.
 
-    experts: experts of one rank.
+    device: the device that would run them.
+    num_ranks: number of ranks of the layer.
+    experts: number of experts of one rank.
     """
     if num_ranks > MAX_RANKS:
         return f"{num_ranks} ranks: the fused kernels take at most {MAX_RANKS}"
@@ -62,9 +64,10 @@ def path_facts(hopper: bool) -> dict[str, int]:
     """Returns sizes that are compiled into the kernels, by name.
 
         tile_rows, tile_columns   rows and columns of a product's tile
-        board_words               size, in int32 numbers, of a table in each block's shared memory. The table
-                                  has the index of the first arriving row for each of E experts of a rank and
-                                  each of W ranks, and the end: (W + 1) * E numbers must fit
+        board_words               size, in int32 numbers, of a table in each block's shared memory. For each
+                                  of a rank's E experts, the table has the index of the first row that arrives
+                                  from each of the W ranks, and the index behind the expert's last row. So
+                                  (W + 1) * E numbers must fit
 
     hopper: True for the kernels' sm_90a code, False for their sm_80 code.
     """
@@ -137,9 +140,12 @@ Divide = Callable[[FusedKernel, PassDirection], Division]
 
 
 class Launcher:
-    """Launches fused kernels for the ranks that this process runs.
+    """Launches fused kernels for the ranks of this process.
 
-    heaps: the symmetric heap of each of these ranks.
+    A process of a training run has one rank. Tests and measurements put several ranks into one process, so
+    that one GPU is enough.
+
+    heaps: the symmetric heap of each rank of this process. Ranks write rows into each other's heaps.
     divide: function that returns how a launch splits its thread blocks between communication and computation.
     device: the device on which all these ranks run.
     hopper: whether the device runs the kernels' sm_90a code.
@@ -155,7 +161,14 @@ class Launcher:
     tile_columns: int
 
     def __init__(self, heaps: Sequence[Heap], divide: Divide) -> None:
-        """Raises ValueError if the device cannot run the kernels, or if there are no heaps or too many."""
+        """Checks that the kernels can run, and stores their launch parameters.
+
+        heaps: the symmetric heap of each rank of this process, 1 to 4 (`MAX_VIRTUAL`), on one device.
+        divide: function (kernel, direction) that returns how many thread blocks of a launch communicate, and
+            how many columns are sent together.
+
+        Raises ValueError for another number of heaps, or if the device cannot run the kernels.
+        """
         if not 1 <= len(heaps) <= MAX_VIRTUAL:
             raise ValueError(
                 f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}, one for each rank of the launch"
@@ -191,10 +204,12 @@ class Launcher:
     ) -> None:
         """Launches one kernel for all ranks of this process.
 
-        kernel, direction: which of the two kernels, and for which pass.
+        kernel: "dispatch" or "combine".
+        direction: the pass that the launch belongs to, "forward" or "backward".
         ranks: for each rank, the arguments that only this launch needs, by their names in cuda/comet/read.h:
             the result of a function ``..._fields`` of `pmoe.kernels.comet.operators`.
-        epilogue: code of what is computed after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT.
+        epilogue: code of the computation after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of
+            `pmoe.kernels.gemm`.
         activation: code of the nonlinearity in `pmoe.kernels.gemm.ACTIVATIONS`; 0 for PLAIN.
         """
         division = self.divide(kernel, direction)
@@ -239,16 +254,19 @@ class Launcher:
             chunk_columns   number of columns that the combining kernel sends together
             local_experts   number of experts of the rank
 
-        division: the split that is wanted; n_c is changed if there are too few blocks.
-        own: the rank's other arguments of the launch. own["computes"] is 0 if the launch only dispatches
-            rows; then all blocks communicate.
+        division: the split that is wanted. n_c is lowered if no block would be left to compute.
+        own: the rank's other arguments of the launch. If own["computes"] is 0, the launch only dispatches
+            rows and all blocks communicate.
         """
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
         return {"n_c": n_c, "chunk_columns": columns, "local_experts": self.heaps[0].shape.experts}
 
     def rank_fields(self, heap: Heap) -> dict[str, int]:
-        """Returns a rank's arguments that every launch needs, by their names in cuda/comet/read.h."""
+        """Returns the arguments that every launch needs for one rank, by their names in cuda/comet/read.h.
+
+        heap: the rank's symmetric heap.
+        """
         shape = heap.shape
         return {
             "ranks": shape.num_ranks,
@@ -268,8 +286,9 @@ class Launcher:
 def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
     """Returns the number of columns of the result that the combining kernel sends together.
 
-    It is division.chunk_columns, rounded up to whole tiles, but at most the columns of the whole result. It
-    is larger if there would be over 64 groups of columns, the most that the kernels take.
+    The number is division.chunk_columns, rounded up to whole tiles, but at most the columns of the whole
+    result. It is larger if the result would otherwise have more than 64 groups of columns, the most that the
+    kernels take.
 
     division: how the launch splits its work.
     columns: number of columns of the result.

@@ -83,12 +83,13 @@ class FusedRouting:
 
 
 def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
-    """Returns a launch's arguments about where rows go, by their names in cuda/comet/read.h.
+    """Returns the arguments of a launch that say where rows go, by their names in cuda/comet/read.h.
 
     heap: this rank's symmetric heap.
     fused_routing: where the rows of this rank's tokens go, and which rows arrive.
 
-    Raises ValueError if the heap has room for fewer rows, or if a tensor is not as the kernels need it.
+    Raises ValueError if the heap has room for fewer rows, or if the kernels cannot read a tensor (wrong
+    shape, dtype, device or strides).
     """
     shape = heap.shape
     if fused_routing.num_received > shape.rows:
@@ -400,10 +401,10 @@ def dispatch_hidden_gradient(
 def _dots_with_bias(rows_NM: Tensor, bias_EM: Tensor, ends_E: Tensor) -> Tensor:
     """Returns the inner product of each row with the bias of its expert, (N,) float32.
 
-    rows_NM: (N, M), N rows sorted by expert.
-    bias_EM: (E, M).
-    ends_E: (E,), for each expert the index behind its last row. N may be an upper bound of the rows that
-        arrived; unused rows behind those of the last expert use the last expert's bias.
+    rows_NM: (N, M), N rows sorted by expert. N may be larger than the number of rows that arrived. The
+        results of the unused rows at the end have no meaning.
+    bias_EM: (E, M), the bias of each of E experts.
+    ends_E: (E,), for each expert the index behind its last row.
     """
     by_expert_NE = rows_NM.float() @ bias_EM.float().t()
     row_N = torch.arange(rows_NM.shape[0], dtype=torch.int32, device=rows_NM.device)

@@ -82,10 +82,12 @@ def check_operands(
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
     """Raises ValueError unless a tensor has this shape, and the dtype and device of ``like``.
 
-    It also raises ValueError for more than 2**31 - 1 rows, because kernels store row indices as int32.
+    Also raises ValueError for more than 2**31 - 1 rows, because kernels store row indices as int32.
 
     name: the tensor's name, for the error.
+    rows: the tensor to check.
     shape: the required sizes; a string stands for any size.
+    like: a tensor with the required dtype and device.
     """
     check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
     if rows.shape[0] > MAX_ROWS:

@@ -44,10 +44,10 @@ def beside_communication(spare: int = SPARE) -> Iterator[None]:
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """Returns which code of the kernels a device runs, "sm_90a" or "sm_80"; None if it can run none.
+    """Returns the name of the kernel code that a device runs, "sm_90a" or "sm_80"; None if it runs none.
 
-    Without kernels, on the CPU for example, the reference computes the product. On a CUDA device that cannot
-    run the kernels it warns once.
+    If the result is None, for example on the CPU, the caller computes the product with PyTorch expressions.
+    If a CUDA device cannot run the kernels, this function warns once.
 
     columns: sizes that must be multiples of 8, by name.
 
@@ -76,7 +76,7 @@ def launch(
 ) -> None:
     """Launches a grouped product on the current stream.
 
-    kernels: which code of the kernels is launched, "sm_90a" or "sm_80", as `path_for` returns it.
+    kernels: name of the kernel code to launch, "sm_90a" or "sm_80": the result of `path_for`.
     form: which product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.
     like: a tensor with the operands' dtype and device.
     ends: (E,), for each of E experts the index behind its last row.

@@ -162,9 +162,11 @@ def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
 
 
 def check_rows_memory(**rows: Tensor) -> None:
-    """Raises ValueError unless kernels can read the rows: their size, strides and address.
+    """Raises ValueError unless kernels can read tensors (rows, columns) as they lie in memory.
 
-    The size of a row must be a multiple of 16 bytes.
+    The bytes of a row, the row stride and the address must be multiples of 16 bytes, and columns adjacent.
+
+    rows: the tensors by name.
     """
     for name, tensor in rows.items():
         columns = tensor.shape[1]
@@ -222,9 +224,12 @@ def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Ten
     """Returns whether the kernels can be used; if not, warns once for each reason.
 
     name: the operator's name, for the warning.
+    position, weight: (T, K), row and weight of each of the K choices of T tokens.
+    rows: the operator's other tensors by name.
 
-    Even if the kernels cannot be used, it raises ValueError for tensors with strides or an address that they
-    could not read. Otherwise a script would work on one machine and raise on another.
+    Raises ValueError for tensors with strides or an address that the kernels could not read, even if the
+    kernels cannot be used for another reason. Otherwise a script would work on one machine and raise on
+    another.
     """
     first = next(iter(rows.values()))
     reason = refusal(first.device, first.dtype, position.shape[1])

@@ -168,7 +168,7 @@ def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
     """As `job`, with predictions that leave n = 1 and 2 to try."""
     predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
     with mock.patch.object(searched, "predicted_seconds", lambda *_: predicted):
-        return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"})
+        return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"}, True)
 
 
 def test_if_all_that_is_predicted_to_be_fast_is_too_large_the_other_choices_are_tried() -> None:

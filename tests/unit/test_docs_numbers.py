@@ -164,14 +164,20 @@ def test_the_table_of_searches_is_the_stored_one() -> None:
 
 
 def live_row(layer: str, options: str) -> list[str]:
-    summary = SEARCH["live"][f"{layer}, seed 0"]["summary"]
-    runs = summary["all search runs"] + summary["all other runs"]
-    medians = f"{summary['median runs']:.0f}", f"{summary['median steps']:.1f}"
-    return [f"`{options}`", str(summary["searches"]), *medians, str(runs)]
+    """The least and the most of the runs with different batch sizes."""
+    summaries = [run["summary"] for name, run in SEARCH["live"].items() if name.startswith(f"{layer}, seed")]
+    assert len(summaries) == 3
+    columns = (
+        ([summary["searches"] for summary in summaries], ".0f"),
+        ([summary["median runs"] for summary in summaries], ".1f"),
+        ([summary["median steps"] for summary in summaries], ".1f"),
+        ([summary["all search runs"] + summary["all other runs"] for summary in summaries], ".0f"),
+    )
+    return [f"`{options}`", *(f"{min(cells):{form}} to {max(cells):{form}}" for cells, form in columns)]
 
 
 def test_the_table_of_live_searches_is_the_stored_one() -> None:
-    assert table_below(CHOOSING, "(`python bench/bench_search.py --live`)") == [
+    assert table_below(CHOOSING, "(`python bench/bench_search.py --live --live-seeds 3`)") == [
         live_row("pipeline=True", "pipeline=True"),
         live_row("both True", "pipeline=True, memory_reuse=True"),
     ]

@@ -9,7 +9,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.choose.slots import without_host_offload
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
@@ -19,6 +19,7 @@ def choose(
     counts: RankCounts,
     inputs: Inputs,
     orders: SortedSlots,
+    rows_for: RowsFor,
     restore: Restore | None = None,
 ) -> Choice:
     """Returns the numbers of chunks of both passes and the restore pair. Collective if it measures.
@@ -32,6 +33,7 @@ def choose(
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call, with which trials run.
     orders: the routing of the call, from which plans for trials are made.
+    rows_for: returns the row counts in bins that suit other numbers of chunks, for ``pipeline="solve"``.
     restore: the pair, if the caller has chosen it; None if the options decide.
     """
     options = modules.options
@@ -45,9 +47,26 @@ def choose(
         with inputs.autocast_for(modules.experts):  # trials compute in the dtype that the call will use
             open_choice.measure_products_of(modules, counts, inputs)
             if is_open:
-                return open_choice.choose_among(TrialBatch(modules, counts, inputs, orders), restore)
+                return open_choice.choose_among(
+                    TrialBatch(modules, counts, inputs, orders, rows_for), restore
+                )
     assert n is not None
     restore = restore or modules.pairs[0]
     if counts.host_shortage:
         restore = without_host_offload(restore, counts)
     return Choice(forward=n, backward=options.pipeline_backward or n, restore=restore)
+
+
+def counts_of_choice(modules: LayerModules, rows_for: RowsFor, choice: Choice) -> RankCounts:
+    """Returns the row counts of a call in bins of which the chosen chunks can be made.
+
+    The layer remembers the numbers of chunks: with ``pipeline="solve"`` its next call begins with these bins.
+    Collective if rows must be counted again.
+
+    modules: the modules and options of the layer.
+    rows_for: returns the row counts of the call.
+    choice: the numbers of chunks of both passes.
+    """
+    counts, _ = rows_for(choice.degrees)
+    modules.cache.counted = choice.degrees
+    return counts

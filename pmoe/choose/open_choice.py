@@ -105,9 +105,9 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
     """
     modules = batch.modules
     options = modules.options
-    new_chooser = Chooser(
-        pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=modules.num_bins
-    )
+    # The solver chooses among numbers of chunks that have no common bins.
+    bins = None if options.solves else modules.bins_for(options.degrees)
+    new_chooser = Chooser(pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=bins)
     key = ("predicted", options, batch.inputs.x_TM.dtype)
     chooser: Chooser = modules.cache.choosers.setdefault(key, new_chooser)
     return chooser
@@ -116,10 +116,10 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """Returns the measured seconds of both passes with each choice; None if trials must not run.
 
-    Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
-    layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
+    Trials must not run if `TrialBatch.trials_allowed` forbids them, or if a rank lacks host memory: a choice
+    that offloads would fail there.
     """
-    if not batch.trials_allowed or batch.modules.gradients is not None or batch.counts.host_shortage:
+    if not batch.trials_allowed or batch.counts.host_shortage:
         return None  # on a rank with too little host memory, a choice that offloads would fail
     return measure_trials(batch, choices)
 

@@ -15,7 +15,7 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 
-def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
+def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[int, ...]) -> Slots | None:
     """Returns the limits for received rows that are compared in the exchange of row counts.
 
     The comparison answers two questions: into how many more chunks the batch must be cut so that each chunk
@@ -24,6 +24,7 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
 
     modules: the modules and options of the layer.
     routed: the batch after the gate.
+    degrees: the numbers of chunks that may be chosen for the call.
 
     Returns None if the layer's chunks share no buffers: then there are no limits.
     """
@@ -35,12 +36,12 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
     if any(pair.dispatched == "offload" for pair in modules.pairs):
         # In each bin (the smallest possible chunk), rows that travel and rows that stay each begin on an
         # aligned address, so up to two alignments are lost.
-        free = pool(x_TM.device).host.free_bytes - 2 * modules.num_bins * ALIGNMENT
+        free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
     return Slots(
         slack=options.slack,
         top_k=options.top_k * modules.grid.esp.size,
-        degrees=options.degrees,
+        degrees=degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
     )

@@ -7,6 +7,7 @@ plan that the layer itself would make with the choice. Nothing in the layer chan
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
 from pmoe.measure.profile import profile_of
 from pmoe.measure.timing import begin_together, clock_of, median_seconds
 from pmoe.planner.degree import DEGREES, Choice
@@ -60,12 +61,15 @@ class TrialBatch:
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     orders: the routing of the call, from which plans are made.
+    rows_for: returns the row counts in bins of which given numbers of chunks can be made. It counts rows
+        again only with ``pipeline="solve"``.
     """
 
     modules: LayerModules
     counts: RankCounts
     inputs: Inputs
     orders: SortedSlots
+    rows_for: RowsFor
 
     @property
     def rows(self) -> int:
@@ -99,9 +103,21 @@ class TrialBatch:
         are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
         return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
-    def runner(self, choice: Choice) -> Runner:
-        """Returns the runner that computes this batch with the given numbers of chunks and restore pair."""
-        return PipelineRunner(self.orders.plan(self.counts, choice))
+    def runners(self, choices: Sequence[Choice]) -> list[Runner]:
+        """Returns a runner for each choice, which computes this batch with its chunks and restore pair.
+
+        The runners do not reduce other layers' gradients in their backward passes, as the layer does beside a
+        `pmoe.GradientReducer`: a trial must not touch gradients. Collective if rows must be counted again.
+
+        choices: the numbers of chunks and restore pairs.
+        """
+        degrees = tuple(dict.fromkeys(n for choice in choices for n in choice.degrees))
+        counts, orders = self.rows_for(degrees)
+        if orders.modules.gradients is not None:
+            assert isinstance(orders.modules, LayerModules)
+            orders = copy.copy(orders)
+            orders.modules = replace(orders.modules, gradients=None)
+        return [PipelineRunner(orders.plan(counts, choice)) for choice in choices]
 
 
 def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
@@ -122,7 +138,7 @@ def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[f
     traffic = batch.modules.traffic
     traffic_before = replace(traffic)
     clock = clock_of(device)
-    runs = [functools.partial(_run_both, batch.runner(choice), batch.inputs, clock) for choice in choices]
+    runs = [functools.partial(_run_both, runner, batch.inputs, clock) for runner in batch.runners(choices)]
     agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")
     timed = functools.partial(median_seconds, begin=begin_together(ranks), agree=agree)
     medians = timed(runs, REPEATS)

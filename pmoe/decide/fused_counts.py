@@ -11,7 +11,7 @@ from dataclasses import replace
 from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
-from pmoe.choose.choose import choose
+from pmoe.choose.choose import choose, counts_of_choice
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.exact_counts import ExactCounts
 from pmoe.decide.fused_choice import find_steps, fused_pair, is_persistent, kernels_runner, may_fuse
@@ -83,7 +83,8 @@ class FusedCounts(ExactCounts):
         if steps is not None and not (own_modules.options.fused == "forward" and counts.needs_grad):
             return AgreedChoice(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(own_modules)
-        choice = choose(own_modules, counts, inputs, self.orders, restore)
+        choice = choose(own_modules, counts, inputs, self.orders, self.rows_for, restore)
+        counts = counts_of_choice(own_modules, self.rows_for, choice)
         return AgreedChoice(counts=counts, steps=steps, choice=choice)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
@@ -129,7 +130,7 @@ class FusedCounts(ExactCounts):
             expert_TK=expert_TK.int(),
             position_TK=rows.position.view_as(expert_TK),
             slot_S=rows.slot[: int(shared.send.sum())],
-            send_WE=self.orders.count(modules.num_bins).sum(0).view(shared.recv.shape[1:]).int(),
+            send_WE=self.orders.count(shared.send.shape[0]).sum(0).view(shared.recv.shape[1:]).int(),
             recv_WE=shared.recv_device.sum(0).int(),
             num_received=int(shared.recv.sum()),
         )

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from pmoe.comm.agreement import from_first, largest
+from pmoe.comm.base import Exchange
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import AGREEING, identity
-from pmoe.measure.operations import measure_operations, part_of
+from pmoe.measure.operations import measure_exchange, measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import (
     CorruptFileError,
@@ -50,6 +51,7 @@ def load_or_measure(
     operations: bool = False,
     across: Ranks | None = None,
     inside: Ranks | None = None,
+    exchanges: Mapping[str, Exchange] | None = None,
 ) -> Profile:
     """Returns the stored profile if every rank has a valid one; otherwise measures a profile and stores it.
 
@@ -59,6 +61,8 @@ def load_or_measure(
     operations: whether the profile must have FSMoE's lines (`measure_operations`) for the groups ``across``
         and ``inside``. If the file has none, or has lines of groups of other sizes, only these lines are
         measured and replaced.
+    exchanges: all-to-alls, by name, whose lines these must have, too (`Operations.exchanges`). Lines that the
+        file lacks are measured and added.
 
     Warns once about a file that cannot be used, and replaces it. A file of an older format has another name,
     and is not touched. If the folder cannot be written, it warns, and the next run measures again. Rank 0
@@ -78,8 +82,15 @@ def load_or_measure(
         operation_lines = profile.operations
         if operation_lines is None or [operation_lines.num_across, operation_lines.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
-            measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
-            profile = replace(profile, operations=measured)
+            operation_lines = measure_operations(ranks, device, dtype, across=across, inside=inside)
+        for name, exchange in sorted((exchanges or {}).items()):
+            if name in operation_lines.exchanges:
+                continue
+            log.info("measuring the all-to-all %s on %s, once", name, device)
+            line = measure_exchange(ranks, device, dtype, exchange)
+            operation_lines = replace(operation_lines, exchanges={**operation_lines.exchanges, name: line})
+        if operation_lines is not profile.operations:
+            profile = replace(profile, operations=operation_lines)
     if ranks.rank == 0 and profile is not stored:
         path = profile_path(profile)
         save_or_warn(

@@ -168,7 +168,7 @@ def chosen_job(
     return (
         (ran.forward, ran.backward, ran.restore),
         memory_shape(layer.layer_modules),
-        layer.layer_modules.num_bins,
+        layer.layer_modules.bins_for(layer.options.degrees),
     )
 
 

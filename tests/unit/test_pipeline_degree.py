@@ -358,7 +358,7 @@ S4 = STRATEGIES["S4"]
 RINGS = ScheduleOptions(direction="backward", restore=S4, stays=0.5)
 """Chunks take turns in ring slots, dispatched rows are sent again, half of all rows stay on their rank."""
 
-VALLEYS = {FEW: 7, ALL: 25}
+VALLEYS = {FEW: 2, ALL: 16}
 """Passes on rings in which a walk to faster neighbours from Algorithm 1's degree ends in another valley."""
 
 

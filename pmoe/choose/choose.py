@@ -68,5 +68,6 @@ def counts_of_choice(modules: LayerModules, rows_for: RowsFor, choice: Choice) -
     choice: the numbers of chunks of both passes.
     """
     counts, _ = rows_for(choice.degrees)
-    modules.cache.counted = choice.degrees
+    if modules.options.solves:
+        modules.cache.counted = choice.degrees
     return counts

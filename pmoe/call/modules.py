@@ -211,13 +211,18 @@ class LayerModules(PassModules):
             return math.lcm(*degrees)
         return num_bins(degrees, self.ranks.size, self.options.num_experts)
 
+    @functools.cached_property
+    def num_bins(self) -> int:
+        """F for all numbers of chunks that may be chosen (`bins_for`). Not for ``pipeline="solve"``."""
+        return self.bins_for(self.options.degrees)
+
     @property
     def counted_degrees(self) -> tuple[int, ...]:
         """The numbers of chunks for which the next call counts its rows, the same on all ranks.
 
-        They are all numbers that may be chosen. With ``pipeline="solve"`` these have too many common
-        multiples. So rows are counted for the numbers of the last call, and counted again if the solver then
-        takes others.
+        They are all numbers that may be chosen. With ``pipeline="solve"`` the least common multiple of these
+        is too large. So rows are counted for the numbers of the last call, and counted again if the solver
+        then takes others.
         """
         if not self.options.solves:
             return self.options.degrees

@@ -19,8 +19,8 @@ def choose(
     counts: RankCounts,
     inputs: Inputs,
     orders: SortedSlots,
-    rows_for: RowsFor,
     restore: Restore | None = None,
+    rows_for: RowsFor | None = None,
 ) -> Choice:
     """Returns the numbers of chunks of both passes and the restore pair. Collective if it measures.
 
@@ -33,8 +33,9 @@ def choose(
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call, with which trials run.
     orders: the routing of the call, from which plans for trials are made.
-    rows_for: returns the row counts in bins that suit other numbers of chunks, for ``pipeline="solve"``.
     restore: the pair, if the caller has chosen it; None if the options decide.
+    rows_for: returns the row counts for other numbers of chunks, with ``pipeline="solve"``; None if
+        ``counts`` suit all numbers that the options allow.
     """
     options = modules.options
     n = options.fixed_degree
@@ -55,19 +56,3 @@ def choose(
     if counts.host_shortage:
         restore = without_host_offload(restore, counts)
     return Choice(forward=n, backward=options.pipeline_backward or n, restore=restore)
-
-
-def counts_of_choice(modules: LayerModules, rows_for: RowsFor, choice: Choice) -> RankCounts:
-    """Returns the row counts of a call in bins of which the chosen chunks can be made.
-
-    The layer remembers the numbers of chunks: with ``pipeline="solve"`` its next call begins with these bins.
-    Collective if rows must be counted again.
-
-    modules: the modules and options of the layer.
-    rows_for: returns the row counts of the call.
-    choice: the numbers of chunks of both passes.
-    """
-    counts, _ = rows_for(choice.degrees)
-    if modules.options.solves:
-        modules.cache.counted = choice.degrees
-    return counts

@@ -15,23 +15,20 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 
-def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[int, ...]) -> Slots | None:
+def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that are compared in the exchange of row counts.
 
-    The comparison answers two questions: into how many more chunks the batch must be cut so that each chunk
+    It is for layers whose chunks share buffers, the ring slots. Without them there are no limits. The
+    comparison answers two questions: into how many more chunks the batch must be cut so that each chunk
     fits into a ring slot on every rank, and whether the host memory of every rank has room for an offloaded
-    T_DI (the dispatched rows). Chunks are micro-batches; ring slots are the buffers that they share.
+    T_DI (the dispatched rows). Chunks are micro-batches.
 
     modules: the modules and options of the layer.
     routed: the batch after the gate.
     degrees: the numbers of chunks that may be chosen for the call.
-
-    Returns None if the layer's chunks share no buffers: then there are no limits.
     """
     options = modules.options
     x_TM = routed.x_TM
-    if not options.rotates:
-        return None
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
         # In each bin (the smallest possible chunk), rows that travel and rows that stay each begin on an

@@ -181,7 +181,7 @@ def _order_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]
 
 
 def _gate_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]:
-    """Returns this rank's costs of the gate's forward and backward pass, as lines over the number of tokens.
+    """Returns this rank's costs of the gate's forward and backward pass, as lines over its tokens.
 
     The costs are 0 if the gate cannot be timed apart from a call of the layer: its routing comes from
     outside, its parameters are DTensors, or it has hooks or a wrapper, which may communicate.

@@ -61,15 +61,15 @@ class TrialBatch:
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     orders: the routing of the call, from which plans are made.
-    rows_for: returns the row counts in bins of which given numbers of chunks can be made. It counts rows
-        again only with ``pipeline="solve"``.
+    rows_for: returns the row counts and the routing for given numbers of chunks, with ``pipeline="solve"``;
+        None if ``counts`` suit all numbers that the options allow.
     """
 
     modules: LayerModules
     counts: RankCounts
     inputs: Inputs
     orders: SortedSlots
-    rows_for: RowsFor
+    rows_for: RowsFor | None = None
 
     @property
     def rows(self) -> int:
@@ -111,8 +111,12 @@ class TrialBatch:
 
         choices: the numbers of chunks and restore pairs.
         """
-        degrees = tuple(dict.fromkeys(n for choice in choices for n in choice.degrees))
-        counts, orders = self.rows_for(degrees)
+        counts = self.counts
+        orders = self.orders
+        if self.rows_for is not None:
+            counts, orders = self.rows_for(
+                tuple(dict.fromkeys(n for choice in choices for n in choice.degrees))
+            )
         if orders.modules.gradients is not None:
             assert isinstance(orders.modules, LayerModules)
             orders = copy.copy(orders)

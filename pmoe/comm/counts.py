@@ -29,6 +29,7 @@ Letters:
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -261,6 +262,7 @@ class Slots:
         return depths
 
 
+@functools.lru_cache(maxsize=1024)
 def cuts(n: int, bins: int) -> tuple[int, ...]:
     """Returns the numbers of chunks into which n chunks may be cut, in rising order: n, ..., ``bins``.
 

@@ -15,7 +15,7 @@ from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
-from pmoe.choose.choose import choose, counts_of_choice
+from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
 from pmoe.comm.failures import publishing_failures
@@ -46,12 +46,15 @@ class ExactCounts:
     fuses: bool
     _exchange: LoadedExchange | None
     _degrees: tuple[int, ...]
-    _counts: RankCounts
     _once_FP: Tensor | None
     _counts_FE: Tensor
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
         """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
+
+        call: the call.
+        degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all that
+            the options allow.
 
         n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
         uses the counts of the first pass.
@@ -71,24 +74,13 @@ class ExactCounts:
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
             if not call.replay.is_replay:
+                self._degrees = degrees or modules.options.degrees
+                bins = modules.bins_for(degrees) if degrees else modules.num_bins
+                self._once_FP = self.orders.count_once(bins)
+                self._counts_FE = self.orders.count(bins)
                 self.fuses = self.kernels_may_take_it()
-                self._exchange = self._count_for(modules.counted_degrees)
+                self._exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
             self.sort_early()
-
-    def _count_for(self, degrees: tuple[int, ...]) -> LoadedExchange:
-        """Counts the rows of the call, starts the exchange of the counts, and returns it. Collective.
-
-        Rows are counted in bins: parts of the batch that are smaller than chunks. Neighbouring bins can be
-        joined to the chunks of any n in ``degrees``.
-
-        degrees: the numbers of chunks that may be chosen, the same on all ranks.
-        """
-        modules = self.call.modules
-        bins = modules.bins_for(degrees)
-        self._degrees = degrees
-        self._once_FP = self.orders.count_once(bins)
-        self._counts_FE = self.orders.count(bins)
-        return LoadedExchange(modules, self.routed, self._begin_exchange)
 
     def kernels_may_take_it(self) -> bool:
         """Returns whether fused kernels may compute the call, as far as is known before the row counts.
@@ -99,6 +91,9 @@ class ExactCounts:
 
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts the exchange of row counts and returns it. Collective.
+
+        Rows are counted in bins: parts of the batch that are smaller than chunks. Neighbouring bins can be
+        joined to the chunks of any n that may be chosen later.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -130,10 +125,10 @@ class ExactCounts:
         The counts can change n in two cases: several n are possible, or the layer uses ring slots (buffers of
         fixed size that chunks share), because a batch with skewed routing may be cut into more chunks.
         """
-        options = self.call.modules.options
-        if len(options.degrees) == 1 and not options.rotates:
-            self.orders.slots(options.degrees[0])
-            self.orders.sent(options.degrees[0])
+        if not self.call.modules.rotates and len(self.call.modules.options.degrees) == 1:
+            (n,) = self.call.modules.options.degrees
+            self.orders.slots(n)
+            self.orders.sent(n)
 
     def finish_exchange(self) -> RankCounts:
         """Waits for the exchange of row counts and returns the counts.
@@ -146,24 +141,7 @@ class ExactCounts:
         # The exchange refers to this object. Without this line, the two would be a reference cycle, and their
         # tensors would live until the garbage collector runs.
         self._exchange = None
-        self._counts = exchange.finish()
-        return self._counts
-
-    def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
-        """Returns the row counts in bins of which n chunks can be made for each n in ``degrees``, and orders.
-
-        With ``pipeline="solve"``, rows are counted and exchanged once more if they were counted for other
-        numbers of chunks. All ranks then ask for the same numbers, because these follow from the number of
-        tokens of the rank that has most.
-
-        degrees: the numbers of chunks. Collective if rows are counted again.
-        """
-        modules = self.call.modules
-        if modules.options.solves and set(degrees) != set(self._degrees):
-            with publishing_failures(modules.ranks, "the exchange of row counts"):
-                exchange = self._count_for(degrees)
-            self._counts = exchange.finish()
-        return self._counts, self.orders
+        return exchange.finish()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the row counts, then chooses n for both passes and the restore pair, the same on all
@@ -177,9 +155,7 @@ class ExactCounts:
         """
         self.orders.modules = modules
         counts = self.finish_exchange()
-        own_modules = self.call.modules
-        choice = choose(own_modules, counts, inputs, self.orders, self.rows_for)
-        return AgreedChoice(counts=counts_of_choice(own_modules, self.rows_for, choice), choice=choice)
+        return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.

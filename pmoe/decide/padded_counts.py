@@ -29,7 +29,7 @@ from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.sizes import splits_of
-from pmoe.choose.choose import choose, counts_of_choice
+from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.decide.exact_counts import LoadedExchange, in_chunks
 from pmoe.decide.fused_choice import defer_routing, find_steps, kernels_runner, may_fuse
@@ -121,8 +121,9 @@ class PaddedCounts:
             return self._device_counts, orders
 
         counts, orders = rows_for(self._degrees)
-        choice = choose(own_modules, counts, inputs, orders, rows_for)
-        counts_of_choice(own_modules, rows_for, choice)
+        choice = choose(own_modules, counts, inputs, orders, rows_for=rows_for if self._solves else None)
+        if self._solves:
+            own_modules.cache.counted = choice.degrees
         return AgreedChoice(choice=choice)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:

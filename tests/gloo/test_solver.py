@@ -103,6 +103,7 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, int]]] = [
     ({"memory_reuse": "S4", "capacity_factor": 1.25, "pad_to_capacity": True}, (4, 3)),
     ({"memory_reuse": "S1", "send_once": True, "top_k": 3}, (7, 7)),
     ({"memory_reuse": "S4", "expert": mlp}, (3, 5)),
+    ({"memory_reuse": "S4", "fused": "auto"}, (4, 3)),  # on the CPU the pipeline computes it
     ({"memory_reuse": "S2", "expert": mlp}, (6, 3)),
     ({}, (13, 13)),
 ]

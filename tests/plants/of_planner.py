@@ -199,9 +199,9 @@ PLANNER = (
     Plant(
         name="rows-counted-for-the-last-call",
         breaks="a call takes chunks for which its rows were not counted",
-        file="pmoe/decide/exact_counts.py",
-        old="        if modules.options.solves and set(degrees) != set(self._degrees):\n",
-        new="        if modules.options.solves and not self._degrees:\n",
+        file="pmoe/decide/solver_counts.py",
+        old="        if set(degrees) != set(self._degrees):\n",
+        new="        if not self._degrees:\n",
         tests="tests/gloo/test_solver.py -k counted_once_more",
     ),
     Plant(

@@ -460,6 +460,41 @@ def test_pairs_are_those_whose_chunks_consist_of_the_same_bins() -> None:
     assert all(n % m == 0 for n, m in solver_pairs(256, whole_chunks=True))
 
 
+def test_on_table_4_powers_of_two_or_one_number_for_both_passes_cost_what_the_documents_say() -> None:
+    """What changing chunks costs is left out, as in the paper."""
+    layers = [
+        moe_costs(each) for each in dict.fromkeys(dataclasses.replace(one, heads=1) for one in table4())
+    ]
+    passes = {
+        costs: [
+            [pass_seconds(one, n, options) for n in range(1, MAX_DEGREE + 1)]
+            for one, options in ((costs, FORWARD), (costs.backward(), PAPERS))
+        ]
+        for costs in set(layers)
+    }
+    found = {}
+    for name, is_allowed in {
+        "any": lambda n, m: True,
+        "dividing": lambda n, m: n % m == 0 or m % n == 0,
+        "powers": lambda n, m: n in DEGREES and m in DEGREES,
+        "equal": lambda n, m: n == m,
+    }.items():
+        losses = []
+        differ = 0
+        for costs in layers:
+            forward, backward = passes[costs]
+            by_pair = {
+                (n, m): forward[n - 1] + backward[m - 1] for n, m in solver_pairs(256) if is_allowed(n, m)
+            }
+            n, m = first_of_fastest(by_pair)
+            losses.append(by_pair[n, m] / (min(forward) + min(backward)) - 1)
+            differ += n != m
+        found[name] = (round(100 * statistics.fmean(losses), 2), round(100 * max(losses), 1), differ)
+    assert found == {
+        "any": (0, 0, 260), "dividing": (0.12, 1.2, 112), "powers": (0.45, 1.9, 146), "equal": (0.2, 2.1, 0)
+    }  # fmt: skip
+
+
 def test_copies_of_rows_take_the_time_of_the_order() -> None:
     """One chunk of forward, half of whose rows stay: G copies half the rows, L copies the other half."""
     costs = dataclasses.replace(

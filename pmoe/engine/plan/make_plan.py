@@ -170,8 +170,7 @@ class SortedSlots:
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:
-            bins = counts.send.shape[0]
-            forward, backward = (cuts(n, bins)[counts.depth[n]] for n in (forward, backward))
+            forward, backward = (cuts(n, counts.send.shape[0])[counts.depth[n]] for n in (forward, backward))
         if forward % backward and self.modules.experts.are_modules and choice.restore.hidden != "recompute":
             backward = forward  # backward would need a part of a forward chunk: a saved graph cannot be split
         return forward, backward if self.modules.hooks is None else forward

@@ -85,7 +85,7 @@ def gate_lines(gate: nn.Module, rows_TM: Tensor) -> tuple[LineCost, LineCost]:
         tokens_TM = torch.randn(num_tokens, rows_TM.shape[1], dtype=like.dtype, device=like.device)
         if not getattr(gate, "needs_token_ids", False):
             return tokens_TM
-        return tokens_TM, torch.arange(num_tokens, device=like.device)
+        return tokens_TM, torch.zeros(num_tokens, dtype=torch.int64, device=like.device)
 
     forward, backward = profile_module(gate, ROWS, make)
     return forward.line, backward.line

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
+from pmoe import warn
 from pmoe.choose import open_choice, solve
 from pmoe.comm.counts import CountsExchange
 from pmoe.measure import profile as profiles
@@ -439,6 +441,34 @@ def test_order_gate_and_exchanges_of_ones_own_are_measured_and_enter_the_step() 
 def test_a_gate_with_a_hook_on_one_rank_is_not_timed_there_and_holds_nobody_up() -> None:
     first, second = ranks(2).run(own_modules_job, True)
     assert first[0] == second[0]
+
+
+class OneBatchGate(NappingGate):
+    """Holds something for each token of its batch, so it takes no other number of tokens."""
+
+    def forward(self, x_TM: Tensor) -> pmoe.Routing:
+        return super().forward(x_TM * torch.ones(9, 1, dtype=x_TM.dtype))
+
+
+def one_batch_job(rank: int, world: int) -> tuple[list[str], tuple[float, float]]:
+    layer = build(pipeline="solve", memory_reuse="S4", top_k=1, gate=OneBatchGate())
+    x = tokens(9, rank).requires_grad_()
+    warn.GIVEN.clear()
+    with (
+        mock.patch.object(solve, "operations_of", lambda *_: lines(0.0, 0.0, 0.0)),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer(x).sum().backward()
+        costs = solve.step_costs(layer.layer_modules, x, 9, STRATEGIES["S4"])
+    return [str(each.message) for each in caught], costs.gate
+
+
+def test_a_gate_that_takes_no_other_batch_is_not_timed_and_trains() -> None:
+    for told, gate in ranks(2).run(one_batch_job):
+        assert len(told) == 1 and "the gate (OneBatchGate) could not be timed with random tokens" in told[0]
+        assert gate == (0, 0)
 
 
 def hierarchical_job(rank: int, world: int, folder: str, old: bool) -> dict[str, Any]:

@@ -458,7 +458,7 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
             n, m = first_of_fastest(seconds)
             predicted = seconds[n, m]
         else:
-            n = m = best_degree(costs.forward, costs.forward_options)
+            n = m = best_degree(costs.forward, costs.forward_options, degrees=options.degrees)
             predicted = costs.gate[0] + pass_seconds(costs.forward, n, costs.forward_options)
         solved[key] = PassDegrees(n, m)
         log.info(

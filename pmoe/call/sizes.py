@@ -22,7 +22,7 @@ from pmoe.schedule.buffer_sizes import HiddenColumns
 def splits_of(modules: LayerModules, num_tokens: int, top_k: int, degrees: Sequence[int]) -> PaddedRowCounts:
     """Returns how many padded rows a rank with ``num_tokens`` tokens sends under pad_to_capacity=True.
 
-    Every expert gets ``capacity`` rows of the rank, with zeros for those that are missing.
+    The rank sends every expert exactly ``capacity`` rows: those of its tokens, then rows of zeros.
 
     top_k: the number of choices of each token.
     degrees: the numbers of chunks that may be chosen for the call.
@@ -38,9 +38,10 @@ def splits_of(modules: LayerModules, num_tokens: int, top_k: int, degrees: Seque
 
 
 def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int]) -> CallRows:
-    """Returns the numbers of rows of a call with ``num_tokens`` tokens on this rank.
+    """Returns the numbers of input rows and of (row, expert) pairs of a call on this rank, before dispatch.
 
-    They follow from the layer's options alone, so they hold for any routing.
+    These numbers are fixed by the layer's options and ``num_tokens``. They do not depend on the routing,
+    which only decides to which experts the rows go.
 
     degrees: the numbers of chunks that may be chosen for the call.
     """
@@ -61,8 +62,8 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
-    rows_TM: (T, M), rows of a call, from which the dtype and the device are taken; None takes them from the
-        parameters.
+    rows_TM: (T, M), rows of T tokens with M = d_model columns. The dtype and the device are taken from them,
+        or from the parameters if it is None.
     """
     options = modules.options
     parameter = modules.reference_parameter

@@ -32,7 +32,7 @@ def choose(
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call, with which trials run.
-    orders: the routing of the call, from which plans for trials are made.
+    orders: the routing of the call. Trials need it to cut the batch into chunks.
     restore: the pair, if the caller has chosen it; None if the options decide.
     rows_for: returns the row counts for other numbers of chunks, with ``pipeline="solve"``; None if
         ``counts`` suit all numbers that the options allow.

@@ -1,7 +1,7 @@
 """FSMoE's solver (Section 4) for the numbers of chunks of ``pipeline="solve"``, on measured costs.
 
-The costs are measured on this machine, for evenly routed tokens. A part of the tokens stays on its rank. The
-costs are seconds of
+The costs are measured on this machine, for evenly routed tokens, of which some stay on their rank. They are
+seconds of
 
 - the all-to-all among nodes, of the kind that the layer has;
 - the all-gather and the reduce-scatter inside a node;
@@ -17,6 +17,8 @@ node, M = d_model. n and m are the numbers of chunks of forward and of backward.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -385,31 +387,35 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
     """Finds the fixed cost of a chunk by trials, for both passes. Returns whether it is known afterwards.
 
     The layer remembers the costs for this size of batch, and `step_costs` includes them. Trials run without
-    the gradients that a `pmoe.GradientReducer` sends inside the backward pass. Collective the first time.
+    the gradients that a `pmoe.GradientReducer` sends inside the backward pass. If a trial runs out of memory,
+    or if none has room, a chunk costs nothing. Collective the first time.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call.
-    tried: function that measures both passes for some numbers of chunks. It returns None if trials must not
-        run.
+    tried: function that measures both passes for some numbers of chunks. It returns None if no trial ran, and
+        infinite seconds for a trial that ran out of memory.
     """
     modules = batch.modules
     rows_TM = batch.inputs.x_TM
     key = _chunk_key(modules, rows_TM, batch.counts.max_tokens, restore)
     if key in modules.cache.choosers:
         return True
-    seconds = tried(TRIED)
-    if seconds is None:
+    if not batch.may_try:
         return False
-    costs = step_costs(modules, rows_TM, batch.counts.max_tokens, restore)
-    forward_few, forward_many, backward_few, backward_many = (
-        trial[pass_index] for pass_index in (0, 1) for trial in seconds
-    )
-    forward = with_chunk_cost(costs.forward, costs.forward_options, forward_many - forward_few)
-    backward = with_chunk_cost(costs.backward, costs.backward_options, backward_many - backward_few)
-    modules.cache.choosers[key] = (
-        forward.exp.alpha_seconds - costs.forward.exp.alpha_seconds,
-        backward.exp.alpha_seconds - costs.backward.exp.alpha_seconds,
-    )
+    seconds = tried(TRIED)
+    fixed = (0.0, 0.0)
+    if seconds is not None and all(map(math.isfinite, itertools.chain(*seconds))):
+        costs = step_costs(modules, rows_TM, batch.counts.max_tokens, restore)
+        forward_few, forward_many, backward_few, backward_many = (
+            trial[pass_index] for pass_index in (0, 1) for trial in seconds
+        )
+        forward = with_chunk_cost(costs.forward, costs.forward_options, forward_many - forward_few)
+        backward = with_chunk_cost(costs.backward, costs.backward_options, backward_many - backward_few)
+        fixed = (
+            forward.exp.alpha_seconds - costs.forward.exp.alpha_seconds,
+            backward.exp.alpha_seconds - costs.backward.exp.alpha_seconds,
+        )
+    modules.cache.choosers[key] = fixed
     return True
 
 

@@ -93,7 +93,7 @@ class ExactCounts:
         """Starts the exchange of row counts and returns it. Collective.
 
         Rows are counted in bins: parts of the batch that are smaller than chunks. Neighbouring bins can be
-        joined to the chunks of any n that may be chosen later.
+        joined to the chunks of any n (number of chunks) that may be chosen later.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -122,8 +122,9 @@ class ExactCounts:
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged, if the counts cannot change the number of chunks n.
 
-        The counts can change n in two cases: several n are possible, or the layer uses ring slots (buffers of
-        fixed size that chunks share), because a batch with skewed routing may be cut into more chunks.
+        The counts can change n in two cases. Either several n are possible, or the layer uses ring slots
+        (buffers of fixed size that chunks share): a batch with skewed routing may then be cut into more
+        chunks.
         """
         if not self.call.modules.rotates and len(self.call.modules.options.degrees) == 1:
             (n,) = self.call.modules.options.degrees
@@ -133,8 +134,8 @@ class ExactCounts:
     def finish_exchange(self) -> RankCounts:
         """Waits for the exchange of row counts and returns the counts.
 
-        Raises FaultError or ValueError on all ranks if any rank has a fault, or if two ranks hold equal
-        experts since a state dict was loaded (`LoadedExchange.finish`).
+        Raises FaultError or ValueError on all ranks in two cases: any rank has a fault, or a state dict was
+        loaded and two ranks now hold equal experts (`LoadedExchange.finish`).
         """
         exchange = self._exchange
         assert exchange is not None
@@ -144,8 +145,9 @@ class ExactCounts:
         return exchange.finish()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the row counts, then chooses n for both passes and the restore pair, the same on all
-        ranks.
+        """Waits for the row counts, then chooses n for both passes and the restore pair.
+
+        All ranks choose the same.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
         the experts received, and their hidden activation.

@@ -1,7 +1,7 @@
-"""Exchanged row counts for a layer that asks for fused kernels. Calls that these refuse run in chunks.
+"""Exchanged row counts for a layer that asks for fused kernels, with chunks for all other calls.
 
-A row is a copy of a token for one of its experts. The row counts say how many rows each rank sends to each
-expert of the other ranks. A chunk is a micro-batch.
+Calls that fused kernels cannot compute run in chunks (micro-batches). A row is a copy of a token for one of
+its experts. The row counts say how many rows each rank sends to each expert of the other ranks.
 """
 
 from __future__ import annotations
@@ -60,10 +60,9 @@ class FusedCounts(ExactCounts):
             super().sort_early()
 
     def _sort_for_kernels(self) -> SortedRows:
-        """Returns the (token, choice) slots sorted by expert, as COMET's kernels take them, dropped slots
-        last.
+        """Returns the (token, choice) slots sorted by expert, as COMET's kernels need them.
 
-        The result is computed once for a call.
+        Dropped slots are last. The slots of a call are sorted once.
         """
         if self._sorted is None:
             orders = self.orders
@@ -128,7 +127,8 @@ class FusedCounts(ExactCounts):
         )
 
     def _journey(self, shared: RankCounts) -> FusedRouting:
-        """Returns the destinations of this rank's rows and the rows that it receives, for COMET's kernels.
+        """Returns where this rank's rows go and which rows it receives, in the form that COMET's kernels
+        need.
 
         shared: the exchanged row counts.
         """

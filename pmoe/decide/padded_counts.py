@@ -69,8 +69,9 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call. If the persistent kernel is to compute the routing, its tensors have no values
-        yet.
+        """Routes the call, or prepares its routing for the persistent kernel.
+
+        If the persistent kernel is to compute the routing, the routing's tensors have no values yet.
         """
         self.call = call
         modules = call.modules
@@ -84,10 +85,10 @@ class PaddedCounts:
         self._pad_for(modules.counted_degrees)
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
-        """Returns the routing: the gate's, or tensors that the persistent kernel will fill when it is
+        """Returns the routing: that of the gate, or tensors that the persistent kernel fills when it is
         launched.
 
-        x_TM: (T, M), the rows.
+        x_TM: (T, M), the rows of T tokens with M = d_model columns.
         """
         if may_fuse(call.modules, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
             self._deferred = defer_routing(call, x_TM)
@@ -209,9 +210,9 @@ class PaddedCounts:
         """Returns the padded rows, ready to be sorted into chunks, and the number of real rows of each
         expert.
 
-        Both results are computed once for a call. The second has shape (E,) and does not count padding. If
-        the routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel
-        will not be launched.
+        Both results are computed once for a call. The second has shape (E,), for E experts, and does not
+        count padding. If the routing has no values yet (`defer_routing`), it is computed now, because the
+        persistent kernel will not be launched.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         """
@@ -226,11 +227,11 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
-    """Checks that the ranks' padded calls agree, and exchanges faults, unless they were compared before.
+    """Checks that the ranks' calls agree, and exchanges faults, unless earlier calls have done so.
 
-    On the CPU every call is compared. On CUDA the host waits for the exchange, so ranks compare only the
-    first call with the values of ``kind``, and a call in which a checkpoint routes the same tokens a second
-    time.
+    It is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host waits for
+    the exchange, so ranks compare only the first call with the values of ``kind``, and a call in which a
+    checkpoint routes the same tokens a second time.
 
     call: the call.
     routed: its tokens with their routing, and the fault of this rank.
@@ -269,8 +270,10 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
 
 
 def compares_always(device: torch.device) -> bool:
-    """Returns whether ranks compare every padded call, instead of the first with the same number of tokens.
+    """Whether ranks compare every call of a layer with ``pad_to_capacity``, or only the first of each kind.
 
-    True on the CPU. On CUDA the host would have to wait for the device in every call.
+    In these layers every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
+    They compare that number and report faults. On the CPU this happens in every call. On CUDA it would make
+    the host wait for the device, so only the first call with a number of tokens is compared.
     """
     return device.type != "cuda"

@@ -7,10 +7,10 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns the source of its row counts: the first that fits of five.
+    """Routes a call and returns the source of its row counts: the first of five that is possible.
 
     Row counts say how many rows each rank sends to each expert. The five sources, in the order in which they
-    are asked:
+    are tried:
 
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device

@@ -23,14 +23,14 @@ COMPUTE, COMMUNICATE = "compute", "communicate"
 class Instruction:
     """One operator call of a graph, with its cost.
 
-    name: the call's name, which is equal in graphs of the same operators (`pmoe.graph.lower.label`).
-    waits: names of the instructions of which this one reads a result.
-    holds: names of the instructions, and inputs of the graph, of which this one reads memory. If it reads a
-        view, the owner of the view's memory is named.
-    seconds: its predicted time, if nothing else runs on its lane.
-    lane: the queue on which it runs, `COMPUTE` or `COMMUNICATE`.
-    num_bytes: bytes that it allocates for its result.
-    is_counts: whether it is an exchange of row counts.
+    name: the call's name. Graphs with the same operators have the same names (`pmoe.graph.lower.label`).
+    waits: names of the instructions whose results this one reads.
+    holds: names of the instructions, and of the inputs of the graph, whose memory this one reads. If it reads
+        a view, the owner of the view's memory is named.
+    seconds: predicted time of the call, if nothing else runs on its lane.
+    lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
+    num_bytes: bytes that the call allocates for its result.
+    is_counts: whether the call is an exchange of row counts.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Instruction:
 
     @property
     def ends_stage(self) -> bool:
-        """Whether the instruction ends a stage of a pipeline over parts of the batch.
+        """Whether the instruction is an all-to-all of rows, which ends a stage of a pipeline over parts.
 
-        An all-to-all of rows ends one, an exchange of row counts does not (`pmoe.graph.ranges.stages`).
+        An exchange of row counts ends no stage (`pmoe.graph.ranges.stages` has the reason).
         """
         return self.communicates and not self.is_counts
 
@@ -66,7 +66,7 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """Returns the predicted seconds of a pass in which nothing is computed, only communicated."""
+    """Returns the predicted seconds of a pass in which rows are sent and nothing is computed."""
     busy = sum(each.seconds for each in instructions if not each.communicates)
     return total_seconds(instructions) - busy
 

@@ -18,7 +18,7 @@ class Options:
     """Options of the backend "pmoe" of torch.compile.
 
     parts: the largest number of parts into which the batch is cut, so that all-to-alls of one part run while
-        another is computed; 1 cuts nothing.
+        another part is computed; 1 cuts nothing.
     weight_gradients: whether gradients of weights are moved to where all-to-alls run.
     memory_limit: bytes, or a string such as "2GiB", that the inputs and results of a pass may take at one
         time. None allows `SLACK` times the bytes that they take in the order of the trace.
@@ -52,8 +52,8 @@ class Options:
     def limit(self, traced: int) -> float:
         """Returns the memory limit in bytes, at least ``traced``.
 
-        traced: peak bytes of the graph in the order of its trace. They are always allowed, because no other
-            order may need less.
+        traced: peak bytes of the graph in the order of its trace. They are always allowed, because every
+            other order may need more.
         """
         memory_limit = self.memory_limit
         return (

@@ -2,16 +2,16 @@
 
 A range is a run of consecutive operator calls. Part p of k holds the p-th of k nearly equal runs of
 sequences. Inside a range, each all-to-all of rows ends a stage. Each stage runs once for each part;
-`pmoe.graph.ranges.turns` gives the order. With k = 2 and the stages A (attention, gate), E (experts) and F
-(what follows), it is
+`pmoe.graph.ranges.turns` gives the order. With k = 2 parts and three stages, A (attention and gate), E
+(experts) and F (the operators after the layer), the order is
 
     compute        A0   A1   E0   E1   F0   F1
     communicate        S0   S1   R0   R1            S dispatch, R combine
 
 The all-to-all of a part starts as soon as the rows that it sends are computed. Each part passes to the next
 how much of every expert's capacity it has used (section 2.3), so that all parts together drop the rows that
-the whole batch would drop. Tensors that are read outside the range, for example by backward, are joined at
-its end.
+the whole batch would drop. At the end of a range, tensors that are read outside it, for example by backward,
+are joined.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from pmoe.graph.ranges import Range, stages, turns
 aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-"""Operators with the sizes of the result as their second argument; one size may be -1."""
+"""Operators whose second argument is the sizes of the result. One size may be -1, the size that is left."""
 
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
-"""Operators with the sizes of the result as their second argument; none may be -1."""
+"""Operators whose second argument is the sizes of the result. No size may be -1."""
 
 VIEWS = (
     *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
@@ -77,7 +77,7 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
 def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
     """Joins the rows of all parts of the batch, in the order that the rows of the whole batch would have.
 
-    Shapes use k parts, N rows, R senders and E_local experts of one rank.
+    N is a number of rows, R the number of senders, E_local the number of experts of one rank.
 
     rows: for each part a tensor (N, ...), sorted by (sender, expert); with ``by_expert`` by (expert, sender).
     counts_RE: for each part (R, E_local) on the host, its number of rows from each sender for each expert.
@@ -103,11 +103,12 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tensor:
     """Returns the rows of one part of the batch from the rows of the whole batch.
 
-    It reverses `joined_rows` with rows sorted by expert. Shapes use N rows, R senders and E_local experts of
-    one rank.
+    It reverses `joined_rows` with rows sorted by expert. N is the number of rows, R the number of senders,
+    E_local the number of experts of one rank.
 
     rows: (N, ...), rows of the whole batch, sorted by (expert, sender).
-    counts_kRE: for each part (R, E_local) on the host, its number of rows from each sender for each expert.
+    counts_kRE: for each of k parts (R, E_local) on the host, its number of rows from each sender for each
+        expert.
     part: number of the part.
     """
     counts_ERk = torch.stack(list(counts_kRE), 2).transpose(0, 1)
@@ -121,8 +122,9 @@ def order_of_part(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sorted slots of one part of the batch, from the sorted slots of the whole batch.
 
-    A slot is one choice of one token. Backward needs this function, because only the order of the whole batch
-    is saved in forward. Shapes use S slots, W ranks and E_local experts of one rank.
+    A slot is one choice of one token. Backward needs this function, because forward saves only the order of
+    the whole batch. S is the number of slots, W the number of ranks, E_local the number of experts of one
+    rank.
 
     slot: (S,), the sorted slots of the whole batch.
     send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows of the whole batch that travel to each
@@ -169,8 +171,8 @@ def cut(
 class Route:
     """The calls of one MoELayer in a backward graph, from `pack` to the last `join`.
 
-    pack: packs the gradients of the layer's output into rows, which then travel to the experts.
-    last: sums the gradients of the rows of each token: the gradient of the layer's input.
+    pack: the call that packs the gradients of the layer's output into rows, which then travel to the experts.
+    last: the call that sums, for each token, the gradients of its rows: the gradient of the layer's input.
     layer: the number that stands for the layer (`number_of`).
     kept: tensors of the whole batch that the forward pass saved, by name:
 
@@ -190,9 +192,9 @@ class Route:
 def routes(graph: fx.Graph) -> list[Route]:
     """Finds the MoELayers of a backward graph, in order. Returns [] for a forward graph.
 
-    Layers can be cut into parts only if the sorted slots (a slot is one choice of one token) are an input of
-    the graph, and gradients of rows travel. If this does not hold for every layer, the result is [] too, and
-    no layer is cut.
+    A layer can be cut into parts only if forward has saved its sorted slots (a slot is one choice of one
+    token) as an input of the backward graph, and if gradients of rows travel between ranks. If any layer
+    cannot be cut, the result is [] too, and no layer is cut.
     """
     found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
@@ -214,7 +216,7 @@ def routes(graph: fx.Graph) -> list[Route]:
 
 
 ORDER = ("slot", "position", "send", "own", "recv")
-"""Names in `Route.kept` of the sorted slots and of the row counts. All other names are those of rows."""
+"""Names in `Route.kept` of the sorted slots and of the row counts. Other names in it are those of rows."""
 
 
 class _Cutter:
@@ -279,7 +281,7 @@ class _Cutter:
     def _size_of(self, batch: fx.Node, route: Route | None = None) -> Any:
         """Returns the length of the batch: a number, or a node that computes it when the graph runs.
 
-        batch: a tensor of the old graph from whose first dimension the length is read.
+        batch: a tensor of the old graph with the length as the size of its first dimension.
         route: the layer for which the length is needed before any call of the layer; else None.
         """
         size = batch.meta["val"].shape[0]
@@ -295,11 +297,12 @@ class _Cutter:
     def _route(self, route: Route, batch: fx.Node, k: int) -> None:
         """Adds the calls that compute a layer's sorted slots and row counts for every part.
 
-        A slot is one choice of one token. The calls come before all others of the graph: if row counts were
-        exchanged later, they would queue behind rows that travel, and the host would wait for both.
+        A slot is one choice of one token. These calls are put before all others of the graph. Later, their
+        exchange of row counts would wait on the link behind rows that travel, and the host would wait for
+        both.
 
         route: the layer.
-        batch: the tensor from whose first dimension the length of the batch is read.
+        batch: a tensor with the length of the batch as the size of its first dimension.
         k: number of parts.
         """
         slot, _, send, own, _ = (self.whole[route.kept[name]] for name in ORDER)
@@ -323,7 +326,7 @@ class _Cutter:
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
         """Returns the node with one part's rows of a tensor that forward saved for a layer.
 
-        If the new graph has no such node, the call that selects the rows is added.
+        At the first call for a part, the call that selects the rows is added to the new graph.
 
         node: the saved tensor, a node of the old graph.
         part: number of the part.
@@ -363,7 +366,8 @@ class _Cutter:
 
         body: the calls of the range, in order.
         k: number of parts.
-        lag: by how many parts a layer's second stage is behind its first (`pmoe.graph.ranges.turns`).
+        lag: a layer's second stage of part p runs after its first stage of part p + lag
+            (`pmoe.graph.ranges.turns`).
         """
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
@@ -390,7 +394,8 @@ class _Cutter:
         node: the call, a node of the old graph.
         part: number of the part.
         k: number of parts.
-        parts: for each part, the new node of each old one. The added node is entered.
+        parts: for each part, a dict from nodes of the old graph to nodes of the new one. The added node is
+            stored in the dict.
         """
         new_nodes = parts[part]
 
@@ -437,7 +442,7 @@ class _Cutter:
     def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
         """Returns a node with a call's value for the whole batch, joined from its parts.
 
-        How parts are joined depends on the axis along which the call was cut:
+        The way in which parts are joined depends on the axis along which the call was cut:
 
             a dimension   concatenated
             SUM           added
@@ -446,7 +451,7 @@ class _Cutter:
                           slots are computed again for the whole batch
 
         node: the call, a node of the old graph.
-        parts: for each part, the new node of each old one.
+        parts: for each part, a dict from nodes of the old graph to nodes of the new one.
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]
@@ -478,7 +483,7 @@ class _Cutter:
 
         node: the call of `order`, a node of the old graph.
         place: position of the result among the results of `order`.
-        parts: for each part, the new node of each old one.
+        parts: for each part, a dict from nodes of the old graph to nodes of the new one.
         """
         if place == 3:  # used_E: the last part has counted all before it
             return self._call(operator.getitem, parts[-1][node], 3)
@@ -491,10 +496,10 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns the layer's operator from which an irregular tensor comes, and which of its results it is.
+    """Returns the layer's operator from which an irregular tensor comes, and the number of the result.
 
-    An irregular tensor holds rows, row counts or slots, whose number in a part depends on the routing.
-    Operators such as pointwise ones may lie between the layer's operator and the tensor.
+    An irregular tensor holds rows, row counts or slots: how many a part has depends on the routing. Other
+    operators, such as pointwise ones, may lie between the layer's operator and the tensor.
 
     node: the tensor.
     axes: for each node, the dimension along which it is cut.
@@ -529,4 +534,4 @@ def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.
 MAKERS = frozenset(
     getattr(moe, name).default for name in ("order", "exchange_counts", "pack", "exchange", "experts")
 )
-"""Operators of a MoELayer that make tensors whose length in a part depends on the routing."""
+"""Operators of a MoELayer whose results have a length that depends on the routing, in each part."""

@@ -1,4 +1,4 @@
-"""Predicts the bytes of a call, and checks whether a layer's memory can be predicted."""
+"""Predicts the bytes that a layer's forward and backward pass take, and refuses layers where it cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ USERS_OWN = {
     Feature.OWN_EXCHANGE: "dispatch or combine is a user's: what it allocates is not counted",
     Feature.MODULE_EXPERTS: "experts are a user's modules: counted as feed-forward experts of width d_hidden",
 }
-"""Notes about modules of a user, whose memory pmoe cannot know, by the feature that stands for them."""
+"""Notes for `PredictedMemory.unknown`: a user's own modules, whose memory pmoe does not know.
+
+The key is the feature that a layer with such a module has.
+"""
 
 
 def predict_memory(
@@ -43,11 +46,11 @@ def predict_memory(
     row_counts: row counts of a batch; None predicts an upper bound for any routing.
     pipeline, pipeline_backward: number of chunks (micro-batches) of forward and of backward; None takes the
         layer's own.
-    memory_reuse: what becomes of the tensors between the passes, "S1" to "S4" or a Restore; None takes the
-        layer's own.
+    memory_reuse: how backward gets back received rows (T_DI) and hidden activations (T_M), "S1" to "S4" or a
+        Restore; None takes the layer's own.
 
-    If the layer itself chooses among several of these, the result is for the choice with the largest peak,
-    and its ``candidates`` hold all choices.
+    If the layer itself chooses the numbers of chunks or memory_reuse, the result is for the choice with the
+    largest peak, and its ``candidates`` hold the results of all choices.
     """
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None:
@@ -77,8 +80,8 @@ def predict_memory(
 def check_predictable(modules: LayerModules) -> None:
     """Raises ValueError for a layer whose memory cannot be predicted.
 
-    Either a feature of the layer takes unknown memory, or the layer uses fused kernels, which allocate memory
-    of their own for rows.
+    This is so if the layer has a feature that takes memory which pmoe does not count, or uses fused kernels,
+    which allocate memory of their own for rows.
 
     modules: the layer's modules and options.
     """
@@ -93,7 +96,7 @@ def check_predictable(modules: LayerModules) -> None:
 
 
 def check_budget(modules: LayerModules) -> None:
-    """Raises ValueError if a layer cannot keep a memory budget, because part of its memory is unknown.
+    """Raises ValueError if a layer cannot promise a memory budget, because part of its memory is unknown.
 
     modules: the layer's modules and options.
     """
@@ -109,9 +112,11 @@ def check_budget(modules: LayerModules) -> None:
 
 
 def unknown(modules: LayerModules) -> tuple[str, ...]:
-    """Returns notes about memory that a prediction does not count, because the modules are a user's own.
+    """Returns notes about a layer's modules that are a user's own, whose memory is not fully predicted.
 
     modules: the layer's modules and options.
+
+    The notes are for `PredictedMemory.unknown`. There are none if all modules are pmoe's own.
     """
     notes = [note for feature, note in USERS_OWN.items() if feature in modules.features]
     shared = modules.shared_expert
@@ -126,10 +131,11 @@ def _ways(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> list[Choice]:
-    """Returns the choices that the layer has: numbers of chunks of both passes, and a restore pair.
+    """Lists the settings for which memory is predicted: numbers of chunks of both passes, and a restore pair.
 
-    A restore pair says what becomes of T_DI (received rows) and T_M (hidden activations) between the passes.
-    There is one choice if the layer leaves nothing open.
+    A restore pair says how backward gets back T_DI (received rows) and T_M (hidden activations). An argument
+    that is not None fixes its value in all settings. Otherwise every value that the layer's options allow is
+    combined with every other. The list has one element if arguments and options leave no choice.
 
     modules: the layer's modules and options.
     pipeline, pipeline_backward: number of chunks of forward and of backward; None takes what the layer's
@@ -166,13 +172,13 @@ def _is_counted(choice: Choice, counts: RankCounts) -> bool:
 def _of_way(
     modules: LayerModules, sizes: LayerSizes, num_tokens: int, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
-    """Predicts the memory of one choice: the numbers of chunks, and what is kept for backward.
+    """Predicts the memory of one choice of the numbers of chunks and of the restore pair.
 
     modules: the layer's modules and options.
     sizes: sizes of the layer.
     num_tokens: number of this rank's tokens.
     counts: row counts of a batch; None predicts an upper bound for any routing.
-    way: the choice.
+    way: the number of chunks of forward and of backward, and what is kept for backward.
 
     Raises ValueError if a number of chunks does not divide the number of bins of ``counts``: the parts of the
     batch in which rows were counted.

@@ -9,5 +9,5 @@
     store                                       JSON files
 
 Letters of this folder: T tokens of all ranks, N rows, W ranks, E experts of a rank, M = d_model, H =
-d_hidden, G = H or 2H rows of w1.
+d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.
 """

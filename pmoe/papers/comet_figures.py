@@ -72,8 +72,8 @@ def best_division(
 
     A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the columns after which
     sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in the order
-    of their lower bounds (`min_seconds`), until a bound exceeds the best result. Of equally fast divisions it
-    takes the smallest n_c, then the largest T_N.
+    of their lower bounds (`min_seconds`), until a bound exceeds the best result. If several divisions are
+    equally fast, the one with the smallest n_c is returned, and among these the one with the largest T_N.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -102,8 +102,8 @@ def min_seconds(
 ) -> float:
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    The bound is the largest of three times: the work of the computing blocks, of the communicating blocks,
-    and of the link, each with the work that must come before or after.
+    The bound is the largest of three times: of the computing blocks, of the communicating blocks, and of the
+    link. Each includes work of the others that must come before or after.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -198,8 +198,8 @@ def busy_bars(
 ASSUMPTIONS = assumptions("comet")
 """Assumptions, by name, where the paper says nothing or says something in several ways.
 
-They were written before the first simulation, but after an estimate by hand that gave n_c = 23 for TP = 8.
-The estimate had blocks of 27 GB/s, about half the assumed rate. After the first simulation the order of sums,
+They were written before the first simulation. An estimate by hand came before them: it gave n_c = 23 for
+TP = 8, with blocks of 27 GB/s, about half the assumed rate. After the first simulation the order of sums,
 and that of tiles that are not full, was changed to the order in cuda/comet.
 """
 
@@ -290,7 +290,10 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 
 @functools.cache  # with TP = 8 the layer is the same for both meanings of M
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
-    """Returns layer 1's best division of thread blocks, and its seconds, if each tile of columns is sent."""
+    """Returns layer 1's best division of thread blocks, and its seconds, if sums are sent after each tile.
+
+    A tile has 256 columns (T_N = 256).
+    """
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
@@ -298,7 +301,8 @@ def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns how n_c changes with M and with TP, in the paper and in the model.
 
     n_c is the best number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel
-    group. The paper reports two changes. The field "same way" says whether n_c grows, or shrinks, in both.
+    group. The paper reports two changes. The field "same way" says whether n_c grows in both paper and model,
+    or shrinks in both.
 
     cases: the result of `figure8`.
     """
@@ -328,7 +332,7 @@ def chunked_run(
 
     The schedule is pmoe's own. The costs of its tasks are those of "chunked layer" in ASSUMPTIONS.
 
-    arriving, returning: layers 0 and 1 of one rank.
+    arriving, returning: work of one rank in COMET's layers 0 and 1.
     device: rates of the device.
     n: number of chunks.
     """
@@ -385,8 +389,8 @@ def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
 def beside() -> list[dict[str, Any]]:
     """Returns the simulated seconds of Mixtral's layer with EP = 8, as fused kernels and in chunks.
 
-    The first row has two fused kernels, one after the other, each with its best division of thread blocks.
-    The others have 1, 2, 4 and 8 chunks.
+    EP is the number of ranks over which the experts are distributed. The first row has two fused kernels, one
+    after the other, each with its best division of thread blocks. The other rows have 1, 2, 4 and 8 chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     first, first_seconds = best_division(arriving, H800)

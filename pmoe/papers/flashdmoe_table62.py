@@ -31,8 +31,8 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 def table62() -> list[dict[str, Any]]:
     """Returns the rows of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
 
-    The column "rest" is the memory that the paper prints as bookkeeping, minus a hidden activation, which we
-    guess is its main part.
+    The paper also prints the memory for bookkeeping. We guess that its main part is a hidden activation. The
+    column "rest" is the bookkeeping without that.
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

@@ -128,18 +128,22 @@ class Cluster:
 
 
 def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
-    """Returns the collectives that an all-to-all consists of, in order: one after another, each a dict.
+    """Returns the collectives that an all-to-all consists of.
 
-    A dict maps each link that a collective uses ("inside" a machine, or "outside" between machines) to two
-    numbers of the busiest rank: how many messages it sends or receives on the link, and how many bytes these
-    have together, as a fraction of R. Letters: A machines of L ranks each, W = A L ranks; R bytes of all rows
-    of a rank, split evenly over the W ranks.
+    They run one after another, in the order of the list.
+
+    Each collective is a dict. The dict maps each link that the collective uses ("inside" a machine, "outside"
+    between machines) to two numbers of the busiest rank: how many messages the rank sends or receives on the
+    link, and how many bytes these have together, as a fraction of R.
+
+    Letters: A machines of L ranks each, W = A L ranks; R bytes of all rows that a rank sends, split evenly
+    over the W ranks.
 
         flat               each rank sends R / W to each of the L - 1 other ranks of its machine,
                                and to each of the W - L ranks of other machines
         hierarchical_2d    1. each rank sends R / L to each other rank of its machine. Local rank i
                                   receives the rows for the local ranks i of all machines
-                               2. it sends L R / W to the rank with its own local rank in each other machine
+                               2. local rank i sends L R / W to local rank i of each other machine
         hierarchical_1d    one rank of each machine is its leader
                                1. each rank sends the leader of its machine all rows except those for itself
                                2. the leader sends L L R / W to each other leader
@@ -167,11 +171,13 @@ def message_line(
 ) -> LineCost:
     """Returns the seconds of one all-to-all as a line, by the bytes that a rank has for other ranks.
 
-    Both links work at the same time, so each collective takes the larger alpha and the larger beta of its
-    links. This is exact if the same link is slower in both. Otherwise the result is at most twice the real
-    time.
+    An all-to-all consists of one or more collectives, which run one after another (`legs`). In each of them
+    the links inside and between machines work at the same time. So the fixed seconds (alpha) of a collective
+    are those of the link with the larger alpha, and its seconds per byte (beta) those of the link with the
+    larger beta. This is exact if one link has both the larger alpha and the larger beta. Otherwise the result
+    is at most twice the real time.
 
-    dispatch: name of the all-to-all. `legs` lists its collectives.
+    dispatch: name of the all-to-all.
     machines: number of machines.
     local: number of ranks of each machine.
     links: seconds of one message by bytes, of the links "inside" a machine and "outside" between machines.
@@ -192,11 +198,14 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
         ranks of the profile              link       measured by
         all in one machine                inside     the profile's all-to-alls
         each in a machine of its own      outside    the profile's all-to-alls
-        several in several machines       outside    FSMoE's all-to-all, among one rank of each machine
-                                              inside     FSMoE's all-gather, inside a machine
+        several in several machines       outside    an all-to-all among one rank of each machine
+                                              inside     an all-gather among the ranks of a machine
 
-    In the last case the result is empty if the profile has no FSMoE lines (`Operations`) for these groups. A
-    measured alpha is that of messages to all peers, so it is divided by the number of peers.
+    In the last case the two lines are in ``profile.operations``, which FSMoE's cost model needs. Without
+    these lines, or if they were measured for other groups of ranks, the result is empty.
+
+    The measured alpha (fixed seconds) of a collective is for messages to all peers, so it is divided by the
+    number of peers.
     """
     ranks = profile.num_ranks
     nodes = profile.num_nodes

@@ -41,9 +41,11 @@ from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, loc
 def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float, float, float, float]:
     """Returns f1 to f4 of FSMoE's Section 4.2: the seconds of a pass in r chunks, by possible bottleneck.
 
+    Each formula is a lower bound of the seconds of the pass, because this resource must do all its work:
+
         f1    the link between nodes, which also carries gradients
         f2    the experts
-        f3    the all-to-alls
+        f3    the all-to-alls, without gradients
         f4    the link inside a node
 
     costs: seconds of the layer's stages.
@@ -75,8 +77,9 @@ def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
 def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> int:
     """Returns the number of chunks that is fastest by FSMoE's four formulas (Algorithm 1).
 
-    Of equally fast numbers it takes the lowest. The paper minimizes each formula by SLSQP within its
-    constraints, and rounds the result. Here every number up to ``max_degree`` is tried, which finds the same.
+    If several numbers are equally fast, the lowest is returned. The paper minimizes each formula by SLSQP
+    within its constraints, and rounds the result. This function tries every number up to ``max_degree``,
+    which finds the same.
 
     costs: seconds of the layer's stages.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
@@ -97,13 +100,15 @@ class ScheduleOptions:
     """Options that select the schedule of a pass.
 
     direction: "forward" or "backward".
-    one_lane: whether collectives inside the node and between nodes share one lane, so that they wait for each
-        other (FSMoE-No-IIO, Tutel).
+    one_lane: whether collectives inside the node and between nodes share one lane (a queue of tasks), so that
+        they wait for each other (FSMoE-No-IIO, Tutel).
     wgrad_share: fraction of the experts' backward seconds that weight gradients take. The layer computes them
         in tasks of their own. 0 gives the paper's schedule, in which the experts' backward is one task.
-    restore: what happens to T_DI and T_M between the passes, if the layer has ring slots (reused buffers);
-        else None. Copies from and to the host count as free.
-    stays: fraction of the rows that stay on their rank. They are computed while other rows travel.
+    restore: whether the experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
+        between the passes, if the layer has ring slots (reused buffers); else None. Copies from and to the
+        host count as free.
+    stays: fraction of the rows whose experts are on their own rank. They are computed while other rows
+        travel.
     rearranged: whether backward has another number of chunks than forward, so that tensors that forward kept
         are copied to backward's chunks. Needs ring slots.
     """
@@ -192,12 +197,12 @@ def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: flo
 def simulated_degrees(
     costs: LayerCosts, options: ScheduleOptions, degrees: Sequence[int]
 ) -> tuple[DegreeSeconds, ...]:
-    """Returns the seconds of a pass for each number of chunks, by the length of an all-reduce meanwhile.
+    """Returns the seconds of a pass for each number of chunks, depending on the seconds of an all-reduce.
 
-    The all-reduce of other layers' gradients takes t_gar seconds and is one task. The longest path through
-    the schedule either includes this task or does not, so
+    The all-reduce is that of other layers' gradients. It runs during the pass as one task of t_gar seconds.
+    The longest path through the schedule either includes this task or does not, so
 
-        seconds = max(alone, beside + t_gar)
+        seconds of the pass = max(alone, beside + t_gar)
 
     Two simulations for each number of chunks are enough. The first has t_gar = 0 and gives ``alone``. The
     second has t_gar = 2 * alone, long enough for the task to be on the longest path, and gives ``beside``.

@@ -108,7 +108,7 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    Of equally fast candidates it takes the one with fewest bytes.
+    If several are equally fast, the one with fewest bytes is returned.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -160,10 +160,9 @@ class Advice:
 
     @property
     def way(self) -> dict[str, Any]:
-        """The decision as a dict: the names and values of a layer's options, and the predicted seconds of a
-        step.
+        """The decision as a dict, with the names of a layer's options as keys, and the predicted seconds.
 
-        Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds.
+        Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds (of a step).
         """
         choice = self.decision
         place = {"dispatch": self.dispatch, "esp": self.sizes.esp_size}
@@ -171,12 +170,12 @@ class Advice:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a step in which rows travel while nothing is computed."""
+        """Seconds of a step in which rows travel between ranks while nothing is computed."""
         return overlap(step_bars(self.sizes, self.profile, self.num_tokens, self.decision)).exposed
 
     @property
     def even_bytes(self) -> int:
-        """Upper bound of the decision's bytes, if each rank receives as many rows as it sends."""
+        """Upper bound of the decision's bytes if each rank receives only as many rows as it sends."""
         sizes = self.sizes
         even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
         return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
@@ -257,9 +256,10 @@ T = TypeVar("T")
 PRICE = operator.attrgetter("seconds", "memory.promised")
 """Sort key of candidates: seconds, then bytes."""
 NEAR = 1.25
-"""Largest ratio, to the cheapest pair's seconds by Eq. 10, at which trials still measure a restore pair.
+"""Trials measure a restore pair only if it takes at most 1.25 times the cheapest pair's seconds by Eq. 10.
 
-Eq. 10 takes only the slowest lane into account, so a pair that it finds slower may really be faster.
+They measure several because Eq. 10 takes only the slowest lane into account: a pair that the equation finds
+slower may really be faster.
 """
 
 Measured = list[tuple[float, float]] | None
@@ -301,7 +301,9 @@ class Chooser:
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
     ) -> Restore:
-        """Returns the cheapest restore pair by MPipeMoE's Eq. 10; trials decide among pairs about as cheap.
+        """Returns the cheapest restore pair by MPipeMoE's Eq.
+
+        10. Trials decide between pairs that are almost as cheap.
 
         A restore pair says what is kept, offloaded or made again between the passes.
 
@@ -353,7 +355,7 @@ class Chooser:
             tried: measures the seconds of a few choices by trials; its result is None if trials are not
                 allowed.
             host_is_full: excludes choices that offload T_DI (the rows that experts received) to the host. If
-                all choices do, T_DI is sent again in backward instead.
+                all choices offload T_DI, they are changed: T_DI is sent again in backward instead.
 
         Raises ValueError, with the smallest budget that would be enough, if no choice stays within the
         budget.

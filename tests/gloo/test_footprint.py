@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
+from pmoe.choose import open_choice, part_of_batch
+from pmoe.choose import search as searched
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
 from pmoe.planner.degree import Choice
+from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.gloo.test_solver import taking
@@ -37,6 +40,21 @@ def build(**options: Any) -> pmoe.MoELayer:
     return layer
 
 
+def freed_late(seconds: float = 5e-3) -> Any:
+    """Lets passes free their buffers some milliseconds late.
+
+    gloo's thread lets go of a message's buffers a moment after the message has ended, and what is freed on
+    that thread is not seen.
+    """
+    close = Arena.close
+
+    def close_late(arena: Arena) -> None:
+        time.sleep(seconds)
+        close(arena)
+
+    return mock.patch.object(Arena, "close", close_late)
+
+
 def step_bytes(layer: pmoe.MoELayer, x: torch.Tensor) -> Allocated:
     dy = torch.ones(x.shape[0], D_MODEL)
     x.requires_grad_()
@@ -50,16 +68,8 @@ def step_bytes(layer: pmoe.MoELayer, x: torch.Tensor) -> Allocated:
     step(lambda: None)
     gc.collect()
     time.sleep(0.02)
-    close = Arena.close
-
-    def close_late(arena: Arena) -> None:
-        """gloo's thread lets go of a message's buffers a moment after it has ended, and what is freed on that
-        thread is not seen."""
-        time.sleep(5e-3)
-        close(arena)
-
     found = []
-    with mock.patch.object(Arena, "close", close_late):
+    with freed_late():
         for _ in range(3):
             x.grad = None
             layer.zero_grad(set_to_none=True)
@@ -250,3 +260,57 @@ def test_a_budget_is_kept_when_all_tokens_of_all_ranks_go_to_one_expert(
     for got in found:
         assert got["peak"] <= got["budget"]
         assert got["error"] < 1e-4
+
+
+# ---- the step that searches
+
+
+SPEEDS = {"few chunks are fast": 1.0, "many chunks are fast": -1.0}
+
+
+def searching_job(rank: int, world: int, folder: str, fastest: str, options: dict[str, Any]) -> list[float]:
+    """Peaks of the first step, in which everything is measured and tried, and of two later ones.
+
+    The seconds of trials are replaced after the trials have run, so that a certain n is taken.
+    """
+    os.environ["PMOE_CACHE"] = folder
+    searched._LEARNED.clear()
+    profile.PROFILES.clear()
+    measured = part_of_batch.measure_in_little_memory
+
+    def stated(batch: Any, choices: Any, *most_rounds: int) -> Any:
+        measured(batch, choices, *most_rounds)
+        speed = SPEEDS[fastest]
+        times = {}
+        for choice in choices:
+            passes = choice.forward**speed, choice.backward**speed
+            times[choice] = PassTimes(*passes, step=sum(passes), runs=3, noise=0.0)
+        return times
+
+    layer = pmoe.MoELayer(64, 256, 4, pipeline=True, **options)
+    x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+    def step(_: Any) -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        layer(x).sum().backward()
+
+    with (
+        freed_late(0.03),
+        mock.patch.object(searched, "measure_in_little_memory", stated),
+        mock.patch.object(open_choice, "measure_in_little_memory", stated),
+    ):
+        peaks = [float(Allocated(step).peak) for _ in range(3)]
+    searched._LEARNED.clear()
+    profile.PROFILES.clear()
+    assert layer.ran is not None and layer.ran.forward == (1 if SPEEDS[fastest] > 0 else 16)
+    return peaks
+
+
+@pytest.mark.parametrize("fastest", SPEEDS)
+@pytest.mark.parametrize("reuse", [True, "S1", "S4", False])
+def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
+    reuse: Any, fastest: str, tmp_path: Path
+) -> None:
+    for first, *later in ranks(2).run(searching_job, str(tmp_path), fastest, {"memory_reuse": reuse}):
+        assert first <= 1.10 * max(later)

@@ -17,6 +17,7 @@ from pmoe.call.sizes import memory_shape
 from pmoe.choose import open_choice as chosen
 from pmoe.choose import search as searched
 from pmoe.choose import trials
+from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.backward import Backward

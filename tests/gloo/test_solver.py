@@ -313,6 +313,45 @@ def test_trials_of_a_search_beside_a_reducer_are_no_backward_passes_of_the_model
         assert found["error"] < 1e-5
 
 
+OUT_OF_MEMORY = {"all": None, "many chunks": {1: 1.0}, "no room": {}}
+"""What trials find: an error on every rank, seconds of one choice alone, or nothing."""
+
+
+def without_memory_job(rank: int, world: int, what: str) -> tuple[int, list[int]]:
+    layer = pmoe.MoELayer(8, 12, 4, pipeline="solve", memory_reuse="S4")
+    calls = 0
+
+    def tried(batch: Any, choices: Sequence[Choice]) -> dict[Choice, PassTimes]:
+        nonlocal calls
+        calls += 1
+        seconds = OUT_OF_MEMORY[what]
+        if seconds is None:
+            raise torch.OutOfMemoryError
+        return {
+            choice: PassTimes(1.0, 1.0, step=2.0, runs=3, noise=0.0)
+            for choice in choices
+            if choice.forward in seconds
+        }
+
+    degrees = []
+    with (
+        mock.patch.object(solve, "operations_of", lambda *_: lines(0.0, 1e-6, 1e-9)),
+        mock.patch.object(open_choice, "measure_in_little_memory", tried),
+    ):
+        for _ in range(2):
+            layer(torch.randn(2100, 8, requires_grad=True)).sum().backward()
+            degrees.append(layer.ran.forward)
+    return calls, degrees
+
+
+@pytest.mark.parametrize("what", OUT_OF_MEMORY)
+def test_trials_that_run_out_of_memory_are_not_repeated_and_the_lines_decide(what: str) -> None:
+    first, second = ranks(2).run(without_memory_job, what)
+    assert first == second
+    calls, degrees = first
+    assert calls == 1 and degrees[0] == degrees[1] > 1
+
+
 # ---- what the layer's own modules cost
 
 NAP = 0.001

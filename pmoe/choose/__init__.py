@@ -9,6 +9,7 @@ again.
     search        n by trials (MPipeMoE, Algorithm 1), and the tables that store their results
     solve         n by FSMoE's solver
     trials        measures both passes of a batch for several choices
-    slots         limits for received rows, which ranks compare when they exchange row counts
+    part_of_batch the same on the first tokens of a batch, if all tokens would need too much memory
+    slots         limits for received rows, which ranks check when they exchange row counts
     dispatch      the all-to-all of dispatch="auto", chosen when a layer is built
 """

@@ -126,11 +126,11 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured seconds of both passes with each choice; None if trials must not run.
+    """Returns the measured (forward, backward) seconds of each choice; None if no trials could run.
 
-    The seconds are infinite for a choice that ran out of memory on any rank. No trials run if
-    `TrialBatch.may_try` is False, or if too few tokens fit into the memory that trials may take
-    (`measure_in_little_memory`).
+    The seconds are infinite for a choice for which any rank has too little memory. The result is None if
+    `TrialBatch.may_try` is False, if too few tokens fit into the memory that trials may take
+    (`measure_in_little_memory`), or if every choice runs out of memory.
     """
     if not batch.may_try:
         return None

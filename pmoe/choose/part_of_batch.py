@@ -39,7 +39,7 @@ MIN_TOKENS = 256
 ALIKE = 1.08
 """Trials run on the whole batch if they need at most this many times the memory of the smallest step."""
 
-ROOM = 0.85
+ROOM = 0.7
 """Fraction of the smallest step's memory that a trial may take. The call itself holds the rest (its routing).
 """
 
@@ -47,7 +47,7 @@ ROOM = 0.85
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds of forward and backward with each choice, by trials. Collective.
+    """Returns the seconds that each choice takes for the whole batch, from trials in little memory.
 
     Trials run on the first tokens of the batch: as many as fit into the memory of the layer's smallest step,
     the one for which the fewest bytes are predicted. The seconds of the whole batch are then computed from
@@ -58,36 +58,38 @@ def measure_in_little_memory(
     choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
     most_rounds: largest number of timed rounds.
 
-    The result has no entry for a choice that ran out of memory on any rank. It is empty if fewer than
-    `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if every choice ran out of memory.
+    The result has no entry for a choice that ran out of memory in a trial on any rank, nor for one that is
+    faster than all others but needs too much memory for the whole batch (`_with_room`). The result is empty
+    if fewer than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if no choice is left.
     """
     share = share_of_tokens(batch, choices)
     if share * batch.counts.max_tokens < MIN_TOKENS:
         return {}
     if share == 1.0:
         return measure_trials(batch, choices, most_rounds)
-    measured = _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
-    return _with_room(batch, measured)
+    return _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
 
 
-def _with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
-    """Returns the measured choices without those for which a rank has too little memory. Collective.
+def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
+    """Drops the fastest choices until one is left for which every rank has enough memory. Collective.
 
-    A trial on a part of the batch does not show whether a step on the whole batch has room. So the memory of
-    the fastest choice is taken and given back; if it cannot be taken, that of the next one. Whether slower
-    choices have room is not asked.
+    A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
+    memory of the fastest choice is allocated and freed again. If that fails on any rank, the choice is
+    dropped and the next one is tested. Choices that are slower than the first with enough memory are not
+    tested and stay in the result, because they will not be taken.
 
     batch: the whole batch.
     measured: the seconds of the choices.
 
-    Raises OutOfMemoryError on every rank if no choice has room.
+    Raises OutOfMemoryError on every rank if no choice is left.
     """
     ordered = sorted(measured, key=lambda choice: measured[choice].step)
+    output = _output_bytes(batch)
     peaks = dict(zip(ordered, predicted_peaks(batch, ordered), strict=True))
     without_room: list[Trial] = []
     for choice in ordered:
         trial = Trial(batch, choice)
-        if trial.has_room(peaks[choice]):
+        if trial.has_room(ROOM * (peaks[choice] - output)):
             warn_of_dropped(batch, without_room, len(ordered))
             return {other: measured[other] for other in ordered[len(without_room) :]}
         without_room.append(trial)
@@ -112,7 +114,8 @@ def _scaled(of_part: Mapping[Choice, PassTimes], share: float) -> dict[Choice, P
         for choice, timed in of_pair.items():
             passes = forward[choice.forward], backward[choice.backward]
             step = sum(passes)
-            # The noise of a run grows as the part of the seconds does that grows with the tokens.
+            # Noise is relative to a step's seconds. Its absolute size grows by 1 / share, like the work on
+            # tokens. The seconds grow less, because the part for each chunk stays.
             noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
             scaled[choice] = PassTimes(*passes, step=step, runs=timed.runs, noise=noise)
     return scaled
@@ -147,13 +150,21 @@ def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     smallest = min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
     largest_tried = max(predicted_peaks(batch, choices))
     sizes = batch.sizes
-    # A model may free the layer's output before backward, so a step need not hold it. A trial does.
-    output = batch.counts.max_tokens * sizes.d_model * sizes.element_size
+    output = _output_bytes(batch)
     if largest_tried <= ALIKE * (smallest - output):
         return 1.0
     # The gradients of the experts' parameters do not shrink with the tokens.
     gradients = sizes.expert_parameters * sizes.element_size
     return max(ROOM * (smallest - output) - gradients, 0.0) / (largest_tried - gradients)
+
+
+def _output_bytes(batch: TrialBatch) -> int:
+    """Returns the bytes of the layer's output on the rank that has most tokens.
+
+    A model may free the output before backward, so a step need not hold it. A trial does.
+    """
+    sizes = batch.sizes
+    return batch.counts.max_tokens * sizes.d_model * sizes.element_size
 
 
 def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:

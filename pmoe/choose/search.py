@@ -20,7 +20,7 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import measure_in_little_memory
+from pmoe.choose.part_of_batch import measure_in_little_memory, with_room
 from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
@@ -83,7 +83,9 @@ def search(
     apart: whether forward and backward may have different n.
 
     Returns None if no trial could run, because too few tokens fit into the memory of a step
-    (`measure_in_little_memory`).
+    (`measure_in_little_memory`). If all trials run out of memory, larger numbers of chunks are tried, which
+    need less memory. If these run out of memory too, the number that needs least memory is returned without
+    being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
     """
     max_tokens = batch.counts.max_tokens
     predicted = predicted_seconds(batch, restore, numbers)
@@ -100,12 +102,22 @@ def search(
             return {}
         return {degrees: measured[choice] for degrees, choice in choices.items() if choice in measured}
 
+    def where_there_is_room(times: Mapping[PassDegrees, PassTimes]) -> dict[PassDegrees, PassTimes]:
+        measured = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
+        try:
+            left = with_room(batch, measured)
+        except torch.OutOfMemoryError:
+            too_large.extend(times)
+            return {}
+        return {PassDegrees(choice.forward, choice.backward): timed for choice, timed in left.items()}
+
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
+    times = where_there_is_room(times)
     if not times and too_large:
         # More chunks need less memory.
         most = max(degrees.forward for degrees in too_large)
         larger = [PassDegrees(n, n) for n in numbers if n > most]
-        times = measure(larger, MOST_ROUNDS) if larger else {}
+        times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
         if not times:
             least = smallest_with_room(batch, all_choices([(n, n) for n in numbers], [restore]))
             return PassDegrees(least.forward, least.backward)

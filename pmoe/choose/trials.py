@@ -44,7 +44,7 @@ MIN_ROWS = 1024
 Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
 """
 
-MEASURING_SHARE = 0.5
+MEASURING_SHARE = 0.4
 """Fraction of the smallest step's peak that a measurement may take. The call already holds some memory."""
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class TrialBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows (tokens times choices) of the rank that has most."""
+        """Number of rows (tokens times choices of a token) of the rank with most tokens."""
         return self.counts.max_tokens * self.modules.options.top_k
 
     @property
@@ -97,7 +97,7 @@ class TrialBatch:
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
 
     def stored_profile(self) -> Profile | None:
-        """Returns the profile of this device and group if it was measured before; None otherwise.
+        """Returns the profile (measured rates) of this device and group, or None if none was ever measured.
 
         Collective the first time.
         """
@@ -270,7 +270,7 @@ class Trial:
     def __init__(self, batch: TrialBatch, choice: Choice) -> None:
         self.batch = batch
         self.choice = choice
-        self.has_failed = False
+        self.has_failed: bool = False
         self.failure: Exception | None = None
 
     @torch.no_grad()
@@ -306,10 +306,10 @@ class Trial:
 
     @torch.no_grad()
     def has_room(self, num_bytes: float) -> bool:
-        """Takes the memory of a step with the choice and gives it back. Returns whether every rank had it.
+        """Returns whether every rank has enough memory for a step with the choice. Collective.
 
-        The ring slots of the forward pass are taken as in a step, all other memory in blocks as large as the
-        input. Collective.
+        The memory is allocated and freed again. The forward pass allocates its buffers as in a step. The rest
+        of ``num_bytes`` is allocated in blocks as large as the layer's input.
 
         num_bytes: the predicted bytes of the step.
         """
@@ -317,9 +317,9 @@ class Trial:
         memory = pool(rows_TM.device).device
         plan, _ = self._timed(lambda: self.batch.plan(self.choice))
         forward, _ = self._timed(lambda: make_forward(_some(plan), self.batch.inputs, True, TrialForward))
-        num_blocks = max(int(num_bytes) - memory.bytes_in_use, 0) // max(rows_TM.nbytes, 1)
-        self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
         if forward is not None:
+            num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // max(rows_TM.nbytes, 1)
+            self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
             forward.arena.close()
         return not self._any_failed()
 
@@ -370,13 +370,12 @@ def _some(value: T | None) -> T:
 
 
 def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
-    """Rank 0 warns once of choices for which a rank had too little memory. Collective.
+    """Warns on rank 0 of choices that are not used, because some rank has too little memory for them.
 
-    batch: the whole batch.
+    batch: the routed batch.
     dropped: the trials of these choices, the same on every rank.
-    num_trials: the number of all choices.
-
-    Raises OutOfMemoryError on every rank if no choice is left.
+    num_trials: the number of choices that were tried. If all were dropped, OutOfMemoryError is raised on
+        every rank.
     """
     if not dropped:
         return
@@ -392,11 +391,15 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
 
 
 def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
-    """Returns the choice that needs the least memory, if every rank has room for it. Collective.
+    """Returns the choice with the fewest predicted bytes, after checking that every rank has the memory.
 
-    It is for a batch of which no choice could be tried.
+    It is used if every choice ran out of memory in trials. Collective.
 
-    Raises OutOfMemoryError on every rank otherwise, with the bytes that would be enough.
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs to choose from.
+
+    Raises OutOfMemoryError, with the bytes that would be enough, on every rank if any rank has too little
+    memory for the choice.
     """
     peaks = predicted_peaks(batch, choices)
     least, num_bytes = min(zip(choices, peaks, strict=True), key=lambda pair: pair[1])

@@ -126,7 +126,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
     prefix: the name of the module in the model, with a dot at the end.
     local_metadata: the metadata of the module, which is changed.
 
-    Raises ValueError if the caller will write this rank's state dict as the only file.
+    Raises ValueError if the caller will write a single file with the state dict of one rank, in which the
+    experts of other ranks would be missing.
     """
     place: ExpertPlace = experts.place
     if place.num_ranks > 1:
@@ -136,7 +137,9 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 
 @dataclass(frozen=True)
 class Writer:
-    """A function of another library that writes the state dict of one rank as the only file.
+    """A function of another library that saves a checkpoint by writing the state dict of a single rank.
+
+    The file would have only the experts of that rank, so such a checkpoint is refused.
 
     name: the name of the function in error messages.
     on_all_ranks: True if the function calls ``state_dict()`` on every rank, False if only on the rank that
@@ -163,7 +166,7 @@ ONE_FILE = {
         )
     },
 }
-"""Functions that write the state dict of one rank as the only file, by (module, function).
+"""Functions that save a checkpoint by writing the state dict of a single rank, by (module, function).
 
 Strategies of Lightning that write distributed files use other functions.
 """
@@ -177,7 +180,7 @@ of one rank only.
 
 
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
-    """Raises ValueError if the caller of ``state_dict()`` will write this state dict as the only file.
+    """Raises ValueError if the caller of ``state_dict()`` will save the experts of one rank only.
 
     A state dict does not know for what it is used. So this function searches the call stack for the nearest
     function of `ONE_FILE`, or for torch's distributed checkpoint. Other callers get no error. If such a

@@ -40,7 +40,7 @@ SUM = "sum"
 Axis = int | str | None
 """Type of a tensor's axis, along which the tensor is cut into parts of the batch.
 
-It is a dimension, `IRREGULAR`, `SUM`, or None if every part uses the whole tensor."""
+An axis is a dimension, `IRREGULAR`, `SUM`, or None if every part uses the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,9 @@ class _Inference:
     def _behind(self, node: fx.Node) -> Any:
         """Returns an axis along which later operators can cut the result of an operator that is not cut.
 
-        The axis is taken from the operator's inputs: from the first input that is itself cut along a
-        dimension. A result with the same shape as this input gets the same dimension, another result gets
-        None. For an operator with several results this is a tuple with one axis for each.
+        The axis is taken from the first input of the operator that is itself cut along a dimension. A result
+        with the same shape as this input gets the same dimension, another result gets None. For an operator
+        with several results, a tuple with one axis for each result is returned.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -277,10 +277,11 @@ def _argument(node: fx.Node, name: str) -> Any:
 def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
     """Yields the ways to cut an operator along the same dimension of all its inputs and results.
 
-    There is one combination for each dimension that is not in ``but``.
+    There is one way for each dimension that is not in ``but``.
 
     node: the call of the operator.
-    but: dimensions that are left out, because the operator works along them. They may be negative.
+    but: dimensions along which the operator cannot be cut, because it works along them, as softmax does along
+        one. Negative numbers count from the last dimension.
     """
     first, *_ = inputs = tensors(node)
     rank = len(shape(first))
@@ -548,8 +549,8 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
 def _order(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut `order`, which sorts a layer's rows by expert, into parts: along the tokens.
 
-    The last input and the last result stay whole. They count the rows that each expert got in earlier parts,
-    and each part passes them to the next. So all parts together respect the experts' capacity.
+    The last input and the last result stay whole. They count the rows that each expert got in earlier parts.
+    Each part passes these counts to the next part, so that all parts together respect the experts' capacity.
     """
     operands = tensors(node)
     yield Combination((*(0 for _ in operands[:-1]), None), (IRREGULAR,) * 3 + (None,))

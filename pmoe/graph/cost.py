@@ -114,9 +114,9 @@ class Profiled(fx.Interpreter):
         """Prepares the measurement of a graph.
 
         module: the graph.
-        costs: known seconds of operators. Newly measured seconds are added to it.
-        link: function from the bytes of an all-to-all to its seconds. The bytes are those that this rank
-            sends or those that it receives, whichever are more.
+        costs: known seconds of operators. Newly measured seconds are added to this object.
+        link: function from the bytes of an all-to-all to its seconds. The bytes are the larger of what this
+            rank sends and what it receives.
         """
         super().__init__(module)
         self.found: dict[str, Cost] = {}
@@ -196,9 +196,9 @@ def _bytes(value: object) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns a number that identifies the memory of a tensor, to find out which tensors share memory.
+    """Returns a number that is equal for tensors that share memory: the address of the memory.
 
-    It is the address of the memory. A tensor without memory returns its own id.
+    For a tensor without memory, the number is the tensor's own id.
     """
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
@@ -207,9 +207,9 @@ def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
     On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
-    beta is measured by one message that takes about `LONG_SECONDS`. The messages of a profile take only
-    milliseconds, so one interruption would change beta, and with it the predicted seconds of every long
-    message.
+    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`. The messages of a
+    profile take only milliseconds, so one interruption would change beta, and with it the predicted seconds
+    of every long message.
 
     The first call with these ranks, device and dtype is collective. Later calls return the same result.
     """

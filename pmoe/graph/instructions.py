@@ -25,8 +25,8 @@ class Instruction:
 
     name: the call's name. Graphs with the same operators have the same names (`pmoe.graph.lower.label`).
     waits: names of the instructions whose results this one reads.
-    holds: names of the instructions, and of the inputs of the graph, whose memory this one reads. If it reads
-        a view, the owner of the view's memory is named.
+    holds: names of the instructions, and of the inputs of the graph, of which this instruction reads the
+        memory. For a view, this is the instruction or input that owns the view's memory.
     seconds: predicted time of the call, if nothing else runs on its lane.
     lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
     num_bytes: bytes that the call allocates for its result.
@@ -66,7 +66,10 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """Returns the predicted seconds of a pass in which rows are sent and nothing is computed."""
+    """Returns the predicted seconds of a pass in which the compute lane waits for all-to-alls.
+
+    The compute lane is the queue of all instructions except all-to-alls.
+    """
     busy = sum(each.seconds for each in instructions if not each.communicates)
     return total_seconds(instructions) - busy
 

@@ -105,9 +105,9 @@ def calls_of(module: fx.GraphModule) -> list[fx.Node]:
 def merge_weight_gradients(graph: fx.Graph) -> None:
     """Merges the `experts_weight_gradient` calls of each layer into one, which adds gradients in place.
 
-    A graph has one call for rows that stayed on their rank, and one for rows that travelled. If the batch is
-    cut, it has both for each part. Additions that sum the gradients of each parameter follow. Two calls are
-    merged only if their results are used by this addition and nothing else.
+    A graph has one call for rows that stayed on their rank, and one for rows that came from other ranks. If
+    the batch is cut, there are two such calls for each part. Additions that sum the gradients of each
+    parameter follow. Two calls are merged only if these additions are the only users of their results.
     """
     nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):

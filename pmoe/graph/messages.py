@@ -102,7 +102,8 @@ def _(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> tuple[Ten
 def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[Tensor]:
     """Sorts rows from the order (rank, expert) into the order (expert, rank), or back.
 
-    N is the number of rows, W the number of ranks, E_local the number of experts of one rank.
+    Rows arrive from an all-to-all by rank, and experts compute them by expert. N is the number of rows, W the
+    number of ranks, E_local the number of experts of one rank.
 
     rows: tensors (N, ...), all in the same order.
     counts_WE: (W, E_local), number of rows of each rank and expert.
@@ -120,14 +121,15 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 
 
 class Exchanging:
-    """An all-to-all of rows under way. The constructor starts it, `wait` returns the rows that arrived.
+    """An all-to-all of rows under way. The constructor starts the exchange, `wait` returns received rows.
 
-    The operator `exchange_rows` does both, with the same arguments:
+    The operator `exchange_rows` starts an exchange and waits for it. Its arguments are those of the
+    constructor:
 
     rows: the tensors to send, (N, ...) each for N rows.
-    send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each of W ranks, for each of E_local
-        experts of a rank.
-    num_out: not read.
+    send_WE, recv_WE: (W, E_local) int64 on the host, numbers of rows to and from each of W ranks, for each of
+        E_local experts of a rank.
+    num_out: not read. It is only needed when a graph is traced.
     returns: True for a combine, False for a dispatch.
     layer: the number that stands for the layer (`number_of`).
 

@@ -117,12 +117,12 @@ def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> 
 def pack(
     values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Copies each token to the rows that its experts get. Returns rows that travel and rows that stay.
+    """Copies each token to the rows that its experts get. Returns (rows that travel, rows that stay).
 
     Rows travel to other ranks, or stay on this rank if their expert is on it. Both results are (N, ...), each
-    with its own number of rows N. A slot is one choice of one token, and S their number. W is the number of
-    ranks, E_local of experts of a rank. With top_k = 1 the function copies one value for each slot, such as a
-    routing weight.
+    with its own number of rows N. A slot is one choice of one token. S is the number of slots, W the number
+    of ranks, E_local the number of experts of a rank. With top_k = 1 the function copies one value for each
+    slot, such as a routing weight.
 
     values: (S / top_k, ...), one value for every ``top_k`` slots.
     slot, position: (S,), the sorted slots and the inverse, as `order` returns them.
@@ -169,9 +169,10 @@ def join(
     top_k: int,
     num_values: int,
 ) -> Tensor:
-    """Returns for each token the sum of its rows, (num_values, ...). It reverses `pack`.
+    """Returns for each token the sum of its rows, (num_values, ...), after experts have computed them.
 
-    A slot is one choice of one token, and S their number. N is a number of rows.
+    It is the reverse of `pack`, which copies each token to its rows. A slot is one choice of one token, and S
+    the number of slots. N is a number of rows.
 
     travelled, stayed: (N, ...) each, rows that came back from other ranks, and rows that never left this
         rank. A dropped slot has no row and counts as zeros.

@@ -72,10 +72,11 @@ class GraphSplit:
     def __init__(self, module: fx.GraphModule, cut: Mapping[fx.Node, Axis], sequences: object) -> None:
         """Finds along which dimension each tensor can be cut, and moves calls that would interrupt a range.
 
-        A range is a run of consecutive calls that is cut into parts of the batch.
+        A range is a run of consecutive calls that is cut into parts of the batch. Calls that cannot be cut
+        move to the end of the graph, if no all-to-all waits for them.
 
         module: the graph. The order of its calls may change.
-        cut: the axes of the graph's inputs: the dimension along which each is cut.
+        cut: for each input of the graph that is cut, the dimension along which it is cut.
         sequences: number of sequences in the batch, a number or a symbol of the trace.
         """
         self._module = module
@@ -97,8 +98,9 @@ class GraphSplit:
     def _gather(self) -> None:
         """Moves calls that stand among a layer's calls, but do not belong to the layer, behind the layer.
 
-        This is for backward graphs in which no input holds the batch. Such a layer is cut along its tokens,
-        which is possible only if all calls between its first and its last work on rows.
+        It is used for backward graphs in which no input holds the batch. In these graphs each layer is cut
+        along its tokens. This is possible only if all calls from the layer's first to its last belong to the
+        layer.
         """
         for route in self._routes:
             nodes = list(self._module.graph.nodes)
@@ -115,11 +117,11 @@ class GraphSplit:
                     (source if is_result_of else route.last).append(node)
 
     def saved(self) -> dict[str, int]:
-        """Returns the dimensions along which results of the graph are cut, by name and by shape.
+        """Returns the dimension along which each result of a forward graph is cut, by name and by shape.
 
-        It is called on a forward graph, to find the axes of the backward graph's inputs. A tensor that was
-        saved for backward has the name of the result. The gradient of a result has another name, and is found
-        by the result's shape, as text. Results that are not cut along a dimension are left out.
+        With it, the axes of the backward graph's inputs are found. An input that forward saved has the name
+        of the forward graph's result. The gradient of a result has another name, so it is found by the shape
+        of the result, as text. Results that are not cut along a dimension are left out.
         """
         axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():
@@ -136,10 +138,10 @@ class GraphSplit:
     def cuttable(self, instructions: Sequence[Instruction]) -> Cuttable:
         """Returns where ranges of the graph may end, and which instructions can be cut into parts.
 
-        A range is a run of consecutive instructions that is cut. It must not end between rows and the last
-        call that reads them, because the next range could not find out which rows belong to which part. It
-        must not end between a call with several results and the nodes that take one of them, because only
-        single tensors can be joined.
+        A range is a run of consecutive instructions that is cut. A range must not end after a call that makes
+        routed rows and before the last call that reads these rows, because it is not known outside the range
+        which rows belong to which part. A range must also not end between a call with several results and the
+        nodes that take one of them, because only single tensors can be joined.
 
         instructions: the instructions of the graph, with their costs.
         """
@@ -155,8 +157,9 @@ class GraphSplit:
     def cut(self, plan: RangePlan) -> fx.GraphModule:
         """Returns the graph with the ranges of ``plan`` cut into parts of the batch.
 
-        A range is a run of consecutive instructions. If this graph has other instructions than the graph on
-        which the ranges were chosen, each layer in a range is cut by itself instead.
+        A range is a run of consecutive instructions. Each layer in a range is cut by itself instead if this
+        graph has other instructions than the graph on which the ranges were chosen, or fewer than two
+        sequences.
         """
         if not plan.ranges:
             return self._module
@@ -189,9 +192,9 @@ NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
 
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
-    """Returns the tensors that a layer reads and that have a row for each token, or choice of a token.
+    """Returns the tensors that a layer reads and that have an entry for each token, or choice of a token.
 
-    The result maps each tensor to axis 0, the dimension along which it is cut into parts of the batch.
+    The result maps each tensor to 0, the dimension along which the tensor is cut into parts of the batch.
 
     body: the calls of the layer.
     """

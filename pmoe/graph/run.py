@@ -58,15 +58,16 @@ class Program:
     """State that all graphs of the same layers and direction share.
 
     key: the direction, and the numbers of the layers that communicate.
-    steps: number of training steps that have begun on this rank. It no longer grows once `is_agreed` is True.
+    steps: number of training steps that have begun on this rank. They are no longer counted once `is_agreed`
+        is True.
     plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
     costs: costs of the graph with these ranges cut, by the `label` of each call.
     is_agreed: whether all ranks have rank 0's plan and costs, from which the order of the calls follows.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
-    watch: a function that `explain` sets to time passes: the program calls it, and it runs the pass. Else
-        None.
+    watch: a function that `explain` sets to time passes. If it is set, it is called with the module and its
+        arguments, and runs the pass. Otherwise None.
     """
 
     key: Key
@@ -194,10 +195,10 @@ class GraphRunner:
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
         """Runs the first training step: measures the graph cut in several ways, then runs it as traced.
 
-        Returns the results of the graph as traced. Rank 0 stores in the program what will be cut. In a
-        forward graph, `solve` chooses this from the measured costs of parts. In a backward graph, either
-        everything that can be cut is cut, or nothing: the fastest way that was measured and fits into memory
-        is chosen.
+        Returns the results of the graph as traced. Rank 0 chooses what will be cut, and stores the choice in
+        the program. In a forward graph, `solve` chooses from the measured costs of parts. In a backward
+        graph, either everything that can be cut is cut, or nothing: of all numbers of parts and orders that
+        were measured, the fastest that stays within the memory limit is chosen.
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
@@ -234,12 +235,12 @@ class GraphRunner:
         return results
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
-        """Runs a training step after the first: takes rank 0's choice of what is cut, and later rank 0's
-        costs.
+        """Runs a training step after the first: all ranks take rank 0's choice of cuts, then its costs.
 
-        In step 2 the graph is measured with its ranges (runs of instructions) cut, and the results are
-        returned. In the last step, or if nothing is cut, the method returns None: the ranks now agree on
-        everything, and the caller can run the graph in its final order.
+        In step 2, if the choice has ranges (runs of instructions) to cut, the graph is measured with these
+        cut, and the results are returned. In the next step, or in step 2 if nothing is cut, the method takes
+        rank 0's costs and returns None: the ranks now agree on everything, and the caller can run the graph
+        in its final order.
         """
         program = self.program
         if program.steps == 2:

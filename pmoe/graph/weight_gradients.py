@@ -27,9 +27,9 @@ Listing = Sequence[Instruction]
 
 
 def weight_gradients(instructions: Listing) -> set[str]:
-    """Returns the names of the instructions from which no path leads to an all-to-all.
+    """Returns the names of the instructions for which no all-to-all waits, directly or through others.
 
-    They need not run before any all-to-all, so they can be moved to where one runs. Most of them are
+    They need not run before any all-to-all, so they can be moved to run beside one. Most of them compute
     gradients of weights.
     """
     needed: set[str] = set()
@@ -76,9 +76,9 @@ def assign(instructions: Listing) -> dict[str, str]:
     """Assigns weight gradients to all-to-alls beside which they run (Lancet, Algorithm 1).
 
     A weight gradient is any instruction that no all-to-all waits for. The all-to-alls choose in their order.
-    Each starts with its own seconds as the time to fill. It takes the weight gradient whose seconds are
-    closest to the time to fill, and subtracts them. It repeats this until the time is filled, or until no
-    weight gradient is left.
+    Each all-to-all starts with its own seconds as the time to fill. It takes the weight gradient with the
+    seconds closest to the time to fill, and subtracts these seconds. This is repeated until the time is
+    filled, or until no weight gradient is left.
 
     Returns for each assigned weight gradient, by name, the name of its all-to-all.
     """
@@ -234,9 +234,10 @@ class _List:
     def _fill(self) -> None:
         """Fills a gap, in which all computation waits for an all-to-all, with a weight gradient.
 
-        The weight gradient whose time is closest to the gap is taken. One that takes more than twice the gap
-        is not considered, because it would delay other instructions by more than the gap. If none remains,
-        the time moves on to the end of the gap.
+        The weight gradient (an instruction that no all-to-all waits for) with the time closest to the gap is
+        taken. A weight gradient that takes more than twice the gap is not considered, because it would delay
+        other instructions by more than the gap. If none is short enough, the time moves on to the end of the
+        gap.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now
@@ -265,8 +266,10 @@ class _List:
     def _offer(self, place: int, name: str) -> None:
         """Puts an instruction that can begin now into ``pool`` (weight gradients) or ``chain`` (others).
 
+        A weight gradient is any instruction that no all-to-all waits for.
+
         place: the instruction's position in the given order.
-        name: its name.
+        name: the instruction's name.
         """
         if name in self.free:
             self.pool.add(name)
@@ -291,8 +294,7 @@ class _List:
                 heapq.heappush(self.later, (begin, place, name))
 
     def _take(self, name: str) -> None:
-        """Schedules an instruction: advances the time of its lane, and frees memory that it is the last to
-        read.
+        """Schedules an instruction: advances the time of its lane, and frees memory that nothing reads later.
 
         A lane is a queue of instructions: one for all-to-alls, one for computation.
         """
@@ -315,5 +317,8 @@ class _List:
         return sum(self.num_bytes.get(each, 0) for each in holds if self.uses[each] == 1)
 
     def _freeing(self) -> bool:
-        """Returns whether a weight gradient that can begin now frees more bytes than it allocates."""
+        """Returns whether any weight gradient that can begin now frees more bytes than it allocates.
+
+        A weight gradient is an instruction that no all-to-all waits for.
+        """
         return any(self._freed(name) > self.by_name[name].num_bytes for name in self.pool)

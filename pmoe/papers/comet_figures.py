@@ -103,7 +103,7 @@ def min_seconds(
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
     The bound is the largest of three times: of the computing blocks, of the communicating blocks, and of the
-    link. Each includes work of the others that must come before or after.
+    link between ranks. Each time includes work of the other two that must come before or after.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -153,16 +153,16 @@ def busy_bars(
     lanes: Mapping[str, tuple[str | tuple[str, ...], int]],
     origin: float = 0.0,
 ) -> list[Span]:
-    """Returns a simulated fused kernel as bars of a timeline with few lanes.
+    """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw each. So one lane stands for many blocks, and the height of a
-    bar is the fraction of them that work on rows of the same source rank (layer 0), or on the same chunk of
-    columns (layer 1). Time is cut into 200 steps. Neighbouring steps with the same height, rounded to 1/25 of
-    the lane, become one bar.
+    A kernel has too many thread blocks to draw a row for each. The height of a bar is the fraction of the
+    row's blocks that work on rows of the same source rank (layer 0), or on the same chunk of columns (layer
+    1). Time is cut into 200 steps. Neighbouring steps with the same height, rounded to 1/25 of the row's
+    height, become one bar.
 
-    run: tasks of the kernel with their start and end.
-    lanes: for each drawn lane, by name: (first letters of the names of its blocks' lanes, number of its
-        blocks).
+    run: tasks of the kernel with their start and end. A task's ``lane`` names its block, such as "block 17".
+    lanes: the rows of the timeline. Maps the name of a row to (first letters of the names of its blocks,
+        number of its blocks).
     origin: seconds from the start of the drawing to the start of the kernel.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
@@ -224,8 +224,13 @@ RANKS = 8
 def table3() -> list[dict[str, Any]]:
     """Returns Table 3: the bytes of the shared communication buffer, for each model and number of tokens.
 
-    computed_bytes: by section 5.5's formula, M N elements of two bytes each.
-    paper_bytes: as the paper prints them. Its MB are 2^20 bytes.
+    Each result is a dict with these fields:
+
+        model            name of the model
+        tokens           M, number of tokens
+        computed_bytes   by section 5.5's formula: M * N elements of two bytes, where N is the number of
+                         columns of a token (d_model)
+        paper_bytes      as the paper prints them; the paper's MB are 2^20 bytes
     """
     return [
         {

@@ -1,10 +1,12 @@
 """COMET's Figs. 10, 12, 13 and 14, simulated: a layer by COMET and by four systems that launch more kernels.
 
-COMET is two fused kernels with their best divisions of thread blocks (`pmoe.papers.comet_figures`). All other
-systems are pmoe's forward schedule in chunks. Every launch costs time. The assumptions are those of COMET's
-other figures (`pmoe simulate comet --assumptions`). Those for these figures were added before the first run.
+COMET is simulated as two fused kernels with their best divisions of thread blocks
+(`pmoe.papers.comet_figures`), every other system as pmoe's forward schedule in chunks (micro-batches). Every
+launch of a kernel costs time. `pmoe simulate comet --assumptions` prints the assumptions. All were written
+down before the first run.
 
-Letters are the paper's: M tokens of all ranks, E experts, W = EP * TP ranks (expert and tensor parallel).
+Letters are the paper's: M tokens of all ranks, E experts, topk experts of a token, W = EP * TP ranks (expert
+and tensor parallel). Layer 0 is dispatch and the first product, layer 1 the second product and combine.
 """
 
 from __future__ import annotations
@@ -41,16 +43,18 @@ CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that Tutel chooses from."""
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-"""M of Fig. 10. The text names no values."""
+"""Numbers of tokens (M) in Fig. 10. The paper's text does not list them."""
 
 LAYOUTS = ((8, 1), (4, 2), (2, 4), (1, 8))
-"""EP and TP of Fig. 12 and of Fig. 14 on the right."""
+"""(EP, TP) of Fig. 12 and of Fig. 14 on the right."""
 
 STRUCTURES = tuple(itertools.product((8, 16, 32), (2, 4, 8)))
-"""E and topk of Fig. 13. The text names no values."""
+"""(E, topk) of Fig. 13: experts, and experts of a token. The paper's text does not list them."""
 
 STDS = (0.0, 0.01, 0.02, 0.032, 0.04, 0.05)
-"""Standard deviations of the experts' shares of the rows in Fig. 14, left. The text names 0, 0.032, 0.05."""
+"""Standard deviations of the experts' shares of the rows in Fig. 14, left.
+
+The paper's text names only 0, 0.032 and 0.05."""
 
 
 class SystemTime(NamedTuple):
@@ -70,11 +74,12 @@ class SystemTime(NamedTuple):
 
 
 def chunk_launches(n: int, local_experts: int) -> int:
-    """Returns the launches of a layer that runs in n chunks, and each expert by kernels of its own.
+    """Returns the number of kernel launches of a forward pass in n chunks, with kernels for each expert.
 
-    20 for gate and routing. Each chunk has two collectives, two kernels that arrange rows, and for each of
-    the rank's experts two products and an activation.
+    Gate and routing have 20 launches. Each chunk has two collectives, two kernels that arrange rows, and for
+    each of the rank's experts two products and an activation.
 
+    n: number of chunks.
     local_experts: number of experts of the rank.
     """
     return 20 + n * (4 + 3 * local_experts)
@@ -82,11 +87,12 @@ def chunk_launches(n: int, local_experts: int) -> int:
 
 @functools.cache
 def system_times(arriving: Arriving, returning: Returning, device: DeviceRates) -> dict[str, SystemTime]:
-    """Returns the time of a layer by each system, by the system's name.
+    """Returns the time of a forward pass of a layer by each system, by the system's name.
 
     "CUTLASS" and "TE" are Megatron-LM with products by CUTLASS and by Transformer Engine.
 
-    arriving, returning: COMET's layers 0 and 1 of one rank.
+    arriving: work of one rank in COMET's layer 0 (dispatch and first product).
+    returning: work of one rank in COMET's layer 1 (second product and combine).
     device: rates of the device.
     """
     local_experts = len(arriving.rows_E)
@@ -104,10 +110,10 @@ def system_times(arriving: Arriving, returning: Returning, device: DeviceRates) 
 
 
 def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Returning]:
-    """Returns layers 0 and 1 of the busiest of 8 ranks with one expert each, under skewed routing.
+    """Returns COMET's layers 0 and 1 of the busiest of 8 ranks with one expert each, under skewed routing.
 
-    Shares of the rows are evenly spaced over the experts around their mean. All ranks send as many rows as
-    the busiest one receives.
+    The experts' shares of the rows are evenly spaced around their mean. Every rank is assumed to send as many
+    rows as the busiest rank receives.
 
     model: sizes of the layer. It has 8 experts.
     tokens: tokens of all ranks.
@@ -129,9 +135,14 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
 
 
 def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: DeviceRates) -> dict[str, Any]:
-    """Returns a row of a figure: what it is, the seconds of each system, COMET's without launches.
+    """Returns one row of a figure: the fields of ``case``, and the seconds of each system.
 
-    FasterMoE has no tensor parallelism. Its field is None if the case has any.
+    "no launches_seconds" are COMET's seconds without launches. FasterMoE has no tensor parallelism, so its
+    field is None if the case has TP above 1.
+
+    case: the numbers by which the rows of the figure differ, such as {"M": 8192}.
+    layers: COMET's layers 0 and 1 of one rank.
+    device: rates of the device.
     """
     times = system_times(*layers, device)
     seconds: dict[str, float | None] = {f"{name}_seconds": time.seconds for name, time in times.items()}
@@ -141,17 +152,26 @@ def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: De
 
 
 def figure10() -> list[dict[str, Any]]:
-    """Returns Fig. 10: a layer of Mixtral's sizes with EP = 8, by number of tokens."""
+    """Returns Fig. 10: the seconds of each system for a layer of Mixtral, by number of tokens (M).
+
+    The layer has EP = 8: its experts are distributed over 8 ranks.
+    """
     return [_row({"M": M}, even_layer(MIXTRAL, M, ep=8), H800) for M in TOKENS]
 
 
 def figure12() -> list[dict[str, Any]]:
-    """Returns Fig. 12: the same layer with M = 8192, by parallelism."""
+    """Returns Fig. 12: the seconds of each system for a layer of Mixtral, by EP and TP.
+
+    EP and TP are the numbers of ranks for expert and tensor parallelism. There are 8192 tokens (M).
+    """
     return [_row({"EP": ep, "TP": tp}, even_layer(MIXTRAL, 8192, ep=ep, tp=tp), H800) for ep, tp in LAYOUTS]
 
 
 def figure13() -> list[dict[str, Any]]:
-    """Returns Fig. 13: the layer with M = 8192 and EP = 8, by number of experts and of experts of a token."""
+    """Returns Fig. 13: the seconds of each system, by number of experts (E) and of a token's experts (topk).
+
+    All other sizes are those of Mixtral, with 8192 tokens on 8 expert-parallel ranks.
+    """
     return [
         _row({"E": E, "topk": topk}, even_layer(MIXTRAL._replace(E=E, topk=topk), 8192, ep=8), H800)
         for E, topk in STRUCTURES
@@ -159,16 +179,23 @@ def figure13() -> list[dict[str, Any]]:
 
 
 def figure14_left() -> list[dict[str, Any]]:
-    """Returns Fig. 14, left: the layer with M = 8192 and EP = 8, by the spread of the experts' rows.
+    """Returns Fig. 14, left: the seconds of each system, by the skew of the routing.
 
-    over CUTLASS    how many times as fast COMET is
+    The layer is Mixtral's, with 8192 tokens on 8 expert-parallel ranks. Two fields are not seconds:
+
+        1000 std        1000 times the standard deviation of the experts' shares of the rows
+        over CUTLASS    the seconds of CUTLASS divided by those of COMET
     """
     rows = [_row({"1000 std": round(1000 * std)}, skewed_layer(MIXTRAL, 8192, std), H800) for std in STDS]
     return [{**row, "over CUTLASS": row["CUTLASS_seconds"] / row["COMET_seconds"]} for row in rows]
 
 
 def figure14_right() -> list[dict[str, Any]]:
-    """Returns Fig. 14, right: a layer with topk = 4 and M = 8192 on eight L20, by parallelism."""
+    """Returns Fig. 14, right: the seconds of each system on eight L20, by EP and TP.
+
+    EP and TP are the numbers of ranks for expert and tensor parallelism. The layer is Mixtral's with 4
+    experts for each token, and 8192 tokens.
+    """
     model = MIXTRAL._replace(topk=4)
     return [_row({"EP": ep, "TP": tp}, even_layer(model, 8192, ep=ep, tp=tp), L20) for ep, tp in LAYOUTS]
 
@@ -184,7 +211,7 @@ FIGURES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields COMET's mean speed-up over each system in each figure, beside what the paper's text says.
+    """Yields, for each figure, COMET's mean speed-up over each system, beside the paper's own numbers.
 
     figures: rows of the figures by name.
     """

@@ -18,9 +18,13 @@ rank + 1 level 1, and so on. An expert's rows lie in the order of levels. Commun
 level by level (to this rank, to rank - 1, ...), so that every rank receives level 1, 2, ... in order. A tile
 starts when its pieces have arrived.
 
-    computing blocks      . L L L C1 C1 C1 C2 C2 ...     tiles by the level that completes their rows
+    computing blocks      . L L L C1 C1 C1 C2 C2 ...
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
     link                  . . S1 S1 S2 S2 ...
+
+    L    a tile of which all rows are from this rank (level 0)
+    C1   a tile that is complete when rows of level 1 have arrived
+    S1   pieces of rows for rank - 1, which has them as level 1
 
 Layer 1: the columns of the result are cut into chunks of T_N columns, and tiles are computed chunk by chunk.
 When a chunk is computed, the communicating blocks sum the rows that each token has on this rank, and write
@@ -29,6 +33,10 @@ ranks for chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
 
     computing blocks      E0 E0 E1 E1 E2 E2
     communicating blocks  .  .  R0 .  R1 O0 R2 O1 O2
+
+    E0   a tile of chunk 0
+    R0   sums of this rank's rows in chunk 0, written to the ranks that own the tokens
+    O0   sums of all ranks in chunk 0, for the tokens that this rank owns
 
 Letters: T tokens of this rank, W ranks (and so many levels), E experts of a rank, B blocks, n_c communicating
 blocks, T_N columns of a chunk.
@@ -69,10 +77,9 @@ class DeviceRates:
     signal_seconds: float
 
     def tile_seconds(self, reduction: int) -> float:
-        """Returns the seconds in which a computing block multiplies one tile, whether the tile is full or
-        not.
+        """Returns the seconds in which a computing block multiplies one tile, full or not.
 
-        reduction: elements over which the product sums (K of an M x N x K product).
+        reduction: number of elements over which the product sums: the length of a row before the product.
         """
         return 2 * TILE_ROWS * TILE_COLUMNS * reduction / self.block_flops
 
@@ -143,7 +150,7 @@ class Model(NamedTuple):
 
 
 def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arriving, Returning]:
-    """Returns layers 0 and 1 of one rank under even routing, for ep * tp ranks.
+    """Returns COMET's layers 0 and 1 of one rank under even routing, for ep * tp ranks.
 
     The tp ranks of a tensor-parallel (TP) group hold the same experts, with 1 / tp of the hidden units each.
     So every row goes to all tp ranks of the group. Each rank sums its partial results of a token's rows, and
@@ -192,8 +199,8 @@ class FusedTask:
     """A task of a fused kernel, which one of the simulated thread blocks or the link runs.
 
     name: unique in a launch of the kernel.
-    lane: "block 17" computes, "comm 3" communicates, "link" sends. Signals and ends of chunks have lanes of
-        their own, because they delay only the tasks that wait for them.
+    lane: the queue that runs the task: "block 17" computes, "comm 3" communicates, "link" sends. Signals and
+        ends of chunks have lanes of their own, because they delay only the tasks that wait for them.
     waits: names of the tasks that must end before this task starts.
     kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
     part: distance of the source rank (its "level") in layer 0; number of the chunk of columns in layer 1.
@@ -264,9 +271,9 @@ class Launch:
     ) -> str:
         """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
-        The block reads in its own rank's memory. Bytes for another rank pass the link after this, one write
-        after another. The block starts only when all but the last of its earlier writes have passed the link,
-        so that few bytes wait for the link.
+        The block reads in its own rank's memory. Bytes for another rank then pass the link, one write after
+        another. The block starts only when all of its earlier writes, except the last one, have passed the
+        link, so that few bytes wait for the link.
 
         Returns the name of the task that ends when all bytes have arrived.
 
@@ -296,8 +303,8 @@ class Launch:
 class Tile:
     """A tile (128 rows x 256 columns) of the product in COMET's layer 0.
 
-    level: distance of the rank whose rows arrive last: the tile can start when those of rank + level are
-        here.
+    level: distance of the rank whose rows arrive last: the tile can start when the rows of rank + level have
+        arrived.
     expert: number of the expert on this rank.
     row, column: position among the expert's tiles, counted in tiles.
     """
@@ -383,9 +390,9 @@ def fused_combine_tasks(
     those for this rank first. The final sums of this rank's tokens are divided among the communicating
     blocks.
 
-    To simulate fewer tasks, work that a block does without waiting in between is one task: its tiles of a
-    chunk, and its pieces for one rank. Computing blocks take as long as with single tasks. Only the link is
-    less exact: a block's pieces for one rank pass it as one message.
+    To simulate fewer tasks, all work that a block does without waiting is one task: all its tiles of a chunk,
+    or all its pieces for one rank. Computing blocks take as long as with a task for each tile. Only the link
+    is less exact: a block's pieces for one rank pass the link as one message.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.
@@ -437,13 +444,14 @@ def fused_combine_tasks(
 
 
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
-    """Returns how many rows of each count every block gets, if blocks take pieces of rows in turn.
+    """Returns for several groups of rows how many rows each block gets, if blocks take pieces in turn.
 
-    The first block for a count is the one after the block that got the last piece of the count before.
+    The turn goes on from group to group: the first piece of a group goes to the block after the one that got
+    the last piece of the group before.
 
-    counts: numbers of rows.
+    counts: number of rows of each group.
     blocks: number of blocks.
-    height: rows of a piece.
+    height: number of rows of a piece.
 
     Example: counts [3, 1], 2 blocks, height 1 -> [[2, 1], [0, 1]].
     """

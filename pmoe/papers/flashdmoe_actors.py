@@ -9,9 +9,15 @@ tasks to the processors that are free.
     processors      S  S  C0 C0 C1 E0 E1 O0 O1
     link            .  S  S  .  .  .  R0 R1
 
-The layer, the writes to peers and the synchronous layer are those of the simulation of COMET
-(`pmoe.papers.comet_tasks`). What is assumed was fixed before the first run, and nothing was fitted to the
-thesis.
+    S        rows are sent to the ranks of their experts
+    A0       the subscriber sees that tile 0 of rows has arrived; the scheduler hands out its tasks
+    C0, E0   first and second product of tile 0
+    R0       results of tile 0 are sent back; U0: the subscriber sees that they have arrived
+    O0       results of tile 0 are added to the output
+
+It is compared with a synchronous layer, which runs one task after another in one chunk. Sizes of the layer,
+writes to peers and the synchronous layer are those of the simulation of COMET (`pmoe.papers.comet_tasks`).
+All assumptions were fixed before the first run, and nothing was fitted to the thesis.
 """
 
 from __future__ import annotations
@@ -52,24 +58,24 @@ H100 = DeviceRates(
 """Rates of one of the thesis's eight devices, in float32 on tensor cores."""
 
 H100_HALF = replace(H100, block_flops=495e12 / 132)
-"""The same in 16-bit types."""
+"""Rates of one of the thesis's eight devices, in 16-bit types."""
 
 DECODE = 0.2e-6
-"""Seconds of the subscriber for each packet."""
+"""Seconds that the subscriber takes to read one message: a tile of rows has arrived."""
 
 SCHEDULE = 0.1e-6
-"""Seconds of the scheduler for each packet whose tasks it hands out."""
+"""Seconds that the scheduler takes to hand out the tasks of one tile of rows."""
 
 LAUNCH_SECONDS = 5e-6
-"""Seconds that each launch adds to a layer."""
+"""Seconds that each launch of a kernel adds to a layer."""
 
 TOKENS = 8192
-"""Tokens of a rank."""
+"""Number of tokens of a rank, unless a figure has another one."""
 
 LAYER = Model(E=64, topk=2, N=2048, K=2048)
 
 PAIR_COLUMNS = 512
-"""T_N of COMET's second kernel, the columns after which it sends."""
+"""T_N of COMET's second kernel: it sends its sums after this number of columns."""
 
 
 # ---- the actors
@@ -78,22 +84,23 @@ PAIR_COLUMNS = 512
 def actor_tasks(
     layer: Arriving, device: DeviceRates, late: float = 0.0, ends: Mapping[str, float] | None = None
 ) -> list[FusedTask]:
-    """Returns the tasks of one rank's kernel (section 4.2).
+    """Returns the tasks of one rank's kernel (section 4.2 of the thesis).
 
-    For each tile of rows, in order:
+    A tile of rows has these tasks, in order:
 
-        S   its pieces arrive; then the subscriber and the scheduler act
+        S   pieces of its rows arrive; then the subscriber and the scheduler act
         C   tiles of the first product (L for rows of this rank); then the scheduler acts
-        E   tiles of the second product, each written to its source by the processor that computed it
-        R   on the link
-        O   added to the output after its return
+        E   tiles of the second product, which the processors write to the rank that the rows came from
+        R   the results pass the link
+        O   the returned results are added to the output
 
-    All ranks do the same, so a tile comes from rank + l whenever one goes to rank - l.
+    All ranks are assumed to do the same at the same time. So when a tile goes to rank - l, one comes from
+    rank + l.
 
-    layer: rows that arrive, by level (the distance of their source) and expert.
+    layer: rows that arrive, by level (the distance of the rank that they come from) and expert.
     device: rates of the device.
-    late: seconds by which the peer at level 1 is late.
-    ends: the time at which each task ends if no peer is late.
+    late: seconds by which rank + 1 is behind this rank.
+    ends: the time in seconds at which each task ends if no rank is late; needed only if ``late`` is above 0.
     """
     processors = device.blocks - 1
     kernel = Launch(device, processors)
@@ -139,10 +146,10 @@ def actor_tasks(
 
 
 def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
-    """Simulates tasks of processors on the first free processor, in the order in which they become ready.
+    """Simulates tasks. Each processor that becomes free takes the task that has been ready for longest.
 
-    They need not run on the processor that they name, because the scheduler is work-conserving. Other lanes
-    keep the same order.
+    The processor that a task names is ignored, because the scheduler gives tasks to any free processor. The
+    link, the subscriber and the scheduler also run their tasks in the order in which they become ready.
 
     tasks: in an order in which each waits only for tasks before it.
     processors: number of processors.
@@ -176,8 +183,11 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
 def rank_layer(
     ranks: int, tokens: int = TOKENS, experts: int = LAYER.E, element_size: int = 4
 ) -> tuple[Arriving, Returning]:
-    """Returns COMET's layers 0 and 1 of one of ``ranks`` ranks, for the layer of the thesis's section 6.1.
+    """Returns the layer of the thesis's section 6.1 on one rank, as COMET's layers 0 and 1.
 
+    Layer 0 is dispatch and the first product, layer 1 the second product and combine.
+
+    ranks: number of ranks.
     tokens: tokens of a rank.
     experts: experts of all ranks.
     element_size: bytes of an element.
@@ -190,9 +200,10 @@ def rank_layer(
 def actor_run(
     ranks: int, late: float = 0.0, tokens: int = TOKENS, experts: int = LAYER.E
 ) -> list[Simulated[FusedTask]]:
-    """Returns the simulated run of FlashDMoE's layer on one of so many ranks.
+    """Returns the tasks of FlashDMoE's kernel on one rank, with their simulated start and end.
 
-    late: seconds by which one peer is late.
+    ranks: number of ranks.
+    late: seconds by which one other rank is behind this rank.
     tokens: tokens of a rank.
     experts: experts of all ranks.
     """
@@ -206,24 +217,33 @@ def actor_run(
 
 
 def synchronous_seconds(ranks: int) -> tuple[float, float]:
-    """Returns the seconds of the synchronous layer without launches, and of one of its all-to-alls."""
+    """Returns (seconds of a layer that runs one task after another, seconds of one of its all-to-alls).
+
+    Launches of kernels are not included.
+
+    ranks: number of ranks.
+    """
     run = chunked_run(*rank_layer(ranks), H100, 1)
     return makespan(run), exchange_seconds(run)
 
 
 def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
-    """Returns the seconds of the longest all-to-all that sends rows away."""
+    """Returns the seconds of the longest dispatch in a simulated pass.
+
+    run: tasks of the pass with their start and end.
+    """
     return max(item.end - item.start for item in run if item.task.kind == "S")
 
 
 def pair_run(
     arriving: Arriving, returning: Returning, blocks: tuple[int, int], late: float = 0.0
 ) -> tuple[float, float]:
-    """Returns the seconds of COMET's two kernels, with so many communicating blocks each.
+    """Returns the simulated seconds of COMET's two fused kernels, if one other rank is late.
 
-    arriving, returning: COMET's layers 0 and 1 of one rank.
-    blocks: number of communicating blocks of each kernel.
-    late: seconds by which the peer at level 1 is late.
+    arriving: work of one rank in COMET's layer 0 (dispatch and first product).
+    returning: work of one rank in COMET's layer 1 (second product and combine).
+    blocks: number of communicating thread blocks of each kernel.
+    late: seconds by which rank + 1 is behind this rank.
     """
     tasks = fused_dispatch_tasks(arriving, H100, blocks[0])
     levels = {task.name: task.part for task in tasks if task.kind == "S"}
@@ -243,13 +263,14 @@ def pair_run(
 
 
 def chunked_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
-    """Returns the seconds of the engine's schedule in n chunks, beside a late peer.
+    """Returns the simulated seconds of pmoe's forward schedule in n chunks, if one other rank is late.
 
-    The first all-to-all waits for that peer.
+    The first all-to-all waits for that rank.
 
-    arriving, returning: COMET's layers 0 and 1 of one rank.
+    arriving: work of one rank in COMET's layer 0 (dispatch and first product).
+    returning: work of one rank in COMET's layer 1 (second product and combine).
     n: number of chunks.
-    late: seconds by which the peer is late.
+    late: seconds by which the other rank is behind this rank.
     """
     run = chunked_run(arriving, returning, H100, n)
     first = min((item for item in run if item.task.kind == "S"), key=lambda item: item.start).task.name

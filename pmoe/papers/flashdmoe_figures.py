@@ -1,7 +1,8 @@
 """FlashDMoE's Figs. 3.1 and 6.1 to 6.5, simulated: latency, overlap, throughput and a late peer.
 
-The persistent kernel is that of `pmoe.papers.flashdmoe_actors`. The layers beside it are pmoe's schedule in
-chunks, and COMET's two kernels. Launches are counted by the thesis's Table 1.1.
+`pmoe.papers.flashdmoe_actors` simulates FlashDMoE's kernel, in which actors (processors, a subscriber, a
+scheduler) run side by side. It is compared with pmoe's schedule in chunks, and with COMET's two fused
+kernels. Launches of kernels are counted by the thesis's Table 1.1.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUMBERS = (2, 4, 8)
-"""Numbers of GPUs of the scaled layers."""
+"""Numbers of GPUs in `scaled_layers`."""
 
 SIZES = (1024, 2048, 4096, 8192, 16384)
-"""Tokens of a rank, of the three ways and of Fig. 6.1."""
+"""Numbers of tokens of a rank in Fig. 6.1 and in `ways_by_size`."""
 
 PAIR_BLOCKS = (8, 16, 24, 32)
-"""Numbers of communicating blocks from which COMET's kernels take the fastest."""
+"""Numbers of communicating thread blocks, from which the fastest is taken for each of COMET's kernels."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunks from which the pipeline takes the fastest."""
+"""Numbers of chunks, from which the fastest is taken for pmoe's schedule in chunks."""
 
 EXPERTS = (8, 16, 32, 64, 128)
 """Experts of all ranks in Fig. 6.5."""
@@ -56,11 +57,12 @@ FIGURE65_TOKENS = 16384
 
 
 def latencies(gpus: int, tokens: int, experts: int) -> dict[str, float]:
-    """Returns the milliseconds of a forward pass with launches, by system.
+    """Returns the milliseconds of a forward pass by system, launches of kernels included.
 
-    FlashDMoE computes in float32 and the others in 16 bits, as in the thesis (6.1.1). "Megatron-TE, float32"
-    is in float32 too.
+    FlashDMoE computes in float32 and the other systems in 16 bits, as in the thesis (section 6.1.1). An entry
+    of its own, "Megatron-TE, float32", has Megatron-TE in float32.
 
+    gpus: number of GPUs.
     tokens: tokens of a GPU.
     experts: experts of all GPUs.
     """
@@ -98,9 +100,16 @@ def figure65() -> list[dict[str, Any]]:
 
 
 def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields FlashDMoE's largest speed-ups that the thesis names, here and in the thesis.
+    """Yields FlashDMoE's largest speed-ups that the thesis names: as simulated, and as the thesis prints.
 
-    figures: rows of the figures, by the name of the figure.
+    figures: rows of the figures, by the name of the figure ("6.1", "6.5").
+
+    Each result has these fields:
+
+        figure, GPUs, over              the figure, the number of GPUs, and the system ("all" for any system)
+        most                            the largest simulated speed-up over this system
+        over Megatron-TE in float32     the largest simulated speed-up over Megatron-TE in float32
+        thesis                          the speed-up in the thesis
     """
     for claim in printed("flashdmoe speed-ups"):
         figure, gpus, over, paper = claim
@@ -122,10 +131,14 @@ def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[di
 
 
 def scaled_layers() -> list[dict[str, Any]]:
-    """Returns a row for each number of GPUs, for the actors and for the synchronous layer.
+    """Returns how FlashDMoE's kernel and a synchronous layer scale: a row for each number of GPUs.
 
-    A row has milliseconds with launches; two GPUs' time / this time (6.4: overlap efficiency); the share of
-    processors' time in which they work; million tokens a second of all GPUs.
+    The synchronous layer runs one task after another. A row has these fields:
+
+        ms, synchronous ms        milliseconds of a forward pass with launches, by either
+        O_e, synchronous O_e      overlap efficiency (Fig. 6.4): milliseconds with 2 GPUs / with these GPUs
+        processors busy %         percentage of the time in which FlashDMoE's processors work
+        Mtokens/s                 million tokens that all GPUs together compute in a second
     """
     rows = list[dict[str, Any]]()
     for gpus in NUMBERS:
@@ -148,7 +161,14 @@ def scaled_layers() -> list[dict[str, Any]]:
 
 
 def late_peers() -> list[dict[str, Any]]:
-    """Returns a row for each delay of one peer of 8: the delay, and what it adds to either layer, in ms."""
+    """Returns how much slower a forward pass gets if one of 8 ranks is late: a row for each delay.
+
+    all-to-all, p95    the thesis's 95th percentile of an all-to-all's time, over its usual time
+    late ms            the delay: (that ratio - 1) times the milliseconds of an all-to-all
+    synchronous ms     milliseconds that the delay adds to a layer that runs one task after another
+    actors ms          milliseconds that the delay adds to FlashDMoE's kernel
+    hidden %           percentage of the delay that FlashDMoE's kernel hides
+    """
     alone = makespan(actor_run(8))
     _, exchange = synchronous_seconds(8)
     rows = []
@@ -161,7 +181,11 @@ def late_peers() -> list[dict[str, Any]]:
 
 
 def ways_by_size() -> list[dict[str, Any]]:
-    """Returns a row for each number of tokens a rank: milliseconds by each way, then with a late peer."""
+    """Returns the milliseconds of a forward pass in three ways, a row for each number of tokens of a rank.
+
+    The ways are FlashDMoE's kernel ("actors"), COMET's two fused kernels ("pair"), and pmoe's schedule in
+    chunks ("pipeline"). Fields that end in ", late" have the milliseconds if one of the 8 ranks is late.
+    """
     rows = list[dict[str, Any]]()
     for tokens in SIZES:
         arriving, returning = rank_layer(8, tokens)
@@ -199,11 +223,14 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
 
 LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
-"""Drawn lanes beside the processors': the first letters of their tasks' lanes, and how many they are."""
+"""Rows of the drawing, except the processors': (first letters of the tasks' lanes, number of lanes)."""
 
 
 def actors_figure() -> Figure:
-    """Draws the actors of one rank of 8, without and with a late peer. Needs matplotlib."""
+    """Draws the timeline of FlashDMoE's kernel on one of 8 ranks, once with a late other rank.
+
+    Needs matplotlib.
+    """
     late = late_peers()[0]["late ms"] / 1e3
     lanes = LANES | {"processors": (("processor", "comm "), H100.blocks - 1)}
     runs = {"all alike": actor_run(8), f"one peer late by {late * 1e3:.2f} ms": actor_run(8, late)}

@@ -15,7 +15,8 @@ from pmoe.papers.assumptions import printed
 def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
     """Returns Size(L), the bytes of a tensor of shape (P, R, B, E, C, H) (section 5.3).
 
-    R = 2 rounds (dispatch and combine) and B = 2 buffers (outgoing and incoming).
+    P is the number of ranks, R = 2 rounds (dispatch and combine), B = 2 buffers (outgoing and incoming), E
+    the number of experts of one rank, C the number of rows for one expert, H the number of elements of a row.
 
     ranks: P.
     experts: E, experts of one rank.
@@ -32,7 +33,7 @@ def table62() -> list[dict[str, Any]]:
     """Returns the rows of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
 
     The paper also prints the memory for bookkeeping. We guess that its main part is a hidden activation. The
-    column "rest" is the bookkeeping without that.
+    field "rest" is the bookkeeping without this hidden activation.
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

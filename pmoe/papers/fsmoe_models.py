@@ -1,12 +1,13 @@
-"""FSMoE's Figs. 6 to 8 on the simulator: steps of whole models by six systems, beside DeepSpeed-MoE.
+"""FSMoE's Figs. 6 to 8 on the simulator: training steps of whole models by six systems.
 
-A model is a number of equal layers, attention and MoE. Costs, degrees and schedules of one layer are those of
-Table 5 (`pmoe.papers.fsmoe_table5`). What is new here is where the gradients of all layers are all-reduced:
+A model is a number of equal layers, each with attention and MoE. The costs, numbers of chunks and schedules
+of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). This file adds where the gradients of all
+layers are all-reduced:
 
     DeepSpeed-MoE, Tutel    after the backward pass
-    Tutel-Improved          those of a layer beside attention of the next one
-    PipeMoE+Lina            in pieces of 30 MB, beside experts or attention, whichever comes first
-    FSMoE, FSMoE-No-IIO     by `partition` (Section 5) over all layers
+    Tutel-Improved          gradients of a layer during the attention of the layer that runs backward next
+    PipeMoE+Lina            in pieces of 30 MB, during experts or attention, whichever comes first
+    FSMoE, FSMoE-No-IIO     as FSMoE's gradient partition says (Section 5, `partition`), over all layers
 
 Letters: L tokens of a sample, M = d_model, H = d_hidden, n chunks.
 """
@@ -49,9 +50,9 @@ from pmoe.planner.gradient_partition import partition
 
 
 def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str, float]) -> Testbed:
-    """Returns a testbed whose lines meet the operations that Table 2 measured of a layer.
+    """Returns a testbed with lines changed to give the seconds that Table 2 measured for a layer.
 
-    Only the betas of collectives and of experts' products change. Alphas, and attention's products, stay.
+    A line is seconds = alpha + beta * size. Only the betas of collectives and of experts' products change.
 
     testbed: the testbed, with the lines of Fig. 5.
     layer: the layer of Table 2.
@@ -62,7 +63,13 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
     products = num_products(layer)
 
     def through(line: LineCost, operation: str, times: int, size: float) -> LineCost:
-        """Returns a line with which ``times`` operations on ``size`` in all take what was measured."""
+        """Returns the line with which some operations of one kind take the measured seconds together.
+
+        line: the line of the operation before; alpha stays.
+        operation: name of the operation in ``measured``.
+        times: number of operations.
+        size: size of all these operations together, in bytes or floating-point operations.
+        """
         left = measured[operation] * MS - times * line.alpha_seconds
         return LineCost(line.alpha_seconds, left / size)
 
@@ -81,7 +88,8 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
 def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
     """Returns a testbed with another number of nodes.
 
-    Betas of collectives between nodes follow the share of the bytes that leaves a node, (nodes - 1) / nodes.
+    The seconds per byte (beta) of collectives between nodes are changed in proportion to the fraction of the
+    bytes that leaves a node, (nodes - 1) / nodes.
     """
     scale = (nodes - 1) / nodes * testbed.nodes / (testbed.nodes - 1)
     slower = {
@@ -92,9 +100,11 @@ def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
 
 
 def _of_table2(testbed: Testbed, key: str) -> Testbed:
-    """Returns a testbed whose lines meet what Table 2 measured of Mixtral-7B, the larger of its models.
+    """Returns a testbed with lines that give the seconds which Table 2 measured for Mixtral-7B.
 
-    key: of the measurements in printed.json.
+    Mixtral-7B is the larger of the table's models.
+
+    key: name of the measurements in printed.json.
     """
     layer = LayerConfiguration(**printed("fsmoe models")["Mixtral-7B"])
     return by_table2(testbed, layer, printed(key))
@@ -107,7 +117,7 @@ TESTBEDS: Mapping[str, Testbed] = {
     "B, Table 2": _of_table2(TESTBED_B, "fsmoe table 2, Mixtral-7B, testbed B"),
     "B, Fig. 5": TESTBED_B,
 }
-"""The testbeds, by name and by what gives the betas of their lines."""
+"""The testbeds. A name says which testbed it is, and by which table or figure its costs are set."""
 
 # ---- systems
 
@@ -126,7 +136,10 @@ class WholeModel(NamedTuple):
     ffn: str
 
     def layer(self, tokens: int) -> LayerConfiguration:
-        """Returns one layer of the model, for one sample of so many tokens (Section 6.4)."""
+        """Returns one layer of the model, for one sample (Section 6.4).
+
+        tokens: number of tokens of the sample.
+        """
         return LayerConfiguration(B=1, heads=1, L=tokens, M=self.M, H=self.H, f=1.2, ffn=self.ffn)
 
 
@@ -138,8 +151,8 @@ MODELS: Mapping[str, WholeModel] = {
 class ModelStep(NamedTuple):
     """Seconds of a training step of a model.
 
-    passes: of the forward and the backward pass, without data-parallel gradients.
-    gradients: what the all-reduces of all gradients add to the backward pass.
+    passes: seconds of the forward and the backward pass, without the all-reduces of gradients.
+    gradients: seconds that the all-reduces of gradients add to the backward pass.
     """
 
     passes: float
@@ -151,24 +164,28 @@ class ModelStep(NamedTuple):
         return self.passes + self.gradients
 
     def staged(self, stages: int, micro_batches: int) -> float:
-        """Returns the seconds of a step by GPipe, if this is the step of one stage with one micro-batch.
+        """Returns the seconds of a step with pipeline parallelism by GPipe.
 
-        All stages take as long. Gradients are all-reduced with the last micro-batch.
+        This object is the step of one stage with one micro-batch. All stages take equally long. Gradients are
+        all-reduced with the last micro-batch.
+
+        stages: number of pipeline stages.
+        micro_batches: number of micro-batches of a step.
         """
         return (micro_batches + stages - 1) * self.passes + self.gradients
 
 
 LINA_BYTES = 30_000_000
-"""Bytes of a piece of gradients in Lina, whose size is fixed (Section 6.4)."""
+"""Bytes of the pieces in which Lina all-reduces gradients; the size is fixed (Section 6.4)."""
 
 
 @functools.cache
 def model_steps(
     model: WholeModel, tokens: int, testbed: Testbed, contention: float = CONTENTION
 ) -> dict[str, ModelStep]:
-    """Returns the steps of a model by each system, by the system's name.
+    """Returns the seconds of a training step of a model by each system, by the system's name.
 
-    tokens: tokens of a sample, of which a node has one.
+    tokens: number of tokens of a sample. Each node has one sample.
     contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
     layer = model.layer(tokens)
@@ -199,10 +216,11 @@ def model_steps(
 def lina_seconds(
     layers: int, costs: LayerCosts, dense: Attention, n: int, testbed: Testbed, gradient_bytes: int
 ) -> float:
-    """Returns what all-reduces of gradients add to a backward pass, if they go in pieces of a fixed size.
+    """Returns the seconds that all-reduces of gradients add to a backward pass with Lina's fixed pieces.
 
-    A piece starts as soon as its bytes are ready, if the link is idle for experts or attention; then it is
-    sent as a whole, even if that takes longer. What is left goes after the pass.
+    A piece is all-reduced when its bytes are ready and experts or attention leave the link between nodes
+    idle. It is always reduced as a whole, even if that takes longer than the link is idle. All other
+    gradients are reduced after the pass.
 
     layers: number of layers.
     costs, dense: seconds of an MoE layer's stages and of attention, in forward.
@@ -236,13 +254,17 @@ def _partitioned(
     gradient_bytes: int,
     contention: float,
 ) -> ModelStep:
-    """Returns the step of a model whose gradients are partitioned over all layers (Section 5).
+    """Returns the seconds of a step with FSMoE's gradient partition over all layers (Section 5).
+
+    The partition says during which layer's backward pass each gradient is all-reduced.
 
     layers: number of layers.
     costs, dense: seconds of an MoE layer's stages and of attention, in forward.
     one_lane: whether collectives inside the node and between nodes wait for each other.
+    testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
-    contention: as in `backward_seconds`. The partition is found without it, as in Table 5.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run. The
+        partition is found without this factor, as in Table 5.
     """
     forward, degrees = best_degrees(costs, one_lane)
     generalized = GeneralizedLayer(
@@ -274,7 +296,11 @@ MICRO_BATCHES = 4
 
 
 def _row(case: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Returns a row of a figure: what it is, and the speed-up of each system over DeepSpeed-MoE."""
+    """Returns one row of a figure: the fields of ``case``, and each system's speed-up over DeepSpeed-MoE.
+
+    case: the names and numbers by which the rows of the figure differ, such as the model.
+    seconds: seconds of a step by each system, by the system's name.
+    """
     slowest = seconds["DeepSpeed-MoE"]
     return {**case, **{name: slowest / each for name, each in seconds.items() if name != "DeepSpeed-MoE"}}
 
@@ -301,7 +327,7 @@ def figure6(contention: float = CONTENTION) -> list[dict[str, Any]]:
 def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
     """Returns the speed-ups of Fig. 7 over DeepSpeed-MoE on Testbed A, by tokens and by number of GPUs.
 
-    contention: as in `figure6`.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
     testbed = TESTBEDS["A, Table 2"]
     settings = [(512, 48), (1024, 48), (2048, 48), (1024, 16), (1024, 32)]
@@ -314,9 +340,9 @@ def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
 
 def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
-    """Returns the speed-ups of Fig. 8 over DeepSpeed-MoE on Testbed A, with two stages of layers (GPipe).
+    """Returns the speed-ups of Fig. 8 over DeepSpeed-MoE on Testbed A, with two pipeline stages (GPipe).
 
-    contention: as in `figure6`.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
     testbed = on_nodes(TESTBEDS["A, Table 2"], 6 // STAGES)
     rows = []
@@ -329,15 +355,15 @@ def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
 
 def _models_of_a() -> dict[str, WholeModel]:
-    """Returns the models of Testbed A, with the numbers of layers that it holds."""
+    """Returns the models that Fig. 6 has on Testbed A, by name, with their numbers of layers there."""
     layers = printed("fsmoe figure 6")["A"]
     return {name: MODELS[name]._replace(layers=number) for name, (number, _) in layers.items()}
 
 
 def means(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields FSMoE's mean speed-up over each system in each figure, here and in the paper.
+    """Yields FSMoE's mean speed-up over each system in each figure: simulated, and as the paper prints it.
 
-    figures: rows of the figures by the name that printed.json has for them, such as "6".
+    figures: rows of each figure, by the figure's name in printed.json, such as "8" or "6, A and B".
     """
     for figure, rows in figures.items():
         for system, paper in printed(f"fsmoe figure {figure}, means").items():
@@ -348,7 +374,7 @@ def means(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[s
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables of Figs. 6 to 8 that `pmoe simulate fsmoe` prints, by name.
 
-    contention: as in `figure6`.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
     six, seven, eight = figure6(contention), figure7(contention), figure8(contention)
     by_figure = {"6, A and B": [row for row in six if row["testbed"] != "B, Fig. 5"]}

@@ -122,7 +122,7 @@ class Attention(NamedTuple):
     reduce_scatter: float
 
     def hidden_seconds(self, one_lane: bool) -> float:
-        """Returns the seconds of an all-reduce that can run beside attention's backward for nothing.
+        """Returns the seconds of the longest all-reduce between nodes that attention's backward can hide.
 
         one_lane: whether collectives inside the node and between nodes wait for each other.
         """
@@ -259,7 +259,9 @@ class SystemPlan:
 
 
 def tutel_degree(costs: LayerCosts) -> int:
-    """Returns Tutel's number of chunks: the fastest for both passes together, which share one lane.
+    """Returns Tutel's number of chunks: the one with which both passes together are fastest.
+
+    In Tutel's schedule, all collectives run one after another.
 
     costs: seconds of the stages of the forward pass.
     """
@@ -344,7 +346,8 @@ def forward_seconds(
 
     costs, dense: seconds of the MoE layer's stages and of attention, in forward.
     n: number of chunks of the MoE layer.
-    one_lane, contention: as in `backward_seconds`.
+    one_lane: whether collectives inside the node and between nodes wait for each other.
+    contention: factor on the seconds of a collective between nodes and one inside the node while both run.
     """
     options = papers_schedule("forward", one_lane)
     return dense.compute + dense.all_gather + dense.reduce_scatter + _pass(costs, n, options, 0.0, contention)
@@ -372,8 +375,9 @@ def backward_seconds(
 
 
 def papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
-    """Returns the options of the paper's schedule, in which the experts' backward is one task.
+    """Returns the options of the paper's schedule: the experts' backward is one task for each chunk.
 
+    direction: "forward" or "backward".
     one_lane: whether collectives inside the node and between nodes wait for each other.
     """
     return ScheduleOptions(direction=direction, one_lane=one_lane, wgrad_share=0.0)

@@ -187,7 +187,11 @@ def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[I
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Total seconds of a pass or step, and its exposed seconds, in which nothing is computed."""
+    """Seconds of a simulated pass or step.
+
+    seconds: total seconds.
+    exposed: seconds of these in which nothing is computed, because all computation waits for all-to-alls.
+    """
 
     seconds: float
     exposed: float
@@ -199,9 +203,9 @@ class SimulatedStep:
 def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
     """Returns the total and the exposed seconds of instructions that run in list order on two lanes.
 
-    All-to-alls run on one lane, all other instructions on the other. Each lane runs one instruction after the
-    other. The two lanes overlap, unless an instruction waits for one of the other lane. Exposed seconds are
-    those in which nothing is computed.
+    A lane is a queue. All-to-alls run on one lane, all other instructions on the other. Each lane runs its
+    instructions one after another. Both lanes work at the same time, unless an instruction waits for an
+    instruction of the other lane. Exposed seconds are those in which nothing is computed.
     """
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
@@ -299,8 +303,8 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
 def section7() -> list[dict[str, Any]]:
     """Returns the results of section 7: a row for each model, cluster and number of GPUs.
 
-    A row has the milliseconds of each system, how many times as fast as others Lancet is, and how much less
-    of its communication is exposed.
+    A row has the milliseconds of a step by each system, the speed-ups of Lancet over two of them, and by how
+    many percent Lancet has less exposed communication (during which nothing is computed) than Tutel.
     """
     rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
@@ -331,11 +335,11 @@ PAPER: Mapping[str, str] = printed("lancet")
 def figure2() -> list[dict[str, Any]]:
     """Returns the breakdown of a step of Fig. 2, a row for each model and number of GPUs, on V100.
 
-    all-to-all ms, experts ms, other ms   what a step consists of
-    all-to-all / experts                  their ratio; in the paper it is up to 3.36
-    Orig. ms                              one after the other
-    Curr. ms                              the shorter of all-to-alls and experts is hidden
-    Opt. ms                               the longer of all-to-alls and all computation
+    all-to-all ms, experts ms, other ms   the three parts of a step
+    all-to-all / experts                  ratio of the first two; in the paper it is up to 3.36
+    Orig. ms                              a step if all parts run one after another
+    Curr. ms                              a step if the shorter of all-to-alls and experts is hidden
+    Opt. ms                               a step if either all-to-alls or all computation are hidden
     """
     rows = []
     for model, gpus in itertools.product((SMALL, LARGE), NUMBERS):
@@ -377,16 +381,19 @@ FIGURE6_CASES = {"(a)": (SMALL, 24), "(b)": (LARGE, 8)}
 """Model and sequences of a GPU of each part of Fig. 6, by its name."""
 
 SPANS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)
-"""Milliseconds of operators before and after the MoE layer that are cut with it; infinite is half of all."""
+"""Milliseconds of operators before and after each MoE layer that are cut together with the layer.
+
+Infinity cuts half of all operators up to the next MoE layer.
+"""
 
 
 def figure6() -> list[dict[str, Any]]:
     """Returns the forward pass of Fig. 6 by what is cut: a row for each part of the figure and each range.
 
-    range          "Orig." cuts nothing; a number of ms is cut before and after each MoE layer, 0 being
-                   Tutel's range; "Lancet" is what the dynamic programme cuts
-    2 parts ms     the forward pass if every range is cut into 2 parts, and so on
-    best ms        the fastest of these; for "Lancet" the prediction of the dynamic programme
+    range          the operators that are cut: none ("Orig."); each MoE layer and a number of ms before and
+                   after it (0 ms is Tutel's range); or those that Lancet's dynamic programme chooses
+    2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts, and so on
+    best ms        the least of these; for "Lancet" the prediction of the dynamic programme
     """
     rows = []
     for name, (model, sequences) in FIGURE6_CASES.items():
@@ -408,10 +415,12 @@ def figure6() -> list[dict[str, Any]]:
 def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: float, k: int) -> float:
     """Returns the seconds of a forward pass in which a range around each MoE layer runs in k parts.
 
+    The range consists of the layer's all-to-alls, its experts, and some operators before and after these.
+
     works: operators of the forward pass, in order.
     seconds: returns the seconds of a part of an operator, given the number of parts.
-    span: seconds of the operators before the first and after the second all-to-all that are cut too, at most
-        half of those up to the next MoE layer. 0 cuts the all-to-alls and experts.
+    span: seconds of the operators that are cut before the first and after the second all-to-all. At most half
+        of the operators between two MoE layers are cut with each.
     k: number of parts.
     """
     instructions = forward(works, seconds)

@@ -1,8 +1,8 @@
 """MPipeMoE's Figs. 8 and 12, simulated: the split of a batch along tokens beside FasterMoE's split.
 
-Fig. 8 compares three systems. FastMoE has one chunk. FasterMoE splits a rank's rows by the ranks that they go
-to (Fig. 5a). PipeMoE, the paper's pipeline without reuse of memory, splits them along the tokens (Fig. 5b).
-Fig. 12 has the time of a step by the number of chunks.
+Fig. 8 compares three systems. FastMoE has one chunk. FasterMoE splits a rank's rows by the ranks to which
+they are sent (Fig. 5a). PipeMoE, the paper's pipeline without reuse of memory, splits them along the tokens
+(Fig. 5b). Fig. 12 has the time of a step by the number of chunks. The numbers below are those of chunks.
 
     rows of a rank, for 4 ranks     by destination, 2 chunks     along tokens, 2 chunks
     | to 0 | to 1 | to 2 | to 3 |   | 0 0 | 0 0 | 1 1 | 1 1 |    | 0 1 | 0 1 | 0 1 | 0 1 |
@@ -48,10 +48,10 @@ HALF_ROWS = 512
 
 DEGREES = (1, 2, 4, 8, 16)
 GROUPS = 2
-"""Number of groups of ranks, and so of chunks, of FasterMoE."""
+"""Number of groups of ranks in FasterMoE, which has one chunk for each group."""
 
 TOKENS = (4096, 8192, 16384, 32768)
-"""B of Fig. 8: those of Fig. 10, because the text names no others."""
+"""Numbers of tokens (B) in Fig. 8. They are those of Fig. 10, because the paper does not list them."""
 
 
 class Sizes(NamedTuple):
@@ -79,7 +79,11 @@ class Products(NamedTuple):
     half_rows: float
 
     def seconds(self, rows: float, flops: float) -> float:
-        """Returns the seconds of products with so many rows that take ``flops`` operations together."""
+        """Returns the seconds of matrix products.
+
+        rows: number of rows of each product. Products of few rows are slower.
+        flops: floating-point operations of all products together.
+        """
         return flops / self.rate * (rows + self.half_rows) / rows
 
 
@@ -87,7 +91,7 @@ TENSOR_CORES = Products(0.5 * 156e12, HALF_ROWS)
 NO_TENSOR_CORES = Products(0.8 * 19.5e12, 0.0)
 
 BASELINES: Mapping[str, Products] = {"all": TENSOR_CORES, "PipeMoE": NO_TENSOR_CORES}
-"""How FastMoE and FasterMoE multiply, by the systems that use tensor cores."""
+"""Rate of FastMoE's and FasterMoE's products, by the systems that use tensor cores: all, or only PipeMoE."""
 
 
 class SplitChunk(NamedTuple):
@@ -113,17 +117,22 @@ class SplitChunk(NamedTuple):
 
 
 def along_tokens(B: int, n: int) -> list[SplitChunk]:
-    """Returns MPipeMoE's n chunks (Fig. 5b): each has an equal share of the rows for every rank."""
+    """Returns MPipeMoE's n chunks (Fig. 5b): each has 1 / n of the rows for every rank.
+
+    B: number of tokens of a rank.
+    """
     chunk = SplitChunk(RANKS_PER_NODE - 1, RANKS - RANKS_PER_NODE, B / RANKS / n, B / n)
     return [chunk] * n
 
 
 def by_destination(B: int, n: int) -> list[SplitChunk]:
-    """Returns FasterMoE's n chunks (Fig. 5a): chunk j has all rows for the group of ranks j places on.
+    """Returns FasterMoE's n chunks (Fig. 5a): each has all rows for one group of neighbouring ranks.
 
-    n: number of groups of neighbouring ranks, which divides the number of ranks.
+    Chunk 0 has the rows for the rank's own group, chunk 1 those for the next group, and so on. Rows for the
+    rank itself cross no link.
 
-    Chunk 0 goes to the rank's own group. Its rows for the rank itself cross no link.
+    B: number of tokens of a rank.
+    n: number of groups, which divides the number of ranks.
     """
     size = RANKS // n
     mates = min(size, RANKS_PER_NODE)
@@ -168,8 +177,10 @@ def both_passes_seconds(
 
 
 def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
-    """Returns the tasks of a pass in n chunks, all of whose rows take part in the all-to-alls.
+    """Returns the tasks of a pass in n chunks, in which all rows take part in the all-to-alls.
 
+    direction: "forward" or "backward".
+    n: number of chunks.
     overlaps: False if tasks run one after another.
     """
     builder = forward_schedule if direction == "forward" else backward_schedule
@@ -181,33 +192,53 @@ def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
 
 
 def fast_moe(sizes: Sizes, B: int, products: Products) -> float:
-    """Returns the seconds of a step by FastMoE: one chunk, and tasks one after another."""
+    """Returns the simulated seconds of a step by FastMoE: one chunk, and tasks one after another.
+
+    sizes: sizes of the layer.
+    B: number of tokens of a rank.
+    products: how fast a GPU multiplies.
+    """
     return both_passes_seconds(sizes, tuple(along_tokens(B, 1)), products, overlaps=False)
 
 
 def faster_moe(sizes: Sizes, B: int, products: Products) -> float:
-    """Returns the seconds of a step by FasterMoE: two chunks by destination."""
+    """Returns the simulated seconds of a step by FasterMoE, in two chunks by destination rank.
+
+    sizes: sizes of the layer.
+    B: number of tokens of a rank.
+    products: how fast a GPU multiplies.
+    """
     return both_passes_seconds(sizes, tuple(by_destination(B, GROUPS)), products)
 
 
 def pipe_moe(sizes: Sizes, B: int, n: int) -> float:
-    """Returns the seconds of a step by PipeMoE in n chunks along the tokens. With n = 1 nothing overlaps."""
+    """Returns the simulated seconds of a step by PipeMoE in n chunks along the tokens.
+
+    With n = 1 nothing overlaps.
+
+    sizes: sizes of the layer.
+    B: number of tokens of a rank.
+    """
     return both_passes_seconds(sizes, tuple(along_tokens(B, n)), TENSOR_CORES, overlaps=n > 1)
 
 
 def best_n(sizes: Sizes, B: int) -> int:
-    """Returns the number of chunks along the tokens with which a step is fastest; of equals the lowest."""
+    """Returns the number of chunks with which PipeMoE's step is fastest; the smallest if several are.
+
+    sizes: sizes of the layer.
+    B: number of tokens of a rank.
+    """
     return min(DEGREES, key=lambda n: pipe_moe(sizes, B, n))
 
 
 def figure8() -> list[dict[str, Any]]:
-    """Returns the systems of Fig. 8, a row for each model and number of tokens of a rank.
+    """Returns the times of Fig. 8: a row for each model and number of tokens of a rank (B).
 
     TF32                          the systems that use tensor cores: "all", or only "PipeMoE"
-    FastMoE_seconds and so on     a step by each system
-    n=2_seconds                   PipeMoE's step in as many chunks as FasterMoE's, but along the tokens
-    n                             the fastest number of chunks, PipeMoE's
-    over FastMoE, over FasterMoE  how many times as fast PipeMoE is
+    FastMoE_seconds and so on     seconds of a step by each system
+    n=2_seconds                   seconds of PipeMoE's step in 2 chunks, as many as FasterMoE has
+    n                             the number of chunks with which PipeMoE is fastest, and which it uses
+    over FastMoE, over FasterMoE  speed-up of PipeMoE
     """
     rows = []
     for (cores, products), (name, sizes), B in itertools.product(BASELINES.items(), MODELS.items(), TOKENS):
@@ -233,7 +264,7 @@ def figure8() -> list[dict[str, Any]]:
 
 
 def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the speed-ups of PipeMoE that section V.C names, here and in the paper.
+    """Returns the speed-ups of PipeMoE that section V.C names: simulated, and as the paper prints them.
 
     rows: the result of `figure8`.
     """
@@ -253,14 +284,14 @@ def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 FIGURE12_MODEL = "MoE-GPT3-XL"
 FIGURE12_TOKENS = tuple(1024 * k for k in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64))
-"""B of Fig. 12. The text names 8k and 22k, where the best n changes in the paper."""
+"""Numbers of tokens (B) in Fig. 12. The text names only 8k and 22k, where the best n changes in the paper."""
 
 
 def figure12() -> list[dict[str, Any]]:
     """Returns the times of Fig. 12: a row for each B, with a step in each number of chunks.
 
-    best      the number of chunks with the least time
-    paper     the best number in the paper, of those that it tries
+    best      the number of chunks with the least simulated time
+    paper     the number of chunks that is fastest in the paper
     """
     sizes = MODELS[FIGURE12_MODEL]
     rows = []

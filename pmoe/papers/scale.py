@@ -40,7 +40,7 @@ BATCH = 4_194_304
 S4 = STRATEGIES["S4"]
 
 SLACK = 1.25
-"""Number of rows of a ring slot (a reused buffer), over the number under even routing."""
+"""Rows that a ring slot (a buffer that chunks share) holds, as a multiple of a chunk's under even routing."""
 
 ELEMENT = 2
 """Bytes of an element: bfloat16."""
@@ -104,12 +104,10 @@ class ScaledStep:
 
     @cached_property
     def busiest_tokens(self) -> int:
-        """Number of tokens of a rank with which even routing makes as many rows as the busiest rank really
-        has.
+        """Number of tokens that stands for `tokens` in the simulation, to account for skewed routing.
 
-        Routing is skewed, but the simulation of a layer assumes even routing. With this number of tokens
-        instead of `tokens`, every simulated rank receives as many rows as the busiest rank under skewed
-        routing.
+        The simulation of a layer assumes even routing. With this number of tokens, evenly routed, every rank
+        receives as many rows as the busiest rank receives under skewed routing with `tokens` tokens.
         """
         z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
         shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)

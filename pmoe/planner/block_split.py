@@ -128,12 +128,18 @@ def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
-    """Returns the key of one kernel of a layer: the layer's sizes with the kernel's name and direction."""
+    """Returns the sizes of one fused kernel of a layer, by which its measurements are stored.
+
+    They are the layer's sizes, with the kernel's name and direction.
+    """
     return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
 
 
 def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
-    """Returns the keys of all fused kernels of a layer: dispatch and combine, each forward and backward."""
+    """Returns the sizes of all fused kernels of a layer: dispatch and combine, each forward and backward.
+
+    Measurements of a kernel are stored by these sizes.
+    """
     return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
 
 

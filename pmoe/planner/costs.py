@@ -141,8 +141,7 @@ class LayerCosts:
 
     Experts are sharded if the ranks of a node split each expert's hidden columns. Each field gives the
     seconds of a stage for one chunk, as a line. The line's argument is the fraction of the rank's rows that
-    the chunk
-    has: 1 / r if the pass has r equal chunks.
+    the chunk has: 1 / r if the pass has r equal chunks.
 
     a2a: one of the two all-to-alls, dispatch or combine.
     ag: the all-gather of rows among the ranks of a node, before the experts.
@@ -176,8 +175,7 @@ class LayerCosts:
         return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
-        """Returns the costs of a backward pass from those of forward (this object): the experts' cost
-        doubles.
+        """Returns the costs of the backward pass, from those of forward: experts take twice as long.
 
         Section 4.4 of FSMoE says to double alpha, beta and the size of the products. Read literally, experts
         would take four times as long. The paper's Table 2 measures twice as long, so only alpha and beta are
@@ -191,7 +189,7 @@ class DegreeSeconds(NamedTuple):
 
         seconds = max(alone, beside + t_gar)
 
-    t_gar is how many seconds the all-reduce itself takes.
+    t_gar is the seconds of the all-reduce itself.
 
     degree: number of chunks.
     alone: seconds of the pass without an all-reduce.
@@ -229,11 +227,10 @@ class GeneralizedLayer:
     gradient_bytes: int
 
     def best(self, t_gar: float) -> DegreeSeconds:
-        """Returns the number of chunks with which the MoE part is fastest beside an all-reduce, with its
-        times.
+        """Returns the element of ``degrees`` with which the MoE part is fastest beside an all-reduce.
 
-        The result is an element of ``degrees``. If several are equally fast, the one with fewest chunks is
-        returned. FSMoE's Eq. 5 uses this minimum, which the paper's Algorithm 1 computes.
+        If several are equally fast, the one with fewest chunks is returned. FSMoE's Eq. 5 uses this minimum,
+        which the paper's Algorithm 1 computes.
 
         t_gar: seconds of the all-reduce.
         """
@@ -243,8 +240,8 @@ class GeneralizedLayer:
     def hidden_seconds(self) -> float:
         """Seconds of the longest all-reduce that can run beside the MoE part without making it slower.
 
-        The number of chunks is the one that is fastest without an all-reduce. FSMoE calls the result
-        t_olp,moe.
+        The MoE part has the number of chunks that is fastest without an all-reduce. If several numbers are
+        equally fast, the one that hides most counts. FSMoE calls the result t_olp,moe.
         """
         shortest = self.best(0.0).alone
         return max(option.alone - option.beside for option in self.degrees if option.alone <= shortest)

@@ -1,18 +1,19 @@
 """Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with few trials.
 
-Each trial costs a training step. So only those n are tried that can be the fastest, by the ranges of the
-`GranularityTable` beside B:
+Each trial costs a training step. So only those n are tried that can be the fastest, by earlier results: the
+`GranularityTable` has ranges of B with the fastest n of each.
 
     between two ranges       the n of both, and those between them (n never falls as B grows)
     beyond all ranges        the n of the nearest range, one step less and one step more
     without any range        every n
 
-With a profile, only those of them are tried that are predicted to take at most FAR times the seconds of the
-fastest n. More are tried if the measurements ask for it:
+With a profile (measured rates of the machine), only those of these n are tried that are predicted to take at
+most FAR times the seconds of the fastest n. More are tried if the measurements ask for it:
 
-    beyond the outermost n   if it is clearly faster than its neighbour, the next n may be faster still
+    beyond the outermost n   if the smallest or largest n is clearly faster than its neighbour: the next n may
+                             be faster still
     n apart in each pass     if forward is fastest with another n than backward
-    what was left out        if measured and predicted seconds are far apart
+    all that were left out   if measured and predicted seconds are far apart
 
 Letters: B tokens of a batch, n the number of chunks.
 """
@@ -25,13 +26,14 @@ from pmoe.planner.granularity import GranularityTable, PassDegrees, rounded
 from pmoe.planner.timed_rounds import FAR, MOST_ROUNDS, PassTimes
 
 LATER_ROUNDS = 3
-"""Largest number of timed rounds of a search with a table that has ranges already.
+"""Largest number of timed rounds of a search if the table already has results of an earlier search.
 
-The first search decides what later ones try, so it has MOST_ROUNDS. The results of later ones are weighed
-together with those of their neighbours (`BatchRange.joined`)."""
+The first search may take MOST_ROUNDS, because later searches try only numbers of chunks near its result. A
+later result needs fewer rounds, because it is weighed together with neighbouring results
+(`BatchRange.joined`)."""
 
 WRONG = 2.0
-"""Largest factor between the measured and the predicted seconds of a step with which predictions are used."""
+"""Predictions are not used if measured seconds differ from them by more than this factor, up or down."""
 
 Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with the given degrees, in at most the given number of timed rounds.
@@ -42,9 +44,11 @@ Its result may lack degrees that cannot run."""
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
     """Returns the numbers of chunks that are predicted to be nearly the fastest, in order of seconds.
 
-    These are the numbers within FAR of the fastest, and always two of them.
+    These are the numbers that are predicted to take at most FAR times the least seconds. The two fastest are
+    always among them.
 
-    predicted: predicted seconds of a step by n. None if nothing is predicted; the result is None too.
+    predicted: predicted seconds of a step by number of chunks. If it is None (nothing is predicted), the
+        result is None too.
     """
     if predicted is None:
         return None
@@ -55,7 +59,11 @@ def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
 def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, PassTimes]) -> bool:
     """Whether any measured step takes more than WRONG times the predicted seconds, or less than 1 / WRONG.
 
-    Then the profile is of another machine or routing is skewed, and predictions do not say what to try.
+    In this case the predictions are wrong, because the profile (measured rates) is of another machine or
+    because routing is skewed. They are then not used to select the numbers of chunks to try.
+
+    predicted: predicted seconds of a step by number of chunks, equal in both passes.
+    times: measured times of a step by degrees (numbers of chunks of both passes).
     """
     measured = {degrees.forward: timed.step for degrees, timed in times.items() if degrees.are_equal}
     return any(not 1 / WRONG <= measured[n] / predicted[n] <= WRONG for n in measured if predicted[n])
@@ -66,13 +74,17 @@ def degrees_to_try(
 ) -> list[PassDegrees]:
     """Returns the numbers of chunks of both passes that may be the fastest for a batch of B tokens.
 
-    table: earlier measurements.
+    table: results of earlier measurements: ranges of B with the fastest degrees of each.
+    B: number of tokens.
     numbers: the numbers of chunks that may be chosen, in rising order.
     predicted: predicted seconds of a step by n; None if nothing is predicted. The n that is predicted to be
-        the fastest and the degrees of neighbours are always tried.
+        the fastest, and the degrees of the ranges next to B, are always tried.
 
-    Examples, for numbers (1, 2, 4, 8, 16), without a prediction: no range -> all; one range with n = 2, B
-    above it -> 1, 2, 4; ranges with 2 below B and with 8 above B -> 2, 4, 8.
+    Examples, for numbers (1, 2, 4, 8, 16), without a prediction:
+
+        no range in the table                   all
+        one range, with n = 2, and B above it   1, 2, 4
+        n = 2 below B, n = 8 above B            2, 4, 8
     """
     neighbours = [each.degrees for each in table.neighbours(rounded(B)) if each is not None]
     lowest, highest = 0, len(numbers) - 1
@@ -95,10 +107,13 @@ def further_degrees(
     *,
     apart: bool,
 ) -> list[PassDegrees]:
-    """Returns degrees (numbers of chunks of both passes) that the measurements so far ask to try as well.
+    """Returns degrees (numbers of chunks of both passes) to try next, because measurements suggest them.
+
+    If the smallest or largest n that was tried is the fastest, the next n beyond it is suggested. If forward
+    is fastest with another n than backward, this pair of numbers is suggested.
 
     times: measured times of a step by degrees.
-    numbers: the numbers of chunks that may be chosen, in rising order; empty if no other n is to be tried.
+    numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.
     predicted: predicted seconds of a step by n; None if nothing is predicted.
     apart: whether forward and backward may have different n.
     """
@@ -135,12 +150,14 @@ def times_by_trials(
 ) -> dict[PassDegrees, PassTimes]:
     """Returns the measured times of the degrees (numbers of chunks of both passes) that may be the fastest.
 
-    Degrees that are tried later than others are measured beside the fastest one so far, and their seconds
-    are scaled by its seconds then and before, because the speed of a machine drifts.
+    The first degrees to try follow from the table and from predictions, further ones from the measurements.
+    The speed of a machine drifts. So when further degrees are measured, the fastest degrees so far are
+    measured once more, and the new seconds are multiplied by (its earlier seconds) / (its new seconds).
 
-    table: earlier measurements.
+    table: results of earlier measurements.
+    B: number of tokens of the batch.
     numbers: the numbers of chunks that may be chosen, in rising order.
-    measure: measures degrees.
+    measure: measures steps with given degrees.
     predicted: predicted seconds of a step by n; None if nothing is predicted. If the measurements contradict
         them, they are not used.
     apart: whether forward and backward may have different n.

@@ -3,13 +3,13 @@
 The method is FSMoE's (Section 5). An all-reduce between nodes can hide beside the dense part of a layer. It
 can also hide beside experts, while all-to-alls leave the link between nodes idle.
 
-- Step 1 places gradients wherever they cost no time.
+- Step 1 places gradients wherever their all-reduce costs no time.
 - Step 2 (`evolve`) places some of the other gradients beside MoE parts. This makes an MoE part slower, but
-  less so than an all-reduce at the end would; the part may then use another number of chunks.
-- What is left is all-reduced at the end.
+  costs less time than an all-reduce at the end. The MoE part may use another number of chunks than alone.
+- All other gradients are all-reduced at the end.
 
     backward     | dense 0 | MoE 0 | dense 1 | MoE 1 | ... | end
-    may carry    | gradients that  | also gradients  |     | all that
+    may reduce   | gradients that  | also gradients  |     | all that
                  | were ready      | of layer 0      |     | is left
 
 The paper's equations are changed in two places. Eq. 4 leaves out a layer's own gradient; in this file every
@@ -44,10 +44,11 @@ class Partition:
     shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
         backward.
     end_bytes: bytes that are all-reduced after the backward pass.
-    exposed_seconds: seconds that this partition adds to backward, never more than either of the next two.
-    plain_seconds: seconds that a single all-reduce at the end adds, for comparison.
-    filled_seconds: seconds that remain if gradients are only placed where they cost no time, and all others
-        are reduced at the end; for comparison.
+    plain_seconds: for comparison, seconds that backward takes longer if all gradients are reduced at the end.
+    filled_seconds: for comparison, seconds that backward takes longer if gradients are reduced where that
+        costs no time, and all others at the end.
+    exposed_seconds: seconds that backward takes longer with this partition; never more than plain_seconds or
+        filled_seconds.
     """
 
     shares: tuple[Share, ...]
@@ -136,9 +137,10 @@ class ExposedSeconds:
     total: int
 
     def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
-        """Returns the all-reduces during each layer's backward pass, and the bytes left for the end.
+        """Returns (the all-reduces during each layer's backward pass, the bytes left for the end).
 
-        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
+            there.
         """
         shares = []
         for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
@@ -170,11 +172,11 @@ class ExposedSeconds:
 
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        """A function that computes the added seconds of S candidates at once: (D, S) -> (S,).
+        """A function (D, S) -> (S,) that computes the added seconds of S candidates for D layers at once.
 
-        Its argument has one column for each candidate and one row for each of D layers. An element is how
-        many gradient bytes are reduced beside the layer's MoE part, on top of those that cost no time there.
-        The result has, for each candidate, the seconds that all-reduces add to the backward pass.
+        A candidate says for each layer how many extra gradient bytes are reduced beside its MoE part, on top
+        of the bytes that cost no time there. The argument has one row for each layer, one column for each
+        candidate. The result has, for each candidate, the seconds that all-reduces add to the backward pass.
         """
         line = self.all_reduce
         last = self.layers[-1]
@@ -250,12 +252,13 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
     """Improves extra gradient bytes: each layer in turn takes the number of bytes that adds fewest seconds.
 
-    Extra bytes are reduced beside the MoE part of a layer, on top of those that cost no time there. As a
-    layer takes more, the added seconds stay equal for a while, and rise once the all-reduce makes the pass
-    longer. For each number of chunks, the most bytes before that rise are tried; also 0 bytes and as many as
-    possible. All layers are gone through until no change helps.
+    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time there.
+    If a layer takes more and more bytes, the added seconds stay equal up to some number of bytes, and rise
+    from there, because the all-reduce then takes longer than the MoE part hides. This number is different for
+    each number of chunks. For each layer the function tries all these numbers, 0, and the largest number that
+    the layer may take. It repeats this for all layers until no change helps.
 
-    problem: computes the added seconds.
+    problem: computes the seconds that all-reduces add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.
     extra: the extra bytes of each layer to start from.
     """
@@ -284,13 +287,14 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
 
 
 def _free(rooms: Sequence[int], extra: Sequence[int], at: int) -> int:
-    """Returns the most extra gradient bytes that layer ``at`` may take if all other layers keep theirs.
+    """Returns the most extra gradient bytes that one layer may take if the other layers keep their bytes.
 
-    Extra bytes are reduced beside the MoE part of a layer, on top of those that cost no time there. No layer
-    may take gradients that are not made yet, nor those that an earlier layer has taken.
+    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time there. A
+    layer may not take gradients that are not computed yet, nor gradients that another layer has taken.
 
-    rooms: for each layer, the most extra bytes that it may take if all others take none.
-    extra: extra bytes of all layers.
+    rooms: for each layer, the most extra bytes that it may take if all other layers take none.
+    extra: the extra bytes of each layer.
+    at: index of the layer, in the order of backward.
     """
     taken = list(itertools.accumulate([*extra[:at], 0, *extra[at + 1 :]]))
     return max(0, min(room - gone for room, gone in zip(rooms[at:], taken[at:], strict=True)))

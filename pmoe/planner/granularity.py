@@ -9,9 +9,9 @@ searchBestGran, here `pmoe.choose.search.search`).
 What is added to the paper's lines, because measured seconds are noisy:
 
     B           is rounded to a few percent (`rounded`), so that similar batches share an entry
-    a range     keeps every n that is close to the fastest one in all its measurements, and by how much each
-                is slower. Its n is the one that loses least in all of them.
-    merging     two neighbours become one range if an n is close to the fastest in both
+    a range     of values of B keeps every n that is close to the fastest n in all measurements of the range,
+                and by how much each n is slower. The range's n is the one that loses least in all of them.
+    merging     two neighbouring ranges become one if some n is close to the fastest in both
     hypothesis  if n falls as B grows, the two ranges are merged too, unless the measurements contradict each
                 other by more than CONTRADICTED standard errors
     margin      a new range reaches beyond its B as far as no other n can have become faster
@@ -44,7 +44,7 @@ CONTRADICTED = 4.0
 """Standard errors beyond which two measurements overrule the hypothesis that n never falls as B grows."""
 
 REACH = 1.25
-"""Largest ratio of a B to which a measurement applies and the measured B."""
+"""A measurement at B tokens applies at most to batches from B / REACH to B * REACH tokens."""
 
 
 def rounded(B: int) -> int:
@@ -90,8 +90,10 @@ class PassDegrees:
 class Excess:
     """Differences between the seconds of some degrees and of the fastest ones, in a range's measurements.
 
-    total: sum of (seconds / seconds of the fastest - 1) over the measurements.
-    worst: the largest of these differences in standard errors.
+    Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens.
+
+    total: sum of (seconds / seconds of the fastest degrees - 1) over the measurements.
+    worst: the largest of these differences, divided by its standard error.
     """
 
     total: float
@@ -100,12 +102,14 @@ class Excess:
 
 @dataclass(frozen=True)
 class BatchRange:
-    """Batch sizes with the same degrees (numbers of chunks of both passes).
+    """A range of batch sizes B (numbers of tokens) with the same degrees.
+
+    Degrees are the numbers of chunks of both passes.
 
     lower, upper: the smallest and the largest B of the range.
-    measured: number of values of B that were measured.
-    excess: by degrees, how much slower they were than the fastest ones. Degrees that were slower than
-        CONTRADICTED standard errors in a measurement, or not tried in it, are left out.
+    measured: number of values of B in the range that were measured.
+    excess: by degrees, how much slower they were than the fastest degrees. Degrees are left out if they were
+        not tried in some measurement of the range, or were slower by more than CONTRADICTED standard errors.
     """
 
     lower: int
@@ -115,11 +119,18 @@ class BatchRange:
 
     @property
     def degrees(self) -> PassDegrees:
-        """The degrees that lose least in all measurements together; of equals, those with fewer chunks."""
+        """The degrees (numbers of chunks) of this range: those that were slower by the smallest sum.
+
+        The sum is that over all measurements (`Excess.total`). If sums are equal, the degrees with fewer
+        chunks are taken.
+        """
         return min(self.excess, key=lambda d: (self.excess[d].total, d.forward + d.backward, d))
 
     def joined(self, other: BatchRange) -> BatchRange:
-        """Returns one range for both and for all B between them."""
+        """Returns one range that covers this range, another one, and all B (numbers of tokens) between them.
+
+        It keeps the degrees that both ranges have.
+        """
         excess = {
             degrees: Excess(own.total + theirs.total, max(own.worst, theirs.worst))
             for degrees, own in self.excess.items()
@@ -129,7 +140,13 @@ class BatchRange:
         return BatchRange(lower, max(self.upper, other.upper), self.measured + other.measured, excess)
 
     def joins(self, other: BatchRange) -> bool:
-        """Whether this range and a neighbour can be one range."""
+        """Whether this range and a neighbour can be merged into one.
+
+        They can if both have the same degrees (numbers of chunks), or if some degrees are as fast as the
+        fastest in both, within `CLOSE` standard errors. The limit is wider, `CONTRADICTED` standard errors,
+        if the number of chunks falls as the number of tokens grows, because the paper assumes that it never
+        does.
+        """
         below, above = sorted((self, other), key=lambda each: each.lower)
         if below.degrees == above.degrees:
             return True
@@ -140,11 +157,11 @@ class BatchRange:
 class GranularityTable:
     """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
 
-    It holds disjoint ranges in rising order, and the answers for the B that were looked up since the last
-    measurement. All B are rounded. The number of ranges is therefore bounded: there are 16 entries between a
-    number of tokens and its double.
+    The table holds disjoint ranges of B in rising order, and the answers for the B that were looked up since
+    the last measurement. All B are rounded (`rounded`): there are 16 rounded values between a number of
+    tokens and its double, so the number of ranges is bounded.
 
-    Every rank has a table of its own. The tables agree if all ranks record the same seconds.
+    Every rank has a table of its own. The tables are equal if all ranks record the same seconds.
 
         record       96 -> 2    400 -> 2    896 -> 4
         ranges       96 .. 400: 2           896 .. 896: 4
@@ -175,11 +192,11 @@ class GranularityTable:
         return below.degrees
 
     def neighbours(self, B: int) -> tuple[BatchRange | None, BatchRange | None]:
-        """Returns the last range that begins at or below B, and the first that begins above; None for none.
+        """Returns (last range that begins at or below B, first range that begins above B).
 
-        If a range holds B, it is the first of the two.
+        None stands for a range that does not exist. If B is in a range, this is the first of the two.
 
-        B: rounded, or the end of a range.
+        B: a number of tokens that is rounded, or the end of a range.
         """
         above = self.ranges.bisect_right(B)
         ranges = self.ranges.values()
@@ -189,10 +206,10 @@ class GranularityTable:
         )
 
     def record(self, B: int, times: Mapping[PassDegrees, PassTimes]) -> PassDegrees:
-        """Stores measurements for a batch of B tokens, and returns the degrees (numbers of chunks) for it.
+        """Stores measurements for a batch of B tokens. Returns the degrees (numbers of chunks) to use for B.
 
-        These are the fastest degrees, unless B becomes part of a range whose other measurements disagree
-        within their noise.
+        These are the fastest degrees, unless B is merged into a range with other degrees that are as fast
+        within the noise of the measurements.
 
         times: measured times of a step by degrees.
 
@@ -208,9 +225,9 @@ class GranularityTable:
         return self.insert(BatchRange(lower, upper, 1, measured.excess)).degrees
 
     def insert(self, new: BatchRange) -> BatchRange:
-        """Adds a range, merges it with its neighbours if possible, and returns the range that it is part of.
+        """Adds a range, and merges it with its neighbours if possible. Returns the added or merged range.
 
-        new: overlaps no other range.
+        new: a range that overlaps no range of the table.
         """
         self.answers.clear()
         while True:
@@ -224,7 +241,7 @@ class GranularityTable:
                 return new
 
             def loss(merger: tuple[BatchRange, BatchRange], alone: BatchRange = new) -> float:
-                """Seconds that both ranges lose by having the same degrees, relative to the fastest."""
+                """Returns the extra seconds of two ranges with the same degrees, relative to the fastest."""
                 merged, neighbour = merger
                 parts = sum(part.excess[part.degrees].total for part in (alone, neighbour))
                 return merged.excess[merged.degrees].total - parts
@@ -233,7 +250,7 @@ class GranularityTable:
             del self.ranges[neighbour.lower]
 
     def all_degrees(self) -> Iterator[PassDegrees]:
-        """Yields all degrees that the table holds."""
+        """Yields all degrees (numbers of chunks of both passes) that any range of the table keeps."""
         for each in self.ranges.values():
             yield from each.excess
 
@@ -279,11 +296,12 @@ class GranularityTable:
 
     @classmethod
     def from_points(cls, points: Mapping[int, set[PassDegrees]]) -> GranularityTable:
-        """Returns the table of measured values of B whose seconds are not known.
+        """Returns a table made from the fastest degrees of measured B, without the seconds.
 
-        Files of older versions hold such points.
+        Files of older versions hold only these.
 
-        points: the fastest degrees by B. Several degrees of one rounded B count as equally fast.
+        points: the fastest degrees (numbers of chunks of both passes) by number of tokens B. Several degrees
+            of one rounded B count as equally fast.
         """
         table = cls()
         by_entry: dict[int, set[PassDegrees]] = {}
@@ -309,18 +327,20 @@ def points_of(fields: Mapping[str, Any]) -> dict[int, PassDegrees]:
 
 
 def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
-    """Returns the range of B for which a measurement at B holds.
+    """Returns the range of batch sizes around B for which a measurement at B holds.
 
-    A pass takes alpha + beta * B seconds, or the longest path through tasks that do. So if B grows by some
-    factor, no seconds fall, and none grow by more than this factor. Degrees that take m times the seconds of
-    the fastest degrees at B cannot be faster than them before B has changed by a factor of m. As n does not
-    fall while B grows, only degrees with more chunks count upwards, and those with fewer chunks downwards.
+    Every task takes alpha + beta * B seconds. So if B grows by some factor, the seconds of a step do not
+    fall, and grow by at most this factor. Degrees that take m times the seconds of the fastest degrees at B
+    can only become the fastest after B has changed by at least a factor of m. As the best n does not fall
+    while B grows, only degrees with more chunks limit the range upwards, and only those with fewer chunks
+    limit it downwards.
 
         B = 1000    n=2: 10 ms    n=4: 11 ms    n=1: 14 ms    -> 2 is the fastest from 800 to 1100 tokens
 
-    The margins are reduced by the resolution of the measurements, and at most REACH.
+    The factors are made smaller by the resolution of the measurements, and are at most REACH: in the example,
+    1.25 instead of 1.4 downwards.
 
-    times: measured times of a step by degrees.
+    times: measured times of a step by degrees (numbers of chunks of both passes).
     """
     fastest = min(
         times, key=lambda degrees: (times[degrees].step, degrees.forward + degrees.backward, degrees)

@@ -18,8 +18,8 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
     """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
     A task with products takes time for its multiply-adds, and for reading its weights, which every chunk
-    reads again. Messages and copies take time for their bytes. Tasks that only move rows inside the device
-    count as free, and have no key in the result.
+    reads again. Messages and copies take time for their bytes. Tasks that only move rows within the device
+    count as free, so they are not in the result.
 
     sizes: sizes of the layer.
     profile: measured rates.

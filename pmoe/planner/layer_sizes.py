@@ -95,9 +95,7 @@ class LayerSizes:
 
     @property
     def travels(self) -> bool:
-        """Whether rows go through an all-to-all: to other ranks, or also to the own rank
-        (bypass_local=False).
-        """
+        """Whether rows go through an all-to-all: there are other ranks, or own rows are sent as well."""
         return self.num_ranks > 1 or not self.bypass_local
 
     @property
@@ -110,9 +108,7 @@ class LayerSizes:
 
     @property
     def stages(self) -> Stages:
-        """The optional stages that the layer's schedules have, such as tasks for rows that stay on their
-        rank.
-        """
+        """The optional stages of the layer's schedules, such as tasks for rows that stay on their rank."""
         return Stages(local=self.bypass_local, remote=self.travels, sharded=self.esp_size > 1)
 
 

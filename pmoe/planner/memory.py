@@ -5,7 +5,7 @@ At any time a pass holds
 - its buffers. If the layer has ring slots (buffers of fixed size that chunks use in turn), these are all
   slots of its schedule, with the sizes that the engine allocates (`pmoe.schedule.buffer_sizes`). Otherwise
   each buffer counts from when it is made until its last use.
-- tensors that are saved from forward to backward, and the pass's result;
+- tensors that forward saves for backward, and the pass's result;
 - small tensors with a few numbers for each row.
 
 Nothing is measured or fitted. tests/unit/test_memory_model.py derives MPipeMoE's Eq. 1-6 from the slots.
@@ -158,11 +158,10 @@ def predict(
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
-    """Returns the bytes of T_DI and T_M that stay on the device between the passes, and those on the host.
+    """Returns (bytes of T_DI and T_M on the device between the passes, bytes offloaded to the host).
 
     T_DI are the experts' inputs, T_M their hidden activations. The first result maps "T_DI" and "T_M" to
-    bytes on the device; a tensor that is offloaded or made again has 0. The second is the sum of the
-    offloaded bytes.
+    bytes; a tensor that is offloaded or made again has 0. The second is the sum of the offloaded bytes.
 
     forward: numbers of rows of the forward pass.
     restore: whether each tensor is kept, offloaded, or made again.
@@ -176,9 +175,9 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 def _held(
     sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool
 ) -> PassBytes:
-    """Returns the bytes that a pass's buffers hold: at its start, in the experts, before combine, at its end.
+    """Returns the bytes of a pass's buffers at four moments: start, experts, before combine, and end.
 
-    If the layer has ring slots (reused buffers of fixed size), all slots count at each of these four moments.
+    If the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
     Otherwise a buffer counts only while it is needed.
 
     rows: numbers of rows of the pass.
@@ -211,15 +210,15 @@ def _forward_work(
 ) -> int:
     """Returns the most bytes that forward holds at once, without the tensors that it saves for backward.
 
-    The result is the largest of four moments:
+    The result is the largest of the bytes held
 
-    - the shared expert, at the start of the pass;
-    - the experts;
-    - the experts' results, before combine sends them;
-    - the sum of each token's rows.
+    - while the shared expert computes, at the start of the pass;
+    - while the experts compute;
+    - when the experts' results are ready, before combine sends them;
+    - while the rows of each token are summed.
 
-    At every moment these are added: routing weights, small tensors (`_unit_bytes`), and rows that are not cut
-    into chunks (`_whole_rows`).
+    To each of these are added: routing weights, small tensors (`_unit_bytes`), and rows that are not cut into
+    chunks (`_whole_rows`).
 
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
@@ -237,11 +236,18 @@ def _forward_work(
 
 
 def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: PassBytes) -> int:
-    """Returns the most bytes that backward holds at once, without saved tensors and parameters' gradients.
+    """Returns the most bytes that backward holds at once, apart from two things that the caller adds.
 
-    The result is the largest of four moments: the shared expert's gradients, the experts' gradients, results
-    before they are sent back, and the sum of each token's rows. Experts compute the gradient of a routing
-    weight as an inner product over the hidden columns, for a block of rows at a time, in float32 at least.
+    Not included are the tensors that forward saved, and the sums of the parameters' gradients. The result is
+    the largest of the bytes held
+
+    - while the shared expert's backward runs, at the start of the pass;
+    - while the experts' backward runs;
+    - when the gradients of the experts' inputs are ready, before they are sent back;
+    - while the gradient rows of each token are summed.
+
+    Experts compute the gradient of a routing weight as an inner product over the hidden columns, for a block
+    of rows at a time, in float32 at least.
 
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
@@ -294,9 +300,9 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
 
 
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns how many rows the experts' backward processes at a time, at most.
+    """Returns the largest number of rows that the experts' backward processes at a time.
 
-    It splits the rows of a product into blocks to keep temporary tensors small.
+    The experts' backward splits the rows of a product into blocks, to keep temporary tensors small.
 
     backward: numbers of rows of the backward pass.
     """
@@ -312,11 +318,10 @@ def _graph(sizes: LayerSizes, backward: PassRows) -> int:
 
 
 def _one_choice_rows(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of the largest chunk's rows: a copy of them, in the order of tokens, is summed by
-    token.
+    """Returns the bytes of a copy of the largest chunk's rows, which is made to sum the rows of each token.
 
-    Chunks are summed one after another, so only the largest counts. With top_k = 1 there is nothing to sum,
-    and the result is 0.
+    The copy is in the order of tokens. Chunks are summed one after another, so only the largest counts. With
+    top_k = 1 there is nothing to sum, and the result is 0.
 
     rows: numbers of rows of the pass.
     """
@@ -343,9 +348,10 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the bytes of the gradients of the experts' parameters while a pass adds those of its chunks.
+    """Returns the bytes of the gradients of the experts' parameters, into which each chunk's are added.
 
-    If there are several additions, the sums are float32, because narrower sums would lose bits.
+    If there are several additions in bfloat16 or float16, the sums are float32, because narrower sums would
+    lose bits.
 
     backward: numbers of rows of the backward pass.
     """
@@ -451,16 +457,16 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
 class BufferLifetimes:
     """Names of the buffers that a kind of task allocates, by how long they are needed.
 
-    For passes without ring slots (reused buffers): each buffer has memory of its own while it is needed.
+    It is used for passes without ring slots (reused buffers), in which each buffer has memory of its own.
 
     stay: needed until the pass ends, because a collective reads or writes them. The first name is the
         experts' result in the order in which rows arrived. It is allocated when the experts start, or after
         the experts if received rows had to be sorted by expert. The other names exist only if experts are
         sharded over ranks, and are allocated after the experts.
     pending: needed until the weight gradient of the same chunk is computed.
-    brief: needed until the experts are done.
-    result: the experts' result in expert order. It is needed until the end of the task, which copies it to
-        the first buffer of ``stay``.
+    brief: needed until the experts' products are done.
+    result: the experts' result in expert order. It is needed until the end of the task, which copies the
+        result to the first buffer of ``stay``.
     """
 
     stay: tuple[str, ...] = ()
@@ -508,13 +514,13 @@ class PassBytes(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Returns the rows of a pass without ring slots: the rows of several chunks that stay are joined.
+    """Joins the rows of several chunks that stay on their rank, as a pass without ring slots computes them.
 
-    Rows whose expert is on their own rank stay there. In a pass without ring slots they are computed in fewer
-    tasks than there are chunks, because small products are slow: the first task has the rows of several
-    chunks.
+    Rows whose expert is on their own rank are not sent. A pass without ring slots (reused buffers) computes
+    them in fewer tasks than there are chunks, because small products are slow: the first task has the rows of
+    several chunks.
 
-    rows: numbers of rows of a pass, where the rows that stay are counted chunk by chunk.
+    rows: numbers of rows of a pass, with the rows that stay counted chunk by chunk (``extent.local``).
 
     Example: rows that stay (4, 4, 4), computed in 2 tasks -> (8, 4).
     """
@@ -530,9 +536,10 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:
     """Returns the bytes that the buffers hold at four moments of a pass without ring slots.
 
-    In such a pass every buffer has memory of its own. The function goes through the tasks in order. It adds
-    the buffers that a task allocates, and removes those that the task uses last. The moments are the start of
-    the pass, the experts, the results before combine, and the end of the pass.
+    Without ring slots (buffers that chunks use in turn), every buffer has memory of its own. The function
+    goes through the tasks in order. It adds the buffers that a task allocates, and removes those that the
+    task uses last. The moments are the start of the pass, the experts, the results before combine, and the
+    end of the pass.
 
     rows: numbers of rows of the pass, from `in_pieces`.
     buffers: rows and columns of each buffer of the pass.

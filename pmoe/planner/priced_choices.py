@@ -65,8 +65,9 @@ def bound(
         choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
         slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
             with K experts each. Chunks are cut finer until their rows fit into a slot.
-        bins: number of equal parts of the batch in which rows are counted; chunks cannot be cut finer. None
-            takes the number that a layer with only this choice uses.
+        bins: number of equal parts of the batch in which rows are counted. No chunk can be cut finer than
+            such a part, so this number limits the rows of the largest chunk. None takes the number that a
+            layer with only this choice uses.
     """
     degrees = (choice.forward, choice.backward)
     bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
@@ -92,8 +93,9 @@ def evaluate(
         again).
     profile: measured rates of the machine. With None all seconds are 0.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
-    bins: number of equal parts of the batch in which rows are counted; None for the number that suits each
-        choice.
+    bins: number of equal parts of the batch in which rows are counted. The worst bytes depend on it: chunks
+        with too many rows for a ring slot are cut finer, but not finer than such a part. None takes, for each
+        choice, the number that a layer with only this choice uses.
     """
     return [
         PricedChoice(
@@ -258,14 +260,14 @@ PRICE = operator.attrgetter("seconds", "memory.promised")
 NEAR = 1.25
 """Trials measure a restore pair only if it takes at most 1.25 times the cheapest pair's seconds by Eq. 10.
 
-They measure several because Eq. 10 takes only the slowest lane into account: a pair that the equation finds
-slower may really be faster.
+Several pairs are measured because Eq. 10 counts only the slowest of computation, communication and copies: a
+pair that is slower by the equation may really be faster.
 """
 
 Measured = list[tuple[float, float]] | None
-"""Measured seconds (of forward, of backward) of each choice, the same on every rank.
+"""Measured (forward, backward) seconds of each choice, the same on every rank.
 
-None if the layer allows no trials.
+None if the layer allows no trials, or if none could run.
 """
 TriedBy = Callable[[Sequence[T]], Measured]
 """A function that measures the given choices by trials on the batch of the call."""
@@ -279,8 +281,9 @@ class Chooser:
     pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the passes.
     budget: bytes that must be enough for any routing, or None.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
-    bins: number of equal parts of the batch in which rows are counted; None for the number that suits each
-        choice.
+    bins: number of equal parts of the batch in which rows are counted. The worst bytes depend on it: chunks
+        with too many rows for a ring slot are cut finer, but not finer than such a part. None takes, for each
+        choice, the number that a layer with only this choice uses.
     """
 
     pairs: tuple[Restore, ...]
@@ -301,17 +304,16 @@ class Chooser:
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
     ) -> Restore:
-        """Returns the cheapest restore pair by MPipeMoE's Eq.
+        """Returns the restore pair that takes least time, by MPipeMoE's Eq. 10 and by trials.
 
-        10. Trials decide between pairs that are almost as cheap.
-
-        A restore pair says what is kept, offloaded or made again between the passes.
+        A restore pair says what is kept, offloaded or made again between the passes. If several pairs take at
+        most `NEAR` times the least seconds by the equation, and trials are allowed, trials decide among them.
 
         Args:
             sizes: sizes of the layer.
             max_tokens: tokens of the rank with most tokens.
-            profile: returns the machine's rates. It is called only if there are several pairs and no choice
-                is remembered, because it may have to measure.
+            profile: returns the machine's rates. It is called only if there are several pairs and no earlier
+                choice is remembered, because measuring the rates takes seconds.
             tried: measures the seconds of given pairs by trials; its result is None if trials are not
                 allowed.
         """
@@ -425,8 +427,8 @@ def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
     """Returns the few candidates that trials should compare, because each trial costs training steps.
 
-    For each number of chunks this is the fastest candidate by predicted seconds. If all candidates have the
-    same numbers of chunks, the result has the three fastest.
+    For each number of chunks, the result has the candidate that is predicted to be the fastest. If all
+    candidates have the same numbers of chunks, the result has the three fastest.
     """
     ordered = sorted(candidates, key=PRICE)
     fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}

@@ -1,16 +1,19 @@
-"""PassTimes rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
+"""Timed rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
 
 A choice is timed in runs of both passes of a layer. Equal runs take different times, so a difference between
 two choices counts only if it is larger than the differences between equal runs:
 
     noise        relative standard deviation of one run, from the repeated runs of all choices together
-    resolution   smallest relative difference between two choices that counts: CLEAR standard errors of it
+    resolution   smallest relative difference between two choices that counts as real: CLEAR times the
+                 standard error of the difference
 
-    round     n=1  n=2  n=4  n=8        the first round is not timed: it allocates buffers
-      0        *    *    *    *
-      1        *    *    *    *         n=8 is slower by more than FAR, in this round and the one before
-      2        *    *    *              n=1 is slower beyond the resolution
-      3             *    *              the resolution has come down to FINE: what is left counts as equal
+An example with four choices, by number of chunks n (* is a run):
+
+    round     n=1  n=2  n=4  n=8
+      0        *    *    *    *         not timed: allocates buffers
+      1        *    *    *    *         n=8 took over FAR times the fastest's seconds, in rounds 0 and 1
+      2        *    *    *              n=1 is slower by more than the resolution
+      3             *    *              the resolution is at most FINE: n=2 and n=4 count as equally fast
 
 All ranks pass the same seconds (those of the slowest rank), so all ranks measure the same choices equally
 often. This file measures nothing: `pmoe.choose.trials` runs the rounds.
@@ -27,13 +30,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FAR = 1.25
-"""A choice that takes more than this many times the fastest choice's seconds is not measured twice."""
+"""A choice that takes more than FAR times the seconds of the fastest choice is not measured again."""
 
 CLEAR = 2.0
-"""Standard errors of a difference beyond which it is no accident."""
+"""A difference of seconds counts as real if it is larger than CLEAR times its standard error."""
 
 FINE = 0.02
-"""Relative difference that is not worth more runs."""
+"""Relative difference below which two choices count as equally fast, so that no more rounds are run."""
 
 MOST_ROUNDS = 9
 """Largest number of timed rounds, unless the caller says otherwise."""
@@ -53,12 +56,15 @@ By simulation of normal distributions: 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of both passes with one choice, and how far they can be trusted.
+    """Measured seconds of both passes with one choice, and the noise of the measurement.
 
-    forward, backward: seconds of each pass: the lower medians of the runs.
-    step: seconds of both passes together: the lower median of the runs.
+    Each number of seconds is the lower median over the runs: with an even number of runs, the smaller of the
+    two middle values.
+
+    forward, backward: seconds of each pass.
+    step: seconds of both passes together.
     runs: number of runs.
-    noise: relative standard deviation of one run, by all choices of the same rounds.
+    noise: relative standard deviation of one run, estimated from the runs of all choices in the same rounds.
     """
 
     forward: float
@@ -74,28 +80,31 @@ class PassTimes:
         )
 
     def standard_error(self, other: PassTimes) -> float:
-        """Returns the standard error of the relative difference to another choice's seconds."""
+        """Returns the standard error of (seconds of this choice / seconds of another choice - 1)."""
         noise = max(self.noise, other.noise)
         return LOWER_MEDIAN * noise * math.sqrt(1 / self.runs + 1 / other.runs)
 
     def resolution(self, other: PassTimes) -> float:
-        """Returns the smallest relative difference to another choice's seconds that counts."""
+        """Returns the smallest relative difference to another choice's seconds that counts as real.
+
+        Smaller differences may come from noise. It is `CLEAR` times the standard error of the difference.
+        """
         return CLEAR * self.standard_error(other)
 
     def is_slower_than(self, other: PassTimes) -> bool:
-        """Whether this choice takes longer than another one, beyond the resolution."""
+        """Whether a step takes longer than with another choice, by more than noise (`resolution`)."""
         return self.step > other.step * (1 + self.resolution(other))
 
 
 def relative_noise(samples: Sequence[Sequence[float]]) -> float:
-    """Returns the relative standard deviation of one run.
+    """Returns the relative standard deviation of one run, from the repeated runs of all choices.
 
-    The largest deviation of all is left out, so that one run which something else slowed does not hide the
-    differences of all others.
+    The largest deviation of all is left out, so that a single run that another process slowed does not make
+    the noise look larger than the differences between choices.
 
-    samples: the seconds of the runs of each choice.
+    samples: for each choice, the seconds of its runs.
 
-    Example: no choice has two runs -> USUAL_NOISE.
+    Example: no choice has two runs -> USUAL_NOISE, the noise that is assumed.
     """
     squares = sorted(
         (seconds / statistics.median(runs) - 1) ** 2 for runs in samples if len(runs) > 1 for seconds in runs
@@ -114,16 +123,18 @@ def timed_rounds(
 
     A choice is left out of later rounds
 
-    - if it is slower by more than FAR, in the first timed round and the round before;
-    - if it is slower than the fastest choice beyond the resolution, from the second timed round on.
+    - if it takes more than FAR times the seconds of the fastest choice, in the first timed round and in the
+      round before, which is not timed otherwise;
+    - from the second timed round on, if it is slower than the fastest choice by more than noise explains
+      (`PassTimes.resolution`).
 
-    The rounds end if one choice is left, if the resolution of those that are left is at most FINE, or after
+    The rounds end if one choice is left, if differences of more than FINE would be noticed, or after
     ``most_rounds``. The fastest choice is timed at least twice.
 
     choices: the choices to measure, each once.
     run_round: runs each of the given choices once. It returns the seconds of (forward, backward) of each, the
-        same on every rank. Infinite seconds say that a choice cannot run: it is not run again, and the result
-        does not have it.
+        same on every rank. Infinite seconds say that a choice cannot run. This choice is not run again, and
+        the result does not have it.
     most_rounds: largest number of timed rounds.
 
     Returns a dict in the order of ``choices``.
@@ -158,11 +169,12 @@ def timed_rounds(
 def _timed(
     samples: Mapping[T, Sequence[tuple[float, float]]], first_runs: Mapping[T, tuple[float, float]]
 ) -> dict[T, PassTimes]:
-    """Returns the seconds and the noise of the timed runs of each choice.
+    """Returns the median seconds of each choice, and the noise of its runs.
 
-    samples: (forward, backward) seconds of each timed run.
-    first_runs: the same of the run before, which counts only for a choice that was timed once: of two runs
-        the lower median is the faster one, so one run that something else slowed does no harm.
+    samples: for each choice, the (forward, backward) seconds of each timed run.
+    first_runs: for each choice, the (forward, backward) seconds of the run before the timed ones. It is used
+        only for a choice that was timed once: the lower median of two runs is the faster run, so a single run
+        that another process slowed does no harm.
     """
     noise = relative_noise([[sum(passes) for passes in runs] for runs in samples.values()])
     times = {}

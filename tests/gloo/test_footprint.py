@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
-from pmoe.choose import open_choice, part_of_batch
+from pmoe.choose import part_of_batch
 from pmoe.choose import search as searched
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
@@ -276,11 +276,11 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     os.environ["PMOE_CACHE"] = folder
     searched._LEARNED.clear()
     profile.PROFILES.clear()
-    measured = part_of_batch.measure_in_little_memory
+    measured = part_of_batch.measure_trials
+    speed = SPEEDS[fastest]
 
     def stated(batch: Any, choices: Any, *most_rounds: int) -> Any:
         measured(batch, choices, *most_rounds)
-        speed = SPEEDS[fastest]
         times = {}
         for choice in choices:
             passes = choice.forward**speed, choice.backward**speed
@@ -297,8 +297,8 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
 
     with (
         freed_late(0.03),
-        mock.patch.object(searched, "measure_in_little_memory", stated),
-        mock.patch.object(open_choice, "measure_in_little_memory", stated),
+        mock.patch.object(part_of_batch, "measure_trials", stated),
+        mock.patch.object(part_of_batch, "_scaled", lambda times, share: times),
     ):
         peaks = [float(Allocated(step).peak) for _ in range(3)]
     searched._LEARNED.clear()

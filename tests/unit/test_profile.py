@@ -6,6 +6,7 @@ No time is asserted: a busy machine may take any.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -88,7 +89,7 @@ class Counted:
         self.calls = 0
 
     def __call__(
-        self, ranks: Ranks, device: str, dtype: torch.dtype, *, quick: bool, most_bytes: float
+        self, ranks: Ranks, device: str, dtype: torch.dtype, *, quick: bool, most_bytes: float = math.inf
     ) -> Profile:
         self.calls += 1
         self.most_bytes = most_bytes

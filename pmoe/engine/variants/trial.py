@@ -104,6 +104,14 @@ class _OnTrial(Pass):
 class TrialForward(_OnTrial, Forward):
     """A forward pass that takes part in every collective even if this rank runs out of memory."""
 
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes of the buffers that the pass has taken so far: its ring slots and its own buffers."""
+        tensors = [*self.own.values(), self.result_TM]
+        if self.home is not None:
+            tensors.append(self.home)
+        return self.pool.bytes_in_use + sum(tensor.nbytes for tensor in tensors)
+
 
 class TrialBackward(_OnTrial, Backward):
     """A backward pass that takes part in every collective even if this rank runs out of memory."""

@@ -39,7 +39,7 @@ MIN_TOKENS = 256
 ALIKE = 1.08
 """Trials run on the whole batch if they need at most this many times the memory of the smallest step."""
 
-ROOM = 0.7
+ROOM = 0.85
 """Fraction of the smallest step's memory that a trial may take. The call itself holds the rest (its routing).
 """
 
@@ -59,7 +59,7 @@ def measure_in_little_memory(
     most_rounds: largest number of timed rounds.
 
     The result has no entry for a choice that ran out of memory in a trial on any rank, nor for one that is
-    faster than all others but needs too much memory for the whole batch (`_with_room`). The result is empty
+    faster than all others but needs too much memory for the whole batch (`with_room`). The result is empty
     if fewer than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if no choice is left.
     """
     share = share_of_tokens(batch, choices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
 from pmoe.call.options import LayerOptions
-from pmoe.comm.counts import num_bins
+from pmoe.comm.counts import max_bins, num_bins
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part
+from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
@@ -39,6 +40,8 @@ class LayerCache:
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
                    measurements. Each key holds everything on which its value depends
+    counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
+                   rows for them. Empty before the first call
     """
 
     differed: bool | None = None
@@ -46,6 +49,7 @@ class LayerCache:
     words: dict[str, str] = field(default_factory=dict)
     padded_kinds: set[PaddedCallKey] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
+    counted: tuple[int, ...] = ()
 
     def forget_ranks(self) -> None:
         """Makes the ranks compare their experts and their calls with padded rows again.
@@ -54,6 +58,7 @@ class LayerCache:
         """
         self.differed = None
         self.padded_kinds.clear()
+        self.counted = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,17 +208,54 @@ class LayerModules(PassModules):
         """
         return self.options.switches.sequential
 
-    @functools.cached_property
-    def num_bins(self) -> int:
-        """F, the number of bins in which row counts are exchanged: equal ranges of a rank's tokens.
+    def bins_for(self, degrees: Sequence[int]) -> int:
+        """Returns F, the number of bins in which row counts are exchanged: equal ranges of a rank's tokens.
 
         A chunk consists of neighbouring bins. If chunks take turns in ring slots (buffers of fixed size),
         bins are finer than chunks: under skewed routing, the batch may have to be cut into more chunks than
         were chosen.
+
+        degrees: the numbers of chunks that may be chosen for the call. Each divides F.
         """
         if not self.options.rotates:
-            return math.lcm(*self.options.degrees)
-        return num_bins(self.options.degrees, self.ranks.size, self.options.num_experts)
+            return math.lcm(*degrees)
+        return num_bins(degrees, self.ranks.size, self.options.num_experts)
+
+    @functools.cached_property
+    def num_bins(self) -> int:
+        """F for all numbers of chunks that may be chosen (`bins_for`). Not for ``pipeline="solve"``."""
+        return self.bins_for(self.options.degrees)
+
+    @property
+    def counted_degrees(self) -> tuple[int, ...]:
+        """The numbers of chunks for which the next call counts its rows, the same on all ranks.
+
+        They are all numbers that may be chosen. With ``pipeline="solve"`` the least common multiple of these
+        is too large. So rows are counted for the numbers of the last call, and counted again if the solver
+        then takes others.
+        """
+        if not self.options.solves:
+            return self.options.degrees
+        return self.cache.counted or (TRIED if self.ranks.size > 1 else (1,))
+
+    def degree_pairs(self, restore: Restore) -> tuple[tuple[int, int], ...]:
+        """Returns the numbers of chunks that ``pipeline="solve"`` may take, as pairs (forward, backward).
+
+        Both passes have the same chunks in these cases: chunks have memory of their own (no ring slots), a
+        token is sent only once to a rank, or callbacks are inside the layer. If experts are modules whose
+        saved tensors are kept, each chunk of backward consists of whole chunks of forward, because a saved
+        graph cannot be split. With ``pad_to_capacity``, bins are few, because each may add an empty row.
+
+        restore: the restore pair, which says what is kept for backward.
+        """
+        options = self.options
+        pairs = solver_pairs(
+            MAX_DEGREE if options.pad_to_capacity else max(MAX_DEGREE, max_bins(options.num_experts)),
+            same_chunks=not options.rotates or options.send_once or self.hooks is not None,
+            whole_chunks=self.experts.are_modules and restore.hidden != "recompute",
+        )
+        # With a budget, rows are counted for the degrees among which the budget chooses.
+        return tuple(pair for pair in pairs if options.solves or set(pair) <= set(options.degrees))
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:

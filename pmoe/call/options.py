@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, get_args
 
 from pmoe.arguments import check_count, check_flag, check_kind, check_number, check_positive, plain_int
-from pmoe.planner.degree import DEGREES, SolveName, check_backward, check_pipeline
+from pmoe.planner.degree import (
+    DEGREES,
+    SOLVE,
+    SOLVER_DEGREES,
+    SolveName,
+    check_backward,
+    check_pipeline,
+)
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, StrategyName, parse_restore
 from pmoe.text import parse_bytes
 
@@ -115,6 +122,14 @@ class LayerOptions:
         return int(self.pipeline) or 1
 
     @functools.cached_property
+    def solves(self) -> bool:
+        """Whether FSMoE's solver chooses the numbers of chunks: ``pipeline="solve"`` without a memory budget.
+
+        With a budget, n and the restore pair are chosen together, from predicted seconds and bytes.
+        """
+        return self.pipeline == SOLVE and self.memory_budget is None
+
+    @functools.cached_property
     def rotates(self) -> bool:
         """Whether chunks take turns in a few buffers (ring slots), instead of each having memory of its own.
 
@@ -127,6 +142,8 @@ class LayerOptions:
     @functools.cached_property
     def degrees(self) -> tuple[int, ...]:
         """All numbers of chunks that may be chosen for forward or backward."""
+        if self.solves:
+            return SOLVER_DEGREES
         forward = DEGREES if self.fixed_degree is None else (self.fixed_degree,)
         backward = () if self.pipeline_backward is None else (self.pipeline_backward,)
         return tuple(dict.fromkeys((*forward, *backward)))

@@ -117,9 +117,9 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
     """
     modules = batch.modules
     options = modules.options
-    new_chooser = Chooser(
-        pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=modules.num_bins
-    )
+    # The solver chooses among numbers of chunks that have no common bins.
+    bins = None if options.solves else modules.bins_for(options.degrees)
+    new_chooser = Chooser(pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=bins)
     key = ("predicted", options, batch.inputs.x_TM.dtype)
     chooser: Chooser = modules.cache.choosers.setdefault(key, new_chooser)
     return chooser
@@ -129,11 +129,12 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """Returns the measured (forward, backward) seconds of each choice; None if no trials could run.
 
     The seconds are infinite for a choice for which any rank has too little memory. The result is None if
-    `_may_try` forbids trials, if too few tokens fit into the memory that trials may take
+    `TrialBatch.may_try` is False, if too few tokens fit into the memory that trials may take
     (`measure_in_little_memory`), or if every choice runs out of memory.
     """
-    if not _may_try(batch):
+    if not batch.may_try:
         return None
+    batch = batch.counted_for(choices)
     try:
         measured = measure_in_little_memory(batch, choices)
     except torch.OutOfMemoryError:  # on every rank: the prediction decides
@@ -144,29 +145,20 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     return [seconds.get(choice, (math.inf, math.inf)) for choice in choices]
 
 
-def _may_try(batch: TrialBatch) -> bool:
-    """Returns whether trials may run on a batch.
-
-    They may not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces gradients
-    of other layers (a trial would reduce them again), or if any rank has too little free host memory.
-    """
-    # On a rank with too little host memory, a choice that offloads would fail.
-    return batch.trials_allowed and batch.modules.gradients is None and not batch.counts.host_shortage
-
-
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     """Compares the predicted and the measured time of a step with this choice, and returns the choice.
 
     The prediction uses a profile, the measured rates of this machine. If the two times are far apart, rank 0
     warns that the profile may be wrong, once for each profile. Collective.
     """
-    counts = batch.counts
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
-    if profile is None or profile.when in _compared or not _may_try(batch):
+    if profile is None or profile.when in _compared or not batch.may_try:
         return choice
     _compared.add(profile.when)
+    batch = batch.counted_for([choice])
+    counts = batch.counts
     share = share_of_tokens(batch, [choice])
     if share * counts.max_tokens < MIN_TOKENS:
         return choice

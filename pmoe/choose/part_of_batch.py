@@ -147,7 +147,7 @@ def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     if options.budget is not None:
         return 1.0
     pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
-    smallest = min(predicted_peaks(batch, all_choices([(n, n) for n in options.degrees], pairs)))
+    smallest = min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
     largest_tried = max(predicted_peaks(batch, choices))
     sizes = batch.sizes
     output = _output_bytes(batch)
@@ -206,7 +206,7 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
         weight_TK=_first(inputs.weight_TK, num_rows),
         shared_weight_T=None if shared_weight is None else _first(shared_weight, count),
     )
-    return replace(batch, counts=exchange.finish(), inputs=part, orders=orders)
+    return replace(batch, counts=exchange.finish(), inputs=part, orders=orders, rows_for=None)
 
 
 def _slots_of(batch: TrialBatch) -> Slots | None:
@@ -222,7 +222,7 @@ def _slots_of(batch: TrialBatch) -> Slots | None:
     return Slots(
         slack=options.slack,
         top_k=options.top_k * modules.grid.esp.size,
-        degrees=options.degrees,
+        degrees=batch.degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
     )
 

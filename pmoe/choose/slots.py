@@ -15,32 +15,30 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 
-def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
+def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    Two things are limited. A chunk (micro-batch) must fit into a ring slot, a buffer of fixed size that
-    chunks share: if it does not fit on every rank, all ranks cut the batch into more chunks. And the
-    dispatched rows (T_DI) must fit into the free host memory of every rank if they are offloaded.
+    Only layers whose chunks (micro-batches) share buffers have limits. Two things are limited. A chunk must
+    fit into a ring slot, a buffer of fixed size that chunks share: if it does not fit on every rank, all
+    ranks cut the batch into more chunks. And the dispatched rows (T_DI) must fit into the free host memory of
+    every rank if they are offloaded.
 
     modules: the modules and options of the layer.
     routed: the batch after the gate.
-
-    Returns None if the layer's chunks share no buffers, because rows are not limited then.
+    degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
     x_TM = routed.x_TM
-    if not options.rotates:
-        return None
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
         # In each bin (the smallest possible chunk), rows that travel and rows that stay each begin on an
         # aligned address, so up to two alignments are lost.
-        free = pool(x_TM.device).host.free_bytes - 2 * modules.num_bins * ALIGNMENT
+        free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
     return Slots(
         slack=options.slack,
         top_k=options.top_k * modules.grid.esp.size,
-        degrees=options.degrees,
+        degrees=degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
     )

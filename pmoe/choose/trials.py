@@ -7,6 +7,7 @@ plan that the layer itself would make with the choice. Nothing in the layer chan
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,16 +20,16 @@ from torch import Tensor
 from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.agreement import largest
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import RankCounts, cuts
 from pmoe.comm.failures import publishing_failures
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
 from pmoe.measure.profile import profile_of, stored_profile_of
 from pmoe.measure.timing import begin_together, clock_of, in_turns
-from pmoe.planner.degree import DEGREES, Choice, all_choices
+from pmoe.planner.degree import DEGREES, MAX_DEGREE, Choice, all_choices
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
@@ -67,12 +68,15 @@ class TrialBatch:
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     orders: the routing of the call. A trial needs it to cut the batch into chunks (micro-batches).
+    rows_for: returns the row counts and the routing for given numbers of chunks, with ``pipeline="solve"``;
+        None if ``counts`` suit all numbers that the options allow.
     """
 
     modules: LayerModules
     counts: RankCounts
     inputs: Inputs
     orders: SortedSlots
+    rows_for: RowsFor | None = None
 
     @property
     def rows(self) -> int:
@@ -106,8 +110,7 @@ class TrialBatch:
         `MEASURING_SHARE` of the predicted peak of the layer's smallest step (the choice with the lowest
         peak), so that measuring never needs more memory than a step.
         """
-        options = self.modules.options
-        choices = all_choices([(n, n) for n in options.degrees], self.modules.pairs)
+        choices = all_choices([(n, n) for n in self.degrees], self.modules.pairs)
         return MEASURING_SHARE * min(predicted_peaks(self, choices))
 
     @property
@@ -125,12 +128,64 @@ class TrialBatch:
         are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
         return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
+    @property
+    def may_try(self) -> bool:
+        """Whether trials may run on this batch.
+
+        They may not run if `trials_allowed` is False, or if any rank has too little free host memory: a
+        choice that offloads would fail there.
+        """
+        return self.trials_allowed and not self.counts.host_shortage
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The numbers of chunks for which the batch can be cut with its row counts.
+
+        They are all numbers that may be chosen. With ``pipeline="solve"``, they are those of them for which
+        rows were counted.
+        """
+        options = self.modules.options
+        if not options.solves:
+            return options.degrees
+        bins = self.counts.send.shape[0]
+        return tuple(n for n in options.degrees if bins % n == 0 and n in (self.counts.depth or {n}))
+
+    def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
+        """Returns this batch with row counts for some choices.
+
+        Rows are counted again only with ``pipeline="solve"``; that is a collective. If all numbers of chunks
+        divide the largest one, they are counted for that one, too: a step in so many chunks needs the least
+        memory (`pmoe.choose.part_of_batch.share_of_tokens`).
+
+        choices: the numbers of chunks and restore pairs.
+        """
+        if self.rows_for is None:
+            return self
+        degrees = tuple(dict.fromkeys(n for choice in choices for n in choice.degrees))
+        if all(MAX_DEGREE % n == 0 for n in degrees):
+            degrees = tuple(dict.fromkeys((*degrees, MAX_DEGREE)))
+        counts, orders = self.rows_for(degrees)
+        return replace(self, counts=counts, orders=orders)
+
+    @functools.cached_property
+    def _orders(self) -> SortedSlots:
+        """The routing for trials, whose backward passes do not reduce gradients of other layers.
+
+        Beside a `pmoe.GradientReducer` the layer's own backward passes do. A trial must not touch gradients.
+        """
+        orders = self.orders
+        if orders.modules.gradients is not None:
+            assert isinstance(orders.modules, LayerModules)
+            orders = copy.copy(orders)
+            orders.modules = replace(orders.modules, gradients=None)
+        return orders
+
     def plan(self, choice: Choice) -> Plan:
         """Returns the plan that the layer would make for this batch with a choice: its chunks and their rows.
 
         choice: the numbers of chunks and the restore pair.
         """
-        return self.orders.plan(self.counts, choice)
+        return self._orders.plan(self.counts, choice)
 
 
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
@@ -141,12 +196,15 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
     """
     modules = batch.modules
     counts = batch.counts
-    call = rows_of_call(modules, batch.inputs.x_TM.shape[0])
     own_peaks = []
     for choice in choices:
+        counted = choice.degrees if modules.options.solves else modules.options.degrees
+        call = rows_of_call(modules, batch.inputs.x_TM.shape[0], counted)
         sizes = replace(batch.sizes, rotates=batch.sizes.rotates or choice.rearranged)
         # Skewed routing is cut into more chunks than were asked for.
-        degrees = [n << counts.depth.get(n, 0) for n in (choice.forward, choice.backward)]
+        degrees = [
+            cuts(n, counts.send.shape[0])[counts.depth.get(n, 0)] for n in (choice.forward, choice.backward)
+        ]
         forward, backward = (
             counted_rows(sizes, counts, modules.ranks.rank, n, modules.grid.esp.rank) for n in degrees
         )

@@ -29,6 +29,7 @@ Letters:
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -119,8 +120,8 @@ class RankCounts:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
-        depth            depth[n]: how often n chunks must be doubled until no chunk brings any rank more rows
-                         than a ring slot holds (`slot_rows`), or until the bins allow no finer cut
+        depth            depth[n]: how often n chunks must be cut finer (`cuts`) until no chunk brings any
+                         rank more rows than a ring slot holds (`slot_rows`), or each chunk is a bin
         host_shortage    whether any rank lacks host memory for the rows that it receives
         max_rows         largest number of rows that any rank receives, rows from itself included; None if
                          not asked for, or if some rank does not have exactly one row for each choice of its
@@ -218,7 +219,8 @@ class Slots:
                    are the rows of one of n chunks under even routing
         top_k      rows that a rank receives for each of its tokens under even routing: the choices of a
                    token, times the number of ranks that share an expert
-        degrees    the numbers of chunks n for which `RankCounts.depth` is computed
+        degrees    the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number
+                   of bins
         own_rank   this rank, if rows from it to itself are not sent and so are not counted; None counts all
         host_rows  number of received rows for which this rank has host memory; None checks nothing
     """
@@ -230,34 +232,56 @@ class Slots:
     host_rows: int | None = None
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns, for each n in ``degrees``, how often n must be doubled for this rank, as device scalars.
+        """Returns, for each n in ``degrees``, how often n chunks are cut finer for this rank: device scalars.
 
-        Each doubling halves the chunks. n is doubled until no chunk brings this rank more rows than a ring
-        slot (a buffer of fixed size) holds, or until 2 n does not divide the number of bins F. Bins are equal
-        ranges of a rank's tokens, by which rows are counted.
+        n chunks are cut finer (`cuts`) until no chunk brings this rank more rows than a ring slot holds, a
+        buffer of fixed size; or until each chunk is a bin. Bins are equal ranges of a rank's tokens, by which
+        rows are counted.
 
-        recv_FWE: (F, W, E_local) int64 on the device: the rows in each bin from each of W ranks for each of
-            this rank's E_local experts.
+        recv_FWE: (F, W, E_local) int64 on the device: the rows in each of F bins from each of W ranks for
+            each expert.
         max_tokens: int64 scalar on the device, the largest number of tokens of any rank.
         """
         by_source = recv_FWE.sum(2)
         rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
-        # Rows of the largest of n chunks. Kept, because doubling one degree may give another degree.
+        # Rows of the largest of n chunks. Kept, because cutting one degree finer may give another degree.
         largest: dict[int, Tensor] = {}
         depths = []
         for n in self.degrees:
             # In float64, as `slot_rows` does on the host. float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
             depth = torch.zeros_like(max_tokens)
-            # Finer chunks never have more rows, and the limit stays. So the first cuts of the chain n, 2 n,
-            # 4 n, ... overflow and the later ones fit: the number of those that overflow is the depth.
-            while rows_F.shape[0] % (2 * n) == 0:
-                if n not in largest:
-                    largest[n] = rows_F.view(n, -1).sum(1).max()
-                depth = depth + (largest[n] > limit)
-                n *= 2
+            # Finer chunks never have more rows, and the limit stays. So the first cuts overflow and the later
+            # ones fit: the number of those that overflow is the depth. The last cut is not tested, because
+            # none is finer.
+            for chunks in cuts(n, rows_F.shape[0])[:-1]:
+                if chunks not in largest:
+                    largest[chunks] = rows_F.view(chunks, -1).sum(1).max()
+                depth = depth + (largest[chunks] > limit)
             depths.append(depth)
         return depths
+
+
+@functools.lru_cache(maxsize=1024)
+def cuts(n: int, bins: int) -> tuple[int, ...]:
+    """Returns the numbers of chunks into which n chunks may be cut, in rising order: n, ..., ``bins``.
+
+    Each number divides the next, so every cut refines the one before. From one to the next it grows by the
+    smallest prime factor of what is left of ``bins / n``: it is doubled as long as possible.
+
+    n: number of chunks. It divides ``bins``.
+    bins: number of bins, the equal ranges of a rank's tokens by which rows are counted.
+
+    Example: 4 chunks, 48 bins -> (4, 8, 16, 48).
+    """
+    chunks = [n]
+    factor = 2
+    while chunks[-1] < bins:
+        if bins // chunks[-1] % factor:
+            factor += 1
+        else:
+            chunks.append(chunks[-1] * factor)
+    return tuple(chunks)
 
 
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
@@ -285,10 +309,14 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
     """
     finest = math.lcm(*degrees)
     bins = finest
-    max_bins = min(MAX_BINS, MAX_COUNTS // num_experts)
-    while bins < finest * num_ranks and 2 * bins <= max_bins:
+    while bins < finest * num_ranks and 2 * bins <= max_bins(num_experts):
         bins *= 2
     return bins
+
+
+def max_bins(num_experts: int) -> int:
+    """Returns the largest number of bins that `num_bins` gives degrees whose lcm is not larger itself."""
+    return min(MAX_BINS, MAX_COUNTS // num_experts)
 
 
 MAX_BINS, MAX_COUNTS = 256, 2**16
@@ -542,7 +570,7 @@ class CountsExchange:
 
         host shortage: 1 if host memory lacks for the received rows.
         irregular: 1 if a rank does not have exactly one row for each choice of its tokens.
-        depth: how often each number of chunks must be doubled (`Slots.depths`).
+        depth: how often each number of chunks must be cut finer (`Slots.depths`).
 
         Every rank has received all headers, so their maximum needs no communication. The other numbers follow
         from the counts, so a reduction must come after the counts; it is left out if neither `Slots` nor

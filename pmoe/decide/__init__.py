@@ -8,6 +8,6 @@
                     gets the experts' input and hidden activation); the result is a `Decision`
                     `run`: sends the rows and computes the experts according to the `Decision`
 
-The other modules are for features that only some layers use: custom gates, CUDA graphs, fused kernels, state
-dicts.
+The other modules are for features that only some layers use: custom gates, CUDA graphs, fused kernels, the
+solver, state dicts.
 """

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pmoe.arguments import check_count, check_int, check_kind, plain_int
 from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import memory_shape, rows_of_call
-from pmoe.comm.counts import RankCounts
-from pmoe.planner.degree import SOLVE, Choice, all_choices
-from pmoe.planner.layer_sizes import CallRows, LayerSizes
+from pmoe.comm.counts import RankCounts, cuts
+from pmoe.planner.degree import Choice, all_choices
+from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.priced_choices import PricedChoice, bound, within_budget
 from pmoe.planner.rows_per_pass import counted_rows
@@ -62,8 +62,10 @@ def predict_memory(
     choices = _ways(modules, pipeline, pipeline_backward, memory_reuse)
     rotates = modules.options.rotates or memory_reuse is not None
     sizes = replace(memory_shape(modules), rotates=rotates)
-    call = rows_of_call(modules, num_tokens)
-    memory_of = {choice: _of_way(modules, sizes, call, row_counts, choice) for choice in choices}
+    if row_counts is not None and modules.options.solves and pipeline is None:
+        # Rows were counted for the numbers of chunks of that call only.
+        choices = [choice for choice in choices if _is_counted(choice, row_counts)] or choices
+    memory_of = {choice: _of_way(modules, sizes, num_tokens, row_counts, choice) for choice in choices}
     arguments = (row_counts, pipeline, pipeline_backward, memory_reuse)
     if (budget := modules.options.budget) is not None and all(argument is None for argument in arguments):
         priced = [
@@ -150,21 +152,31 @@ def _ways(
             raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, one of S1 to S4 or a Restore")
         pairs = (pair,)
     n = pipeline or options.fixed_degree
-    forward = options.degrees if n is None else (n,)
     n_backward = pipeline_backward or options.pipeline_backward
-    has_two_degrees = options.pipeline == SOLVE and options.rotates and n is None and n_backward is None
-    degrees = [(n, m) for n in forward for m in (options.degrees if has_two_degrees else (n_backward or n,))]
-    return all_choices(degrees, pairs)
+    if options.solves and n is None and n_backward is None:
+        return [choice for pair in pairs for choice in all_choices(modules.degree_pairs(pair), [pair])]
+    forward = options.degrees if n is None else (n,)
+    return all_choices([(n, n_backward or n) for n in forward], pairs)
+
+
+def _is_counted(choice: Choice, counts: RankCounts) -> bool:
+    """Returns whether the rows of a call were counted for a choice that the solver might have made.
+
+    choice: the numbers of chunks.
+    counts: the row counts of the call.
+    """
+    bins = counts.send.shape[0]
+    return all(bins % n == 0 and n in (counts.depth or {n}) for n in choice.degrees)
 
 
 def _of_way(
-    modules: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
+    modules: LayerModules, sizes: LayerSizes, num_tokens: int, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
     """Predicts the memory of one choice of the numbers of chunks and of the restore pair.
 
     modules: the layer's modules and options.
     sizes: sizes of the layer.
-    call: the numbers of tokens and rows of a batch that do not depend on routing.
+    num_tokens: number of this rank's tokens.
     counts: row counts of a batch; None predicts an upper bound for any routing.
     way: the number of chunks of forward and of backward, and what is kept for backward.
 
@@ -172,14 +184,17 @@ def _of_way(
     batch in which rows were counted.
     """
     sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
+    counted = way.degrees if modules.options.solves else modules.options.degrees
+    call = rows_of_call(modules, num_tokens, counted)
     if counts is None:
-        return bound(sizes, call, way, modules.options.slack, modules.num_bins)
+        return bound(sizes, call, way, modules.options.slack, modules.bins_for(counted))
     bins = counts.send.shape[0]
     degrees = (way.forward, way.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
-    cut = [n << counts.depth.get(n, 0) for n in degrees]  # skewed routing was cut into more chunks
+    # Skewed routing was cut into more chunks.
+    forward_n, backward_n = (cuts(n, bins)[counts.depth.get(n, 0)] for n in degrees)
     rank = modules.ranks.rank
     place = modules.grid.esp.rank
-    forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in cut)
-    return predict(sizes, call, forward, backward, way.restore, rearranged=cut[0] != cut[1])
+    forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in (forward_n, backward_n))
+    return predict(sizes, call, forward, backward, way.restore, rearranged=forward_n != backward_n)

@@ -7,18 +7,22 @@ The FSMoE paper measures the sizes that its Section 6.2 lists, and takes the mea
 takes the median of the runs on the slowest rank, after one run to warm up. On a slow network, the paper's
 sizes take minutes. So by default a line is fitted to five sizes, of which the largest takes some
 milliseconds.
+
+`measure_operations` measures the flat all-to-all. `measure_exchange` measures the one that a layer has.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.agreement import largest
-from pmoe.comm.base import Traffic
+from pmoe.comm.base import Exchange, Traffic
 from pmoe.comm.expert_sharding import ShardCollectives
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
@@ -97,12 +101,56 @@ def measure_operations(
     effort = QUICK if quick else USUAL
     named = (("across", across), ("inside", inside))
     across, inside = (part_of(ranks, device, name, part) for name, part in named)
-    lines = dict.fromkeys(("all_to_all", "all_gather", "reduce_scatter", "all_reduce"), FREE)
+    names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+    lines: dict[str, Any] = dict.fromkeys(names, FREE)
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         for name, work in _operations(device, dtype, across, inside).items():
             lines[name] = _line(bench, work, effort, full)
     [seconds] = largest(ranks, device, [time.perf_counter() - begin], stage=AGREEING)
     return Operations(num_across=across.size, num_inside=inside.size, seconds=seconds, **lines)
+
+
+def measure_exchange(
+    ranks: Ranks,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    exchange: Exchange,
+    columns: int = WIDTH["cpu"],
+) -> Fit:
+    """Measures a layer's own all-to-all, such as a hierarchical one or a user's. Collective.
+
+    Returns the line of its seconds by the bytes of rows that a rank has for other ranks, with equal splits.
+    All ranks return the same.
+
+    ranks: all ranks that measure.
+    exchange: the all-to-all. It is bound to its ranks, which are among ``ranks``, and called as a layer calls
+        it. The bytes that it counts as traffic are taken back.
+    columns: number of columns of the rows.
+    """
+    device = torch.device(device)
+    peers = exchange.ranks
+    traffic_before = replace(exchange.traffic)
+
+    def make(num_rows: int) -> TimedCall:
+        splits = [num_rows] * peers.size
+        splits[peers.rank] = 0
+        sent, received = torch.ones(2, sum(splits), columns, dtype=dtype, device=device)
+        counts_FW = torch.tensor([splits], device=device)
+        counts = exchange.relay_counts(counts_FW, counts_FW)
+        relayed = () if counts is None else tuple(counts[0].tolist())
+
+        def run() -> None:
+            work = exchange.exchange(sent, splits, received, splits, relayed)
+            if work is not None:
+                work.wait()
+
+        return with_stage(peers, run)
+
+    work = transfer(COMMUNICATE, max(1, peers.size - 1) * columns * dtype.itemsize, make)
+    with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
+        line = _line(bench, work, QUICK, full=False)
+    vars(exchange.traffic).update(vars(traffic_before))
+    return line
 
 
 def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from pmoe.comm.agreement import from_first, largest
+from pmoe.comm.base import Exchange
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import AGREEING, identity
-from pmoe.measure.operations import measure_operations, part_of
+from pmoe.measure.operations import measure_exchange, measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import (
     CorruptFileError,
@@ -52,6 +53,7 @@ def load_or_measure(
     operations: bool = False,
     across: Ranks | None = None,
     inside: Ranks | None = None,
+    exchanges: Mapping[str, Exchange] | None = None,
     most_bytes: float = math.inf,
 ) -> Profile:
     """Returns the stored profile if every rank has a valid one; otherwise measures a profile and stores it.
@@ -67,6 +69,8 @@ def load_or_measure(
         None stands for all ranks. Only used if ``operations``.
     inside: ranks that share each expert, for example those of a node. None stands for all ranks. Only used if
         ``operations``.
+    exchanges: all-to-alls, by name, whose seconds the operations must have, too (`Operations.exchanges`).
+        Those that the stored profile lacks are measured and added. Only used if ``operations``.
     most_bytes: how many bytes the tensors that are measured may take, the same on every rank. Below
         `WHOLE_BYTES`, only small products and messages can be measured. This process then uses the profile,
         but no file stores it, because it says little about large ones.
@@ -91,8 +95,15 @@ def load_or_measure(
         operation_lines = profile.operations
         if operation_lines is None or [operation_lines.num_across, operation_lines.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
-            measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
-            profile = replace(profile, operations=measured)
+            operation_lines = measure_operations(ranks, device, dtype, across=across, inside=inside)
+        for name, exchange in sorted((exchanges or {}).items()):
+            if name in operation_lines.exchanges:
+                continue
+            log.info("measuring the all-to-all %s on %s, once", name, device)
+            line = measure_exchange(ranks, device, dtype, exchange)
+            operation_lines = replace(operation_lines, exchanges={**operation_lines.exchanges, name: line})
+        if operation_lines is not profile.operations:
+            profile = replace(profile, operations=operation_lines)
     is_whole = _limits.get((ranks.name, device, dtype), math.inf) == math.inf
     if ranks.rank == 0 and profile is not stored and is_whole:
         path = profile_path(profile)

@@ -134,7 +134,7 @@ def typed(kind: Any, value: Any, name: str) -> Any:
     Args:
         kind: the type, such as int or dict[str, float]. It may be a dataclass, which is built from the
             entries of ``value``, a dict.
-        value: the value as JSON gives it.
+        value: the value as JSON gives it. A field of a dataclass with a default_factory may be missing.
         name: name of the field, for errors.
 
     Raises CorruptFileError if the value has another type, a number is negative or not finite, a field is
@@ -150,10 +150,15 @@ def typed(kind: Any, value: Any, name: str) -> Any:
             raise CorruptFileError(f"{name} ({value!r}) must be an object")
         kinds = dict.fromkeys(value, typing.get_args(kind)[1]) if is_dict else typing.get_type_hints(kind)
         missing = [field for field in kinds if field not in value]
+        if not is_dict:  # fields that older files lack have a default_factory, which makes their value
+            made = (part for part in dataclasses.fields(kind) if part.default_factory is dataclasses.MISSING)
+            missing = [field.name for field in made if field.name not in value]
         if missing:
             raise CorruptFileError(f"{name} has no {', '.join(missing)}")
         converted = {
-            field: typed(part_kind, value[field], f"{name}.{field}") for field, part_kind in kinds.items()
+            field: typed(part_kind, value[field], f"{name}.{field}")
+            for field, part_kind in kinds.items()
+            if field in value
         }
         try:
             return converted if is_dict else kind(**converted)

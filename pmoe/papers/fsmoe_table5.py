@@ -19,13 +19,8 @@ from typing import Any, NamedTuple
 
 from pmoe.papers.assumptions import assumptions, printed
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LayerCosts, LineCost, all_reduce_seconds
-from pmoe.planner.degree_search import (
-    MAX_DEGREE,
-    ScheduleOptions,
-    pass_seconds,
-    simulated_degrees,
-    stage_seconds,
-)
+from pmoe.planner.degree import MAX_DEGREE
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, simulated_degrees, stage_seconds
 from pmoe.planner.gradient_partition import partition
 from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task

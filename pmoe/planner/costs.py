@@ -147,12 +147,23 @@ class LayerCosts:
     ag: the all-gather of rows among the ranks of a node, before the experts.
     rs: the reduce-scatter of results among the ranks of a node, after the experts.
     exp: the experts' products.
+
+    The paper's formulas have no terms for the other costs. The simulation of the layer's own schedule has:
+
+    combine: the all-to-all back, if it is of another kind than dispatch; None if it costs as much as ``a2a``.
+    order: copying tokens to the rows that are sent, before dispatch.
+    restore: summing the rows of each token, after combine.
+    rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
     """
 
     a2a: LineCost
     ag: LineCost
     rs: LineCost
     exp: LineCost
+    combine: LineCost | None = None
+    order: LineCost = FREE.line
+    restore: LineCost = FREE.line
+    rearrange: LineCost = FREE.line
 
     def chunk(self, r: float) -> tuple[float, float, float, float]:
         """Returns the seconds of each stage (a2a, ag, rs, exp) for one chunk, if the pass has r chunks.

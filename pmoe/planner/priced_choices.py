@@ -319,7 +319,7 @@ class Chooser:
         """
         if len(self.pairs) == 1 or max_tokens == 0:
             return self.pairs[0]
-        tokens = _rounded_up(max_tokens)
+        tokens = rounded_up(max_tokens)
         key = (sizes, tokens, self.pairs)
         if key not in self._pairs:
             cheapest, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
@@ -370,7 +370,7 @@ class Chooser:
         # A choice that stays within the budget for more tokens also does for fewer. So the number of tokens
         # is rounded up, and few numbers ever need a decision. If no choice is within the budget for the
         # rounded number (None), one may be for the exact number.
-        for tokens in (_rounded_up(max_tokens), max_tokens):
+        for tokens in (rounded_up(max_tokens), max_tokens):
             case = (sizes, tokens, tuple(choices))
             if case not in self._known:
                 try:
@@ -437,7 +437,7 @@ def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
     return list(fastest_by_degrees.values()) if len(fastest_by_degrees) > 1 else ordered[:3]
 
 
-def _rounded_up(tokens: int) -> int:
+def rounded_up(tokens: int) -> int:
     """Returns a number of tokens, rounded up to three significant binary digits.
 
     Similar batches then share a decision. Example: 1000 -> 1024, 1100 -> 1280.

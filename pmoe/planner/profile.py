@@ -5,7 +5,7 @@ This file measures nothing and reads no file. `pmoe.measure.rates` measures, `pm
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LineCost
@@ -105,6 +105,8 @@ class Operations:
         times the bytes of its input to an all-gather, or of its result of a reduce-scatter.
     all_reduce: by bytes of a tensor that num_across ranks add up, as they do with gradients.
     seconds: how long the measurement took.
+    exchanges: the same as ``all_to_all`` for other all-to-alls, such as hierarchical ones, by a name. Only
+        those that a layer asked for are measured. Older files have none.
 
     If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes too.
 
@@ -119,6 +121,13 @@ class Operations:
     reduce_scatter: Fit
     all_reduce: Fit
     seconds: float
+    exchanges: dict[str, Fit] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> list[Fit]:
+        """All lines that were fitted to measurements."""
+        own_lines = (line for line in vars(self).values() if isinstance(line, Fit))
+        return [*own_lines, *self.exchanges.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,15 +169,13 @@ class Profile(Identity):
     @property
     def identity(self) -> Identity:
         """The record of what was measured, without the costs."""
-        return Identity(**{field.name: getattr(self, field.name) for field in fields(Identity)})
+        return Identity(**{part.name: getattr(self, part.name) for part in fields(Identity)})
 
     @property
     def doubt(self) -> str:
         """A warning that choices may be wrong, if a line describes its measurements badly; otherwise ""."""
-        operations = () if self.operations is None else vars(self.operations).values()
-        worst_fit = min(
-            [self.r_squared, *(operation.r_squared for operation in operations if isinstance(operation, Fit))]
-        )
+        operations = [] if self.operations is None else self.operations.fits
+        worst_fit = min([self.r_squared, *(operation.r_squared for operation in operations)])
         warning = (
             f"the profile of {self.when} describes this machine badly (r squared {worst_fit:.2f}), so choices"
         )

@@ -109,19 +109,18 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
     call: numbers of rows of the rank with most tokens. No rank has more tokens.
     n: number of chunks asked for.
     bins: number of equal parts of the batch in which rows are counted. No chunk is smaller than such a part.
+        If n does not divide this number, chunks are not cut finer.
     slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. In a layer with ring slots, chunks
-        that bring more rows than a slot holds are cut in two, again and again, down to one of the ``bins``
+        that bring more rows than a slot holds are cut finer, again and again, down to one of the ``bins``
         parts. Without ring slots chunks are not cut.
     """
     sources = sizes.num_ranks - 1 if sizes.bypass_local else sizes.num_ranks
     own = _most_of_chunk(call, n)
-    cuts = n  # chunks of the finest cut that the bins allow
-    while bins % (2 * cuts) == 0:
-        cuts *= 2
+    finest = bins if bins % n == 0 else n
     received = sources * own
     chunks = n
     if sizes.rotates:
-        received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))
+        received = min(received, max(slot_rows, sources * _most_of_chunk(call, finest)))
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
         # larger number, because a ring has at most two slots.
         chunks = max(n, 3) if sources else n

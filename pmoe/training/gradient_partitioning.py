@@ -20,17 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pmoe.call.sizes import memory_shape
-from pmoe.choose.solve import layer_costs, operations_of
+from pmoe.choose.solve import operations_of, step_costs
 from pmoe.comm.agreement import from_first
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost
 from pmoe.planner.degree import DEGREES
-from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
+from pmoe.planner.degree_search import simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.schedule.restore import Restore
+from pmoe.schedule.restore import KEEP
 
 # ---- the gradients' memory
 
@@ -208,21 +207,36 @@ def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     """Returns the predicted seconds of a layer's backward pass for each pipeline degree (number of chunks).
 
-    Each entry has the seconds with and without an all-reduce of gradients that runs at the same time.
+    Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. Costs
+    are those of the solver of ``pipeline="solve"`` (`pmoe.choose.solve.step_costs`), for experts that are
+    modules, too.
 
-    The prediction is for the number of tokens of the layer's last call, on the rank that had most. The first
-    call of this function is collective, because it may measure costs.
+    The prediction is for the restore pair and the dtype of the layer's last call, and for the number of
+    tokens of the rank that had most. The first call of this function is collective, because it may measure
+    costs.
     """
-    rows = next(layer.experts.parameters())
-    operations = operations_of(layer.grid, rows.device, rows.dtype)
-    shape = memory_shape(layer.layer_modules)
-    costs = layer_costs(shape, operations, layer.max_tokens, rows.device.type).backward()
-    restore = layer.restore if isinstance(layer.restore, Restore) else None
-    way = ScheduleOptions(
-        direction="backward", one_lane=layer.switches.one_lane, restore=restore, stays=shape.stays
-    )
-    fixed = layer.pipeline_backward or layer.options.fixed_degree
-    return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
+    modules = layer.layer_modules
+    options = modules.options
+    ran = layer.ran
+    assert ran is not None
+    parameter = next(layer.experts.parameters())
+    rows_TM = parameter.new_empty((0, options.d_model), dtype=ran.dtype)
+    restore = ran.restore or KEEP
+    # A module as expert computes rows of another dtype than its parameters only under autocast.
+    with torch.autocast(rows_TM.device.type, dtype=ran.dtype, enabled=ran.dtype != parameter.dtype):
+        costs = step_costs(modules, rows_TM, layer.max_tokens, restore)
+    n = options.fixed_degree
+    if n is not None:
+        pairs = [(n, options.pipeline_backward or n)]
+    elif options.solves:
+        # Forward keeps the number of chunks that the solver took, unless both passes have the same chunks.
+        allowed = modules.degree_pairs(restore)
+        forward = modules.cache.counted[0]
+        of_forward = [(n, m) for n, m in allowed if n == forward]
+        pairs = of_forward if len(of_forward) > 1 else list(allowed)
+    else:
+        pairs = [(n, n) for n in DEGREES]
+    return tuple(simulated_degrees(*costs.backward_pass(n, m), (m,))[0] for n, m in pairs)
 
 
 def all_reduce_line(ranks: Ranks, like: Tensor) -> LineCost:

@@ -17,6 +17,7 @@ from pmoe.call.sizes import memory_shape
 from pmoe.choose import open_choice as chosen
 from pmoe.choose import search as searched
 from pmoe.choose import trials
+from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.backward import Backward
@@ -240,7 +241,7 @@ def chosen_job(
     return (
         (ran.forward, ran.backward, ran.restore),
         memory_shape(layer.layer_modules),
-        layer.layer_modules.num_bins,
+        layer.layer_modules.bins_for(layer.options.degrees),
     )
 
 
@@ -319,12 +320,13 @@ def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
 
 def test_no_trial_is_made_where_a_host_is_full() -> None:
     """One that offloads would fail on that rank alone."""
-    batch: Any = SimpleNamespace(
-        trials_allowed=True,
-        modules=SimpleNamespace(gradients=None),
-        counts=SimpleNamespace(host_shortage=True),
-    )
-    assert chosen._tried(batch, []) is None
+    nothing: Any = None
+    with mock.patch.object(TrialBatch, "trials_allowed", True):
+        for shortage in (True, False):
+            counts: Any = SimpleNamespace(host_shortage=shortage)
+            assert TrialBatch(nothing, counts, nothing, nothing).may_try is not shortage
+        full: Any = SimpleNamespace(host_shortage=True)
+        assert chosen._tried(TrialBatch(nothing, full, nothing, nothing), []) is None
 
 
 WIDE = 48

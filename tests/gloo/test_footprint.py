@@ -20,9 +20,11 @@ from pmoe.choose import part_of_batch
 from pmoe.choose import search as searched
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
+from pmoe.planner.degree import Choice
 from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
+from tests.gloo.test_solver import taking
 from tests.pool import ranks
 from tests.spread import named, spread
 from tests.unit.test_profile import Counted
@@ -92,6 +94,49 @@ def test_the_peak_on_every_rank_is_within_two_percent_of_the_prediction(
 ) -> None:
     for exact, bound in ranks(world).run(exact_job, pair, n):
         assert exact == pytest.approx(1, rel=0.02)
+        assert bound >= 1
+
+
+def solved_job(
+    rank: int, world: int, pair: pmoe.Restore, degrees: tuple[int, int], skewed: bool
+) -> tuple[float, float]:
+    layer = build(pipeline="solve", memory_reuse=pair)
+    x = torch.randn(TOKENS - 37 * rank, D_MODEL, generator=torch.Generator().manual_seed(rank))
+    if skewed:  # all tokens of all ranks go to one expert
+        x[:, 0] = 1
+        with torch.no_grad():
+            layer.gate.weight[:, 0] = torch.tensor([0.0, 0.0, 50.0, 0.0])
+    with taking(degrees):
+        found = step_bytes(layer, x)
+    assert skewed or (layer.ran.forward, layer.ran.backward) == degrees
+    bound = layer.predict_memory(TOKENS)
+    [of_pair] = [
+        memory.peak
+        for choice, memory in bound.candidates.items()
+        if (choice.forward, choice.backward) == degrees
+    ]
+    assert bound.peak >= of_pair
+    exact = layer.predict_memory(TOKENS - 37 * rank, layer.row_counts)
+    return exact.candidates[Choice(**_named(degrees), restore=pair)].peak / found.peak, of_pair / found.peak
+
+
+def _named(degrees: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(("forward", "backward"), degrees, strict=True))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "pair, degrees, world, skewed",
+    spread(ALL_PAIRS, [[4, 3], [2, 5]], [2, 4], [False, True], every=4),
+    ids=named,
+)
+def test_the_peak_with_degrees_that_do_not_divide_each_other_is_predicted(
+    pair: pmoe.Restore, degrees: list[int], world: int, skewed: bool
+) -> None:
+    owner = 2 * world // 4  # has the expert that all tokens of a skewed batch go to
+    for rank, (exact, bound) in enumerate(ranks(world).run(solved_job, pair, tuple(degrees), skewed)):
+        assert exact >= 0.98
+        assert exact <= (1.02 if rank == owner or not skewed else 1.06)
         assert bound >= 1
 
 

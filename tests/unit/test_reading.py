@@ -66,6 +66,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.decide.fused_counts": "It loads the fused kernels, which few layers ask for.",
     "pmoe.decide.one_rank_counts": "It loads the kernels of one rank, which only layers on one GPU use.",
     "pmoe.decide.padded_counts": "Only pad_to_capacity=True needs it.",
+    "pmoe.decide.solver_counts": "Only pipeline='solve' needs it.",
     "pmoe.decide.rank_consistency": "A layer of one rank has no options to compare with other ranks.",
     "pmoe.engine.buffers.host_pool": "Only offloading needs memory on the host.",
     "pmoe.engine.lanes.cuda": "Only calls on a GPU have CUDA streams.",

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts, without_own
+from pmoe.comm.counts import RankCounts, cuts, without_own
 from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
 from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
@@ -153,10 +153,10 @@ class SortedSlots:
         of chunks have already sorted the pairs in one of the two runs, only the other run sorts them.
         """
         with publishing_failures(self.modules.grid.all, "the plan of a pass"):
-            return make_plan(self, *self._deep_enough(choice, counts.depth), counts, choice.restore)
+            return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
-    def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
-        """Returns the numbers of chunks of both passes, doubled until all chunks fit into their buffers.
+    def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
+        """Returns the numbers of chunks of both passes, cut finer until all chunks fit into their buffers.
 
         If chunks use a few buffers of fixed size in turn, a chunk with too many rows would overflow its
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
@@ -165,16 +165,24 @@ class SortedSlots:
         Backward cannot use a part of such a graph. So backward gets forward's number of chunks if its own
         chunks would be parts of forward's.
 
-        choice: the number of chunks of each pass before doubling, and which tensors are kept.
-        depth: depth[n] says how often a number n must be doubled (`RankCounts.depth`); empty if chunks have
-            buffers of their own.
+        choice: the number of chunks of each pass before they are cut finer, and which tensors are kept.
+        counts: the exchanged row counts. Their ``depth`` says how often a number of chunks must be cut finer
+            (`pmoe.comm.counts.cuts`); it is empty if chunks have buffers of their own.
         """
         forward, backward = choice.forward, choice.backward
-        if depth:
-            forward, backward = forward << depth[forward], backward << depth[backward]
+        if counts.depth:
+            forward, backward = (cuts(n, counts.send.shape[0])[counts.depth[n]] for n in (forward, backward))
         if forward % backward and self.modules.experts.are_modules and choice.restore.hidden != "recompute":
             backward = forward  # backward would need a part of a forward chunk: a saved graph cannot be split
         return forward, backward if self.modules.hooks is None else forward
+
+
+RowsFor = Callable[[tuple[int, ...]], tuple[RankCounts, SortedSlots]]
+"""The type of a function that returns a call's row counts in bins of which n chunks can be made.
+
+Its argument has the numbers n that may be chosen, the same on all ranks. It also returns the routing from
+which plans for these counts are made. A collective, unless the rows were counted for these numbers before.
+"""
 
 
 def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, restore: Restore) -> Plan:

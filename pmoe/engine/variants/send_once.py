@@ -115,8 +115,8 @@ class DeduplicatedSlots(SortedSlots):
             number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received)
         )
 
-    def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
-        forward, _ = super()._deep_enough(choice, depth)
+    def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
+        forward, _ = super()._deep_enough(choice, counts)
         return forward, forward
 
 

@@ -66,9 +66,6 @@ DECODE = 0.2e-6
 SCHEDULE = 0.1e-6
 """Seconds that the scheduler takes to hand out the tasks of one tile of rows."""
 
-LAUNCH_SECONDS = 5e-6
-"""Seconds that each launch of a kernel adds to a layer."""
-
 TOKENS = 8192
 """Number of tokens of a rank, unless a figure has another one."""
 

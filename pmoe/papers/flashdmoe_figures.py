@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from pmoe.papers.assumptions import printed
 from pmoe.papers.comet_figures import busy_bars, chunked_run
-from pmoe.papers.comet_layers import LAUNCHES, chunk_launches
+from pmoe.papers.comet_layers import LAUNCH_SECONDS, LAUNCHES, chunk_launches
 from pmoe.papers.flashdmoe_actors import (
     H100,
     H100_HALF,
-    LAUNCH_SECONDS,
     TOKENS,
     actor_run,
     actor_tasks,

@@ -344,6 +344,15 @@ def test_simulate_tells_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> N
     assert max(map(len, out.splitlines())) <= 110
 
 
+def test_an_experiments_old_name_works_and_says_the_new_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmoe.warn.GIVEN", set())
+    with pytest.warns(FutureWarning, match="the experiment fsmoe-table5 is called fsmoe now"):
+        old = printed(capsys, "simulate", "fsmoe-table5", "--assumptions")
+    assert old == printed(capsys, "simulate", "fsmoe", "--assumptions")
+
+
 def test_simulate_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fsmoe-table6" in refused(capsys, "simulate", "fsmoe-table6")
     for bad in ("0.9", "nan", "inf", "much"):

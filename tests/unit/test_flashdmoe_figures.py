@@ -204,6 +204,14 @@ def test_largest_speed_ups_are_those_of_the_rows() -> None:
 
 
 @pytest.mark.slow
+def test_simulate_draws_the_actors(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "flashdmoe.png"
+    assert cli.main(["simulate", "flashdmoe", "--json", "--draw", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_the_page_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "flashdmoe"]) == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -335,12 +335,12 @@ class Step:
         return [y.detach(), *gradients]
 
     def peak_bytes(self, n: int, order: str) -> int:
-        """Returns the most bytes that a step holds, without input and parameters; the least of 5 counts.
+        """Returns the most bytes that a step holds, without input and parameters; the least of 3 counts.
 
         A count may be too high, because gloo's threads free memory later.
         """
         counts = []
-        for _ in range(5):
+        for _ in range(3):
             with watched() as seen:
                 self.results(n, order)
             counts.append(seen.peak_bytes())

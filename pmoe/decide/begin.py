@@ -28,7 +28,14 @@ def begin_call(
     Raises RuntimeError if a CUDA graph is being captured and cannot hold this call. Raises ValueError if
     options differ between ranks, or if a wrapper such as DDP or FSDP manages the experts.
     """
-    call = Call(
+    if modules.callbacks:
+        check_callbacks(modules.callbacks, modules.callback_modules)
+    if is_for_graph(x):
+        from pmoe.decide.cuda_graph import check_capturable
+
+        check_capturable(modules, x, mask)
+    check_ranks(modules)
+    return Call(
         layer=layer,
         modules=modules,
         scheduled=modules if modules.shared_module is None else modules.scheduled,
@@ -37,14 +44,14 @@ def begin_call(
         mask=mask,
         replay=replay_of(layer),
     )
-    if modules.callbacks:
-        check_callbacks(modules.callbacks, modules.callback_modules)
-    if isinstance(x, Tensor) and is_captured(x.device):
-        from pmoe.decide.cuda_graph import check_capturable
 
-        check_capturable(call)
-    check_ranks(modules)
-    return call
+
+def is_for_graph(x: object) -> bool:
+    """Returns whether a CUDA graph is being captured, which then has to hold the call with the input x.
+
+    Only calls on a GPU can be captured. The answer is False for an x that is no tensor.
+    """
+    return isinstance(x, Tensor) and x.is_cuda and is_captured(x.device)
 
 
 def check_ranks(modules: LayerModules) -> None:

@@ -138,10 +138,15 @@ class PaddedCounts:
             return self._by_kernels(inputs, agreed)
         self._pad_for(agreed.choice.degrees)
         orders, kept_E = self._padded(modules)
-        counts = self._device_counts
-        totals = HostRowCounts(counts.on_host(), self._kind.num_tokens, kept_E)
-        plan = orders.plan(counts, agreed.choice)
-        return in_chunks(self.call, self.routed, inputs, plan, totals)
+        return in_chunks(
+            self,
+            inputs,
+            orders,
+            self._device_counts,
+            agreed.choice,
+            max_tokens=self._kind.num_tokens,
+            kept_device_E=kept_E,
+        )
 
     def _by_kernels(self, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by the persistent kernel, which counts the rows within capacity itself.

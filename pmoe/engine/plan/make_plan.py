@@ -233,7 +233,6 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     num_pieces = orders.num_pieces(n)
     slots = orders.slots(n)
     token_bounds = chunk_bounds(tokens.count, n)
-    travelling = orders.sent(n)
     grid = modules.grid
     bypass_local = modules.stages.local
     rank = grid.all.rank
@@ -299,6 +298,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         kept = slots.slot[: int(shared.send.sum())]
         weights = _weight_journey(kept, orders.expert_TK, send, recv, fine, modules)
         once = orders.number_rows(n, weights, shared, fine)
+    travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
     token = row_slot if top_k == 1 else row_slot // top_k
     return PassPlan(

@@ -202,6 +202,16 @@ class LayerModules(PassModules):
         return self.options.rotates
 
     @functools.cached_property
+    def limits_rows(self) -> bool:
+        """Whether a rank has room for a limited number of received rows: in ring slots, or on the host.
+
+        The limit of a ring slot does not count rows that stay on their rank. So a single rank has limits only
+        if it offloads rows, or sends rows to itself.
+        """
+        offloads = any(pair.dispatched == "offload" for pair in self.pairs)
+        return self.rotates and (self.stages.remote or offloads)
+
+    @functools.cached_property
     def sequential(self) -> bool:
         """Whether every task waits for the task before it, so that nothing overlaps: a baseline of
         measurements.

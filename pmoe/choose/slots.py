@@ -18,10 +18,10 @@ from pmoe.warn import warn_once
 def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    Only layers whose chunks (micro-batches) share buffers have limits. Two things are limited. A chunk must
-    fit into a ring slot, a buffer of fixed size that chunks share: if it does not fit on every rank, all
-    ranks cut the batch into more chunks. And the dispatched rows (T_DI) must fit into the free host memory of
-    every rank if they are offloaded.
+    Only layers with `LayerModules.limits_rows` have limits. Two things are limited. A chunk must fit into a
+    ring slot, a buffer of fixed size that chunks share: if it does not fit on every rank, all ranks cut the
+    batch into more chunks. And the dispatched rows (T_DI) must fit into the free host memory of every rank if
+    they are offloaded.
 
     modules: the modules and options of the layer.
     routed: the batch after the gate.

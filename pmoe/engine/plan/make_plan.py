@@ -167,7 +167,7 @@ class SortedSlots:
 
         choice: the number of chunks of each pass before they are cut finer, and which tensors are kept.
         counts: the exchanged row counts. Their ``depth`` says how often a number of chunks must be cut finer
-            (`pmoe.comm.counts.cuts`); it is empty if chunks have buffers of their own.
+            (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:

@@ -69,7 +69,7 @@ class ExactCounts:
         self._exchange = None
         # A checkpoint expects both of its passes to save the same tensors, but the second pass exchanges
         # nothing. So the exchange is hidden from the checkpoint.
-        with publishing_failures(modules.ranks, "the exchange of row counts"), hidden_from_checkpoints():
+        with hidden_from_checkpoints(), publishing_failures(modules.ranks, "the exchange of row counts"):
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )

@@ -111,6 +111,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 
         check_routing(modules, routing, x_TM)
         routing, fault = clamped_with_fault(routing, x_TM, options.num_experts)
+    keep = _kept(modules, routing, x_TM)
     # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
     # have no exchange.
     checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
@@ -131,7 +132,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         expert=routing.expert,
         weight=routing.weight,
         l_aux=routing.l_aux,
-        keep=_kept(modules, routing, x_TM),
+        keep=keep,
         token=routing.token,
         mix=routing.mix,
     )

@@ -35,10 +35,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_FUNCTIONS = 208
 """Functions of pmoe that a forward and a backward pass of the traced layer execute."""
 
-MOST_LINES = 1140
+MOST_LINES = 1146
 """Lines of pmoe that they execute."""
 
-MOST_CHANGES = 46
+MOST_CHANGES = 42
 """Calls before `run`, in their order, that are in another file than the call before."""
 
 MOST_PARALLEL = 0.01

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, cuts, without_own
-from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
 from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
 from pmoe.engine.plan.regroup_chunks import join_chunks
@@ -152,8 +151,7 @@ class SortedSlots:
         when it runs the forward pass a second time. The operations may differ: if trials of several numbers
         of chunks have already sorted the pairs in one of the two runs, only the other run sorts them.
         """
-        with publishing_failures(self.modules.grid.all, "the plan of a pass"):
-            return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
+        return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
         """Returns the numbers of chunks of both passes, cut finer until all chunks fit into their buffers.

@@ -162,8 +162,8 @@ class LayerModules(PassModules):
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
         """Returns whether autograd needs gradients of any tensor or parameter of a call.
 
-        tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Parameters of
-            experts and callbacks are looked up here.
+        tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Without them,
+            only parameters of experts and callbacks count, which are looked up here.
         """
         if not torch.is_grad_enabled():
             return False

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from pmoe.call.call import Call
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import LayerModules
-from pmoe.checkpointing.replay import replay_of
+from pmoe.call.shape_run import is_shape_run
+from pmoe.checkpointing.replay import may_run_again, replay_of
 from pmoe.comm.failures import enter_call
 from pmoe.engine.lanes.run import is_captured
 
@@ -42,6 +43,10 @@ def begin_call(
         x=x,
         token_ids=token_ids,
         mask=mask,
+        reference=modules.reference_parameter,
+        parameters_need_grad=modules.asks_for_gradients(),
+        checks_values=not is_shape_run(),
+        may_run_again=may_run_again(layer),
         replay=replay_of(layer),
     )
 

@@ -107,7 +107,7 @@ class ExactCounts:
             self._counts_FE,
             num_tokens=self.orders.tokens.count,
             fault=fault,
-            needs_grad=modules.asks_for_gradients(routed.x_TM, routing.weight),
+            needs_grad=routed.needs_grad,
             training=self.call.layer.training,
             dtype=routed.autocast or routed.x_TM.dtype,
             traffic=modules.traffic,

@@ -65,8 +65,8 @@ class ExpertsCall:
         self.decision: Decision | None = None
         # Set to None after its use: this frees what only planning needs.
         self._source: CountsSource | None = source
-        # What this rank does, in words, while it may fail alone; `__call__` then publishes its error. "" where
-        # all ranks raise an error together, or where another function publishes it.
+        # What this rank does, in words, while it may fail alone: `__call__` then publishes its error.
+        # It is "" where all ranks raise an error together, or where another function publishes it.
         self._stage = HOOKS
         self._had_grad = False  # whether gradients were enabled in the first run
 

@@ -208,7 +208,7 @@ def capturing_job(rank: int, world: int) -> str:
     """What a layer that is not padded says, before anything travels. The padded one says nothing."""
     plain, layer = build(world), build(world, pad_to_capacity=True)
     expected = layer(tokens(rank))
-    with mock.patch.object(begin, "is_captured", lambda _: True):
+    with mock.patch.object(begin, "is_for_graph", lambda _: True):
         with pytest.raises(RuntimeError) as raised, counted_collectives() as calls:
             plain(tokens(rank))
         assert not calls and torch.equal(layer(tokens(rank)), expected)

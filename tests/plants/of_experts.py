@@ -32,8 +32,8 @@ EXPERTS = (
         name="experts-of-the-first-in-a-wrapper",
         breaks="where a wrapper calls other experts than the first that it holds, the first compute",
         file="pmoe/decide/experts_call.py",
-        old="                modules = replace(modules, experts=experts)\n",
-        new="                pass\n",
+        old="            modules = replace(modules, experts=experts)\n",
+        new="            pass\n",
         tests="tests/unit/test_called.py -k instead_of_the_first",
     ),
     Plant(

@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from pmoe.arguments import check_module
 from pmoe.graph import run
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
+from pmoe.graph.lower import run_whole
 from pmoe.graph.options import Options
 from pmoe.graph.run import Key, Program
 from pmoe.graph.weight_gradients import weight_gradients
@@ -52,7 +53,7 @@ class PassSeconds:
         """
         clock = clock_like(boxed)
         begin = clock()
-        results: Sequence[Any] = module.forward(boxed)
+        results = run_whole(module, boxed)
         self.found.append(clock() - begin)
         return results
 

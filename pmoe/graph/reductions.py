@@ -62,26 +62,38 @@ def planned(
 ) -> list[Instruction]:
     """Returns a pass with the instructions that hand over gradients: the fastest order, with the best places.
 
-    Predictions are not exact. So of all passes that take at most `TIE` times as long as the fastest, the one
-    that hands gradients over earliest on average is taken.
+    Predictions are not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally
+    fast. Of the places in one order, those are then taken that delay all-to-alls least; of the orders, the
+    one in which reductions begin earliest on average.
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
     seconds: of the reduction of each gradient, by name. Gradients that it leaves out are not reduced.
     agreed: the places of the gradients, by name, if ranks agreed on them.
     """
-    passes = []
-    for order in orders:
-        tried = [agreed] if agreed is not None else []
-        if agreed is None:
-            shares = SHARES if seconds else SHARES[-1:]
-            tried = [places(order, gradients, seconds, share) for share in shares]
-        passes += [with_hand_overs(order, gradients, place_of, seconds) for place_of in tried]
+    passes = [_in_order(order, gradients, seconds, agreed) for order in orders]
+    tie = TIE if seconds else 1.0
+    return min(_fastest(passes, tie), key=_seconds_to_reductions)
+
+
+def _in_order(
+    order: Sequence[Instruction],
+    gradients: Sequence[Gradient],
+    seconds: Mapping[str, float],
+    agreed: Mapping[str, int] | None,
+) -> list[Instruction]:
+    """Returns a pass in one order with gradients handed over (`planned`)."""
+    if agreed is not None:
+        return with_hand_overs(order, gradients, agreed, seconds)
+    shares = SHARES if seconds else SHARES[-1:]
+    tried = [places(order, gradients, seconds, share) for share in shares]
+    return _fastest([with_hand_overs(order, gradients, each, seconds) for each in tried], TIE)[0]
+
+
+def _fastest(passes: Sequence[list[Instruction]], tie: float) -> list[list[Instruction]]:
+    """Returns the passes that take at most ``tie`` times as long as the fastest of them, in their order."""
     took = [total_seconds(each) for each in passes]
-    if not seconds:
-        return passes[took.index(min(took))]
-    close = [each for each, total in zip(passes, took, strict=True) if total <= TIE * min(took)]
-    return min(close, key=_seconds_to_reductions)
+    return [each for each, total in zip(passes, took, strict=True) if total <= tie * min(took)]
 
 
 def _seconds_to_reductions(order: Iterable[Instruction]) -> float:

@@ -20,6 +20,7 @@ backward pass would run them.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,11 +79,12 @@ class GradientPass:
 class PendingGradient(Tensor):
     """Stands for a gradient of a pass that has not computed it yet. Each operator on it computes it first.
 
-    running: the pass.
+    running: the pass, referred to weakly. If a node of autograd fails, autograd keeps the tensors of others
+        until its next backward pass, but the pass must end at once.
     number: the number of the gradient among the results of the graph.
     """
 
-    running: GradientPass
+    running: weakref.ref[GradientPass]
     number: int
 
     @staticmethod
@@ -95,7 +97,7 @@ class PendingGradient(Tensor):
         pending: PendingGradient = Tensor._make_wrapper_subclass(
             PendingGradient, sizes, dtype=example.dtype, device=example.device
         )
-        pending.running = running
+        pending.running = weakref.ref(running)
         pending.number = number
         return pending
 
@@ -104,9 +106,18 @@ class PendingGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(
-            PendingGradient, lambda each: each.running.run_to(each.number)[0], (args, kwargs or {})
+            PendingGradient, lambda each: each.computed_box()[0], (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+    def computed_box(self) -> Box:
+        """Runs the pass until the gradient exists, and returns its box."""
+        running = self.running()
+        if running is None:
+            raise RuntimeError(
+                "a gradient of a compiled graph must be read in the backward pass that returns it"
+            )
+        return running.run_to(self.number)
 
 
 def computed(gradient: Any) -> Any:
@@ -116,7 +127,7 @@ def computed(gradient: Any) -> Any:
     others, as a DTensor holds a local one, is made again with these computed.
     """
     if isinstance(gradient, PendingGradient):
-        return gradient.running.run_to(gradient.number).pop()
+        return gradient.computed_box().pop()
     if is_traceable_wrapper_subclass(gradient):
         names, context = gradient.__tensor_flatten__()
         parts = {name: getattr(gradient, name) for name in names}
@@ -284,6 +295,7 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: Steps) -> l
             results.append(inputs.get(result))
         else:
             return None
+    # The callback is the only reference to the pass, until the backward pass has ended or failed.
     torch.autograd.Variable._execution_engine.queue_callback(running.finish)
     return results
 

@@ -78,6 +78,7 @@ def test_a_gradient_becomes_grad_without_a_copy() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     gradient = [torch.ones(4)]
     address = gradient[0].data_ptr()
+    running = GradientPass(iter([(0, gradient)]))
 
     class Early(torch.autograd.Function):
         @staticmethod
@@ -86,7 +87,7 @@ def test_a_gradient_becomes_grad_without_a_copy() -> None:
 
         @staticmethod
         def backward(ctx: Any, _grad: Tensor) -> Tensor:
-            return PendingGradient.of(GradientPass(iter([(0, gradient)])), 0, torch.empty(0), (4,))
+            return PendingGradient.of(running, 0, torch.empty(0), (4,))
 
     Early.apply(HandOver.apply(parameter)).backward()
     assert parameter.grad is not None and parameter.grad.data_ptr() == address
@@ -101,8 +102,17 @@ def test_gradients_of_two_uses_are_added() -> None:
 
 
 def test_an_operator_on_a_pending_gradient_computes_it() -> None:
-    pending = PendingGradient.of(GradientPass(iter([(0, [torch.ones(3)])])), 0, torch.empty(0), (3,))
+    running = GradientPass(iter([(0, [torch.ones(3)])]))
+    pending = PendingGradient.of(running, 0, torch.empty(0), (3,))
     assert (pending + 1).tolist() == [2.0] * 3 and type(pending + 1) is Tensor
+
+
+def test_a_pending_gradient_cannot_be_read_after_its_backward_pass() -> None:
+    running = GradientPass(iter([(0, [torch.ones(3)])]))
+    pending = PendingGradient.of(running, 0, torch.empty(0), (3,))
+    del running
+    with pytest.raises(RuntimeError, match="must be read in the backward pass that returns it"):
+        pending + 1
 
 
 def test_two_threads_may_ask_for_gradients() -> None:
@@ -211,16 +221,29 @@ def test_an_input_that_the_graph_changes_in_place_is_left_as_it_is(monkeypatch: 
     assert not seen
 
 
-def test_a_hook_that_fails_ends_the_pass_with_its_error() -> None:
+def test_a_hook_that_fails_ends_the_pass_at_once_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     call = compiled(net)
 
     def fails(_: Tensor) -> None:
         raise RuntimeError("the hook failed")
 
+    call(torch.randn(4, 6)).sum().backward()  # the order of its gradients is known from now on
+    left: list[bool] = []
+    steps = run.GraphRunner._steps
+
+    def watched(self: run.GraphRunner, boxed: list[Any]) -> Any:
+        try:
+            yield from steps(self, boxed)
+        except GeneratorExit:
+            left.append(True)
+            raise
+
+    monkeypatch.setattr(run.GraphRunner, "_steps", watched)
     handle = net.layers[1].weight.register_post_accumulate_grad_hook(fails)
     with pytest.raises(RuntimeError, match="the hook failed"):
         call(torch.randn(4, 6)).sum().backward()
+    assert left
     handle.remove()
     net.zero_grad()
     call(torch.randn(4, 6)).sum().backward()

@@ -1,4 +1,4 @@
-"""Hands each gradient to autograd as soon as its operator has run, not at the end of the backward graph.
+"""Hands each gradient to autograd as soon as its operator has run, inside the backward graph.
 
 Autograd calls a compiled backward graph as one node, which returns all gradients at once. A data-parallel
 wrapper reduces a gradient when autograd adds it to ``grad``, so it could not begin before the graph has
@@ -39,7 +39,7 @@ from pmoe.graph.operators import LAYERS
 Box = list[Tensor]
 """Type of a list with one gradient, or without it after the gradient has been handed over."""
 
-Steps = Iterator[tuple[int, Box]]
+GradientSteps = Iterator[tuple[int, Box]]
 """Type of a pass that runs on at each ``next`` and yields a gradient: the number of a result, and its box."""
 
 
@@ -49,7 +49,7 @@ class GradientPass:
     steps: the pass.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: GradientSteps) -> None:
         self._steps = steps
         self._ready: dict[int, Box] = {}
         # On a GPU, nodes for inputs on the CPU run in another thread.
@@ -265,7 +265,7 @@ def _parts(value: object) -> list[str]:
 # ---- the results of a backward graph that has not run yet
 
 
-def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: Steps) -> list[Any] | None:
+def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSteps) -> list[Any] | None:
     """Returns the results of a backward graph that has not run: pending gradients in place of gradients.
 
     Must be called in a backward pass of autograd. What is left of ``steps`` runs at the end of that pass.

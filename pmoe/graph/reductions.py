@@ -1,4 +1,4 @@
-"""When a backward graph hands each gradient over, so that its reduction fits between all-to-alls.
+"""Chooses when a backward graph hands gradients over, so that reductions fit between all-to-alls.
 
 A data-parallel wrapper starts to reduce gradients over ranks when they are handed over to autograd
 (`pmoe.graph.hand_over`). Reductions use the link of the all-to-alls:
@@ -54,13 +54,13 @@ class Gradient:
         return f"gradient of {self.name}"
 
 
-def planned(
+def plan_hand_overs(
     orders: Sequence[Sequence[Instruction]],
     gradients: Sequence[Gradient],
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None = None,
 ) -> list[Instruction]:
-    """Returns a pass with the instructions that hand over gradients: the fastest order, with the best places.
+    """Returns a pass that hands gradients over: the fastest order, with the best places for them.
 
     Predictions are not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally
     fast. Of the places in one order, those are then taken that delay all-to-alls least; of the orders, the
@@ -82,11 +82,11 @@ def _in_order(
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None,
 ) -> list[Instruction]:
-    """Returns a pass in one order with gradients handed over (`planned`)."""
+    """Returns a pass in one order with gradients handed over (`plan_hand_overs`)."""
     if agreed is not None:
         return with_hand_overs(order, gradients, agreed, seconds)
     shares = SHARES if seconds else SHARES[-1:]
-    tried = [places(order, gradients, seconds, share) for share in shares]
+    tried = [hand_over_places(order, gradients, seconds, share) for share in shares]
     return _fastest([with_hand_overs(order, gradients, each, seconds) for each in tried], TIE)[0]
 
 
@@ -101,7 +101,7 @@ def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
     return sum(ran.start for ran in timeline(order) if ran.task.hands_over and ran.task.lane == COMMUNICATE)
 
 
-def places(
+def hand_over_places(
     order: Sequence[Instruction], gradients: Sequence[Gradient], seconds: Mapping[str, float], share: float
 ) -> dict[str, int]:
     """Returns the place of each gradient, by name: how many all-to-alls begin before it is handed over.

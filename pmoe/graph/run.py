@@ -32,7 +32,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
-from pmoe.graph.hand_over import GraphInputs, Steps, pending
+from pmoe.graph.hand_over import GradientSteps, GraphInputs, pending
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
     OPS,
@@ -51,7 +51,7 @@ from pmoe.graph.operators import LAYERS, modules_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
-from pmoe.graph.reductions import Gradient, by_source, places_in, planned
+from pmoe.graph.reductions import Gradient, by_source, places_in, plan_hand_overs
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
 """Operators by which tracing checks that row counts are not negative. They are removed from graphs."""
@@ -71,7 +71,7 @@ class Program:
     is_agreed: whether all ranks have rank 0's plan, costs and places, from which the order of the calls
         follows.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
-    places: when a backward graph hands each gradient over, by name (`pmoe.graph.reductions.places`).
+    places: when a backward graph hands each gradient over, by name (`hand_over_places`).
     reductions: seconds in which each gradient is reduced over ranks, by name; {} if none is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
@@ -214,7 +214,7 @@ class GraphRunner:
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def _steps(self, boxed: list[Any]) -> Steps:
+    def _steps(self, boxed: list[Any]) -> GradientSteps:
         """Runs the graph, and yields each gradient where it is handed over: its number, and its box.
 
         boxed: the arguments, in a list that the run empties.
@@ -389,8 +389,8 @@ class GraphRunner:
                 orders.append(listed(reductions=by_source(gradients, reductions)))
         fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
         agreed_places = program.places if program.is_agreed else None
-        fastest = planned(fitting or orders[:1], gradients, reductions, agreed_places)
-        before = planned([before], gradients, reductions, agreed_places)
+        fastest = plan_hand_overs(fitting or orders[:1], gradients, reductions, agreed_places)
+        before = plan_hand_overs([before], gradients, reductions, agreed_places)
         return before, fastest, peak_bytes(fastest, kept, input_bytes), limit
 
 

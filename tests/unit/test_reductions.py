@@ -10,9 +10,9 @@ from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, timeline,
 from pmoe.graph.reductions import (
     Gradient,
     by_source,
-    places,
+    hand_over_places,
     places_in,
-    planned,
+    plan_hand_overs,
     with_hand_overs,
 )
 from pmoe.graph.weight_gradients import listed
@@ -47,22 +47,28 @@ def names(order: list[Instruction]) -> str:
 def test_a_reduction_takes_the_first_gap_in_which_it_fits() -> None:
     """Between the end of S0 at 4 and the start of R0 at 5 a second is free."""
     seconds = {"head": 1.0, "block": 1.0}
-    assert places(BACKWARD, [HEAD, DENSE], seconds, 1.0) == {"head": 1, "block": 2}
-    assert places(BACKWARD, [HEAD, DENSE], {"head": 1.5, "block": 1.0}, 1.0) == {"head": 2, "block": 2}
-    assert places(BACKWARD, [HEAD, DENSE], {"head": 1.5, "block": 1.0}, 0.5) == {"head": 1, "block": 2}
+    assert hand_over_places(BACKWARD, [HEAD, DENSE], seconds, 1.0) == {"head": 1, "block": 2}
+    assert hand_over_places(BACKWARD, [HEAD, DENSE], {"head": 1.5, "block": 1.0}, 1.0) == {
+        "head": 2,
+        "block": 2,
+    }
+    assert hand_over_places(BACKWARD, [HEAD, DENSE], {"head": 1.5, "block": 1.0}, 0.5) == {
+        "head": 1,
+        "block": 2,
+    }
 
 
 def test_a_gradient_that_is_not_reduced_is_handed_over_as_soon_as_it_exists() -> None:
-    assert places(BACKWARD, [HEAD, DENSE], {}, 1.0) == {"head": 1, "block": 2}
-    assert places(BACKWARD, [Gradient("input", 0, "")], {}, 1.0) == {"input": 0}
-    order = planned([BACKWARD], [HEAD, DENSE], {})
+    assert hand_over_places(BACKWARD, [HEAD, DENSE], {}, 1.0) == {"head": 1, "block": 2}
+    assert hand_over_places(BACKWARD, [Gradient("input", 0, "")], {}, 1.0) == {"input": 0}
+    order = plan_hand_overs([BACKWARD], [HEAD, DENSE], {})
     assert names(order) == "dh S0 dw gradient of head de R0 dense gradient of block last"
     assert total_seconds(order) == total_seconds(BACKWARD)
 
 
 def test_no_all_to_all_waits_for_a_reduction_that_would_make_the_pass_longer() -> None:
     """A reduction of 3 s beside S0 would delay R0 and `last`; behind R0 it hides beside `dense`."""
-    order = planned([BACKWARD], [HEAD], {"head": 3.0})
+    order = plan_hand_overs([BACKWARD], [HEAD], {"head": 3.0})
     start = {each.task.name: each.start for each in timeline(order)}
     assert start["R0"] == 5.0 and start["gradient of head"] == 6.0
     assert total_seconds(order) == total_seconds(BACKWARD) == 10.0
@@ -73,13 +79,13 @@ def test_an_all_to_all_waits_where_the_pass_is_faster_so() -> None:
     seconds = {"head": 9.0}
     before = [*BACKWARD[:-1], compute("last", 1.0, "dense")]
     late = with_hand_overs(before, [HEAD], {"head": 2}, seconds)
-    order = planned([before], [HEAD], seconds)
+    order = plan_hand_overs([before], [HEAD], seconds)
     assert total_seconds(order) < total_seconds(late)
     assert names(order).index("gradient of head") < names(order).index("R0")
 
 
 def test_reductions_and_all_to_alls_share_one_lane() -> None:
-    order = planned([BACKWARD], [HEAD, DENSE], {"head": 1.0, "block": 2.0})
+    order = plan_hand_overs([BACKWARD], [HEAD, DENSE], {"head": 1.0, "block": 2.0})
     lane = [each for each in timeline(order) if each.task.lane == COMMUNICATE]
     assert [each.task.name for each in lane] == ["S0", "gradient of head", "R0", "gradient of block"]
     assert all(first.end <= second.start for first, second in zip(lane, lane[1:], strict=False))
@@ -117,8 +123,8 @@ def test_weight_gradients_run_early_for_their_reductions() -> None:
     early = listed(order, reductions=by_source([gradient], seconds))
     assert names(late).index("dw") > names(late).index("c")
     assert names(early).startswith("dw a")
-    best = planned([late, early], [gradient], seconds)
-    assert total_seconds(best) == total_seconds(planned([early], [gradient], seconds)) == 8.5
+    best = plan_hand_overs([late, early], [gradient], seconds)
+    assert total_seconds(best) == total_seconds(plan_hand_overs([early], [gradient], seconds)) == 8.5
 
 
 def random_pass(seed: int) -> tuple[list[Instruction], list[Gradient], dict[str, float]]:
@@ -144,7 +150,7 @@ def random_pass(seed: int) -> tuple[list[Instruction], list[Gradient], dict[str,
 @pytest.mark.parametrize("seed", range(30))
 def test_every_pass_keeps_its_order_and_hands_each_gradient_over_once_at_its_place(seed: int) -> None:
     order, gradients, seconds = random_pass(seed)
-    got = planned([order], gradients, seconds)
+    got = plan_hand_overs([order], gradients, seconds)
     assert [each for each in got if not each.hands_over] == order
     assert sorted(each.name for each in got if each.hands_over) == sorted(
         each.instruction for each in gradients
@@ -153,9 +159,11 @@ def test_every_pass_keeps_its_order_and_hands_each_gradient_over_once_at_its_pla
     for each in got:
         assert done.issuperset(each.waits)
         done.add(each.name)
-    as_soon = with_hand_overs(order, gradients, places(order, gradients, seconds, float("-inf")), seconds)
+    as_soon = with_hand_overs(
+        order, gradients, hand_over_places(order, gradients, seconds, float("-inf")), seconds
+    )
     assert total_seconds(got) <= 1.01 * total_seconds(as_soon)
     # A rank that takes these places for its own order hands over between the same all-to-alls.
     place_of = places_in(got, gradients)
     assert places_in(with_hand_overs(order, gradients, place_of, seconds), gradients) == place_of
-    assert planned([order], gradients, seconds, place_of) == got
+    assert plan_hand_overs([order], gradients, seconds, place_of) == got

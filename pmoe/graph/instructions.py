@@ -51,6 +51,11 @@ class Instruction:
         return self.lane == COMMUNICATE and not self.hands_over
 
     @property
+    def reduces(self) -> bool:
+        """Whether the instruction hands over a gradient that is then reduced over ranks."""
+        return self.lane == COMMUNICATE and self.hands_over
+
+    @property
     def ends_stage(self) -> bool:
         """Whether the instruction ends a stage of a pipeline over parts of the batch.
 

@@ -98,7 +98,7 @@ def _fastest(passes: Sequence[list[Instruction]], tie: float) -> list[list[Instr
 
 def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
     """Returns the sum over all reductions of their predicted start, in seconds from the start of the pass."""
-    return sum(ran.start for ran in timeline(order) if ran.task.hands_over and ran.task.lane == COMMUNICATE)
+    return sum(ran.start for ran in timeline(order) if ran.task.reduces)
 
 
 def hand_over_places(

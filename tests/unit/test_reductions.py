@@ -6,7 +6,15 @@ import random
 
 import pytest
 
-from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, timeline, total_seconds
+from pmoe.graph.explain import Explanation, bars_of
+from pmoe.graph.instructions import (
+    COMMUNICATE,
+    COMPUTE,
+    Instruction,
+    exposed_seconds,
+    timeline,
+    total_seconds,
+)
 from pmoe.graph.reductions import (
     Gradient,
     by_source,
@@ -15,6 +23,7 @@ from pmoe.graph.reductions import (
     plan_hand_overs,
     with_hand_overs,
 )
+from pmoe.graph.run import Program
 from pmoe.graph.weight_gradients import listed
 
 
@@ -125,6 +134,20 @@ def test_weight_gradients_run_early_for_their_reductions() -> None:
     assert names(early).startswith("dw a")
     best = plan_hand_overs([late, early], [gradient], seconds)
     assert total_seconds(best) == total_seconds(plan_hand_overs([early], [gradient], seconds)) == 8.5
+
+
+def test_an_explanation_tells_where_gradients_are_reduced() -> None:
+    seconds = {"head": 1.0, "block": 2.0}
+    order = plan_hand_overs([BACKWARD], [HEAD, DENSE], seconds)
+    program = Program(("backward", (0,)), before=order, instructions=order)
+    lines = str(Explanation({"backward": program}, {"backward": 10.0})).splitlines()
+    assert lines[-2:] == [
+        "backward: behind S0: 1 gradients are reduced",
+        "backward: behind R0: 1 gradients are reduced",
+    ]
+    bars = bars_of("backward", timeline(order), set())
+    assert [each.name for each in bars if each.kind == "reduction"] == [HEAD.instruction, DENSE.instruction]
+    assert exposed_seconds(order) == total_seconds(order) - 8.0
 
 
 def random_pass(seed: int) -> tuple[list[Instruction], list[Gradient], dict[str, float]]:

@@ -572,7 +572,8 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a reduction into parts: along each dimension that it does not reduce.
 
     A sum can also be cut along a dimension that it reduces. Each part then gives a summand (`SUM`) of the
-    result. All results of an operator with several, such as values and indices, are cut alike.
+    result. If an operator has several results, such as values and indices, all are cut along the same
+    dimension.
     """
     values = node.meta["val"]
     rank = len(shape(tensors(node)[0]))

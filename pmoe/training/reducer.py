@@ -418,8 +418,8 @@ class PartitionedStep(BackwardStep):
                 self._buffers.take(at)
         if self._ranks.group is not None:
             pieces = self._timetable.pieces[self._num_pieces :]
-            left = [*(piece.memory for piece in pieces), *self._timetable.end]
-            self._works += [self._all_reduce(memory) for memory in left]
+            self._works += [self._all_reduce(piece.memory) for piece in pieces]
+            self._works += [self._all_reduce(memory) for memory in self._timetable.end]
         for work in self._works:
             work.wait()
         return self._buffers

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.flashdmoe import OPERATIONS
+from pmoe.papers.assumptions import printed
 from pmoe.text import table
 
 _NAMES = """empty empty_like empty_strided new_empty new_empty_strided resize_ set_ as_strided view
@@ -71,7 +71,7 @@ def launched(call: Callable[[], object]) -> list[str]:
 def rows() -> list[tuple[str, str, str]]:
     counted = [(f"pmoe, engine, n = {n}", f"{len(operations(n))}", "profiler") for n in (1, 4, 8)]
     built = [(f"pmoe, {name}", f"{number}", "construction") for name, number in CONSTRUCTED.items()]
-    papers = OPERATIONS.items()
+    papers = printed("flashdmoe table 1.1").items()
     return [*counted, *built, *((name, f"{number}", "the thesis") for name, number in papers)]
 
 

@@ -26,6 +26,7 @@ from bench.timing import OUT
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import ExpertRows
+from pmoe.papers.assumptions import printed
 from pmoe.papers.mpipemoe_memory import activations, model_states, saved_each
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
@@ -44,11 +45,7 @@ class Model:
     num_experts: int
 
 
-MODELS = {
-    "MoE-GPT3-S": Model(768, 3072, 64),
-    "MoE-BERT-L": Model(1024, 4096, 64),
-    "MoE-GPT3-XL": Model(2048, 8192, 64),
-}
+MODELS = {name: Model(sizes["M"], sizes["H"], 64) for name, sizes in printed("mpipemoe table 3").items()}
 """Models of MPipeMoE's Table III, the smallest first."""
 
 

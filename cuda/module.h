@@ -1,5 +1,5 @@
-// Lets the folder of a kernel add itself to the Python module pmoe._cuda, without an edit elsewhere. The
-// folder's bind.cpp, which g++ compiles, has one line:
+// Lets each kernel's folder add its functions to the Python module pmoe._cuda, without an edit in other
+// files. The folder's bind.cpp, which g++ compiles, has one line:
 //
 //   static const pmoe::Module module(bind_permute, list_permute_kernels);
 #pragma once

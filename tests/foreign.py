@@ -210,11 +210,9 @@ CACHED = {"device": "cpu", "num_ranks": 1, "backend": "none", "versions": {"torc
 def made_degrees(folder: Path) -> Path:
     with mock.patch.dict(os.environ, {"PMOE_CACHE": str(folder)}):
         path = stored_path(CACHED)
-    table = GranularityTable()
-    for tokens, n in ((100, 1), (400, 2), (900, 4)):
-        table.points[tokens] = PassDegrees(n, n)
+    points = {tokens: {PassDegrees(n, n)} for tokens, n in ((100, 1), (400, 2), (900, 4))}
     assert path is not None
-    save_degrees({"keep/keep, torch.float32": table}, path, CACHED)
+    save_degrees({"torch.float32": GranularityTable.from_points(points)}, path, CACHED)
     return path
 
 
@@ -339,7 +337,7 @@ KINDS: dict[str, Kind] = {
     "operators' seconds": Kind(
         make=made_costs,
         read=lambda path: costs_in(path.parent).seconds,
-        opened_by=("pmoe/graph/cost.py:Costs._kept",),
+        opened_by=("pmoe/graph/cost.py:Costs._stored",),
         remedy="measured again",
         may_be_missing=True,
     ),

@@ -78,13 +78,14 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
   const ColumnWalk walk(board, r.chunks, shape, block - r.communicating, r.blocks - r.communicating);
   ampere::compute<T, kForm, Epilogue::kPlain, Activation::kNone>(
       f.problem, shared.gemm, walk, [](const Tile&) {},
-      // Called after all threads of the block have stored their part of the tile and have synchronized.
+      // compute() calls this after all threads of the block have stored their part of a tile, and have
+      // synchronized.
       [&](const Tile& tile) {
         if (thread != 0) return;
         peers::test_delay(r.watch, blockIdx.x + 5000);
         tile_done(r, tile.column / r.chunks.chunk_columns);
       });
-  // All products are computed and nothing more is loaded into the stages, so the send table can use their
+  // All products are computed, and no operands will be loaded any more, so the send table can use their
   // memory.
   SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
   sync_block();

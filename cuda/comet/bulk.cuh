@@ -1,12 +1,12 @@
 // Sends rows to other ranks on Hopper by bulk copies (cp.async.bulk) through shared memory.
 //
-// In COMET's kernels some blocks only communicate; this is the code of their warps. One lane of a warp starts
-// the copies. No row is held in registers, and four times as many bytes are in flight as with copies through
-// registers. A communicating block multiplies nothing, so the shared memory that other blocks use for
-// operands is free.
+// In COMET's kernels some blocks only communicate; their warps run this code. One lane of a warp starts the
+// copies. No row is held in registers, and four times as many bytes are in flight as with copies through
+// registers. A communicating block multiplies nothing, so it can use the shared memory in which other blocks
+// keep their operands.
 //
-// Built with -DPMOE_LANE_COPIES, rows go through registers as on other devices. If results are wrong, this
-// shows whether the bulk copies are at fault.
+// If the extension is built with -DPMOE_LANE_COPIES, rows go through registers as on other devices. If
+// results are wrong, a comparison of both builds shows whether the bulk copies are at fault.
 #pragma once
 #include "comet/dispatch.cuh"
 
@@ -24,7 +24,8 @@ struct BulkRing {
 
 #if PMOE_HOPPER_CODE
 
-// Copies rows to another rank by bulk copies. begin() and finish() are explained at LaneCopies.
+// Copies rows to another rank by bulk copies: begin() starts to copy a run of rows, finish() ends the copies.
+// LaneCopies in dispatch.cuh has the same interface.
 //
 // A row is cut into parts of kBulkBytes bytes; its last part may be shorter. Parts are numbered from 0 on,
 // over all calls, and part i goes through slot i % kBulkSlots: a bulk load fills the slot, and a bulk store
@@ -46,8 +47,8 @@ class BulkCopies {
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows,
                                         const WarpTeam& team) {
     if (team.lane != 0) return;
-    // The receiving rank has announced that its buffer is free. This fence keeps these bulk writes after its
-    // reads of the round before.
+    // The receiving rank has read its buffer in the round before, and has raised a flag that the buffer is
+    // free. This fence orders the bulk writes after this thread's read of the flag, and so after those reads.
     fence_proxy_async_global();
     to_ = to, slot_ = r.slot + from, rows_ = rows, offset_ = 0;
     for (int i = 0; i < kBulkSlots && rows_ > 0; ++i) load(r);

@@ -18,11 +18,11 @@ using peers::WarpTeam;
 constexpr int kAtOnce = 4;  // tokens that a warp sums at the same time
 constexpr int kAcross = 2;  // vectors of each token that a lane sums at the same time at home
 
-// Returns this rank's array of links, one for each received row: where the row's result goes, and which row
-// belongs to the same token.
+// Returns the address of this rank's links. The link of a received row says where the row's result goes, and
+// which other row on this rank belongs to the same token.
 //
-// Callers compute such addresses before their loops, because computing an offset takes a hundred
-// instructions, and the compiler computes it again after every store.
+// Callers compute this address before their loops. The compiler would compute it again after every store in
+// the loop, and that takes a hundred instructions.
 __device__ __forceinline__ const Link* own_links(const Rank& r) {
   return reinterpret_cast<const Link*>(r.own() + r.layout.links());
 }
@@ -35,11 +35,11 @@ __device__ __forceinline__ Link read_link(const Link* link) {
 
 // Sends the summed results of a run of received rows to the ranks of their tokens, for one chunk of columns.
 //
-// A token may have several rows on this rank. Its first row starts the sum, and the links of the rows lead to
-// the other ones, which are added in that order. The sum is written into the region `home` of the heap of the
-// rank that sent the row, at the row's own place there.
+// A token may have several rows on this rank. Its first row starts the sum; the link of each row leads to the
+// next row, which is added. The sum is written into the heap of the rank that sent the token, at the index
+// that the token's first row has in the region `home` (layout.h).
 //
-// first_row, rows: the run of rows in this rank's inbox (the rows that it received).
+// first_row, rows: the run begins at row first_row of this rank's inbox, and has `rows` rows.
 // chunk: number of the chunk of columns.
 template <class T>
 __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows, int chunk,
@@ -105,7 +105,8 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
 
 // Sends the gradients of the routing weights of a run of received rows to the ranks that sent these rows.
 //
-// Each gradient is an inner product in several parts, which are added in a fixed order.
+// Each gradient is a sum of several partial inner products, which are added in a fixed order, so that it is
+// the same in every run.
 __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows, const WarpTeam& team) {
   const Link* const links = own_links(r) + first_row;
   for (int i = team.lane; i < rows; i += team.lanes) {
@@ -130,8 +131,8 @@ __device__ __forceinline__ void tile_done(const Rank& r, int chunk) {
   add_acq_rel(&r.counters()->done[chunk], 1);
 }
 
-// Counts one warp that has sent its part of a chunk of columns. The last warp of this rank then raises a flag
-// at every rank, which says that this rank's sums of the chunk are there.
+// Counts one warp that has sent its part of a chunk of columns. The last of this rank's warps raises a flag
+// in every rank's heap: all sums of the chunk from this rank have been written.
 __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpTeam& team) {
   sync_warp();
   peers::test_delay(r.watch, team.number + 2000);
@@ -143,8 +144,8 @@ __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpT
 
 // Waits until the sums of a chunk of columns have come back from every rank to which this rank sent rows.
 //
-// Other ranks are awaited before this rank itself. This rank may be late only because another rank is late,
-// and the error report must name the rank that is really late.
+// This rank also sends to itself, and is awaited last: it may be late only because another rank is late, and
+// after a timeout the error report must name the rank that is really late.
 __device__ __forceinline__ void await_returns(const Rank& r, const SendTable& send_table, int chunk,
                                               const WarpTeam& team) {
 #pragma unroll 1
@@ -156,13 +157,15 @@ __device__ __forceinline__ void await_returns(const Rank& r, const SendTable& se
   }
 }
 
-// Returns the row of the region `home` that holds the sum of a token's rows on one rank, or -1.
+// Returns the index in the region `home` of the sum that one choice of a token adds to the token's result, or
+// -1 if it adds none.
 //
-// The sum lies at the place of the token's first choice on that rank. A later choice on the same rank, and a
-// dropped one, give -1, so that no sum is added twice.
+// A rank that has experts of several choices of a token returns one sum for all of them, which belongs to the
+// first of these choices. The later ones return -1, so that no sum is added twice. Dropped choices also
+// return -1.
 //
-// slot: the token's first (token, choice) slot.
-// choice: which of the token's choices.
+// slot: index of the token's first (token, choice) pair.
+// choice: which of the token's choices, from 0 on.
 __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice) {
   const int position = read(r.position + slot + choice);
   if (position < 0) return -1;
@@ -173,7 +176,8 @@ __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice)
   return position - r.first_row;
 }
 
-// Adds the sums of all ranks for each token of this rank, for one chunk of columns, and stores the results.
+// Adds, for each token of this rank, the sums that all ranks have returned for one chunk of columns, and
+// stores the results.
 template <class T>
 __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const WarpTeam& team) {
   const int vectors = static_cast<int>(r.chunks.width(chunk) * int64_t{sizeof(T)} / 16);
@@ -220,7 +224,8 @@ __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const WarpT
   }
 }
 
-// Sends this rank's sums for a chunk of columns, as soon as the chunk is computed.
+// Waits until a chunk of columns is computed, sums each token's received rows, and sends the sums to the
+// tokens' ranks.
 //
 // tiles: number of tiles in the chunk.
 template <class T>
@@ -233,7 +238,7 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const ArrivalBoard& bo
   PieceWalk walk(r.ranks(), r.experts());
   Piece piece;
   for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
-    if (peers::has_failed(r.watch)) break;  // links may be missing then, and they say where to write
+    if (peers::has_failed(r.watch)) break;  // without links, which say where to write, nothing may be written
     const int first = board.first(piece.step, piece.expert) + piece.begin;
     if (r.row_dots != nullptr && chunk == 0) send_dots(r, first, piece.rows, team);
     send_sums<T>(r, first, piece.rows, chunk, team);
@@ -241,7 +246,8 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const ArrivalBoard& bo
   chunk_sent(r, chunk, team);
 }
 
-// Waits for the sums of a chunk of columns from all ranks, and adds them for each token of this rank.
+// Waits until all ranks have returned their sums for a chunk of columns, and adds them for each token of this
+// rank.
 template <class T>
 __device__ __forceinline__ void sum_chunk(const Rank& r, const SendTable& send_table, int chunk,
                                           const WarpTeam& team) {
@@ -249,7 +255,7 @@ __device__ __forceinline__ void sum_chunk(const Rank& r, const SendTable& send_t
   sum_tokens<T>(r, chunk, team);
 }
 
-// The tiles of the second product: how many tiles lie below each other, and how many columns a tile has.
+// The size of the second product's result in tiles: rows of tiles, and columns of one tile.
 struct Tiling {
   int row_tiles, columns;
 
@@ -258,14 +264,15 @@ struct Tiling {
   }
 };
 
-// Runs a communicating warp. While one chunk of columns is sent, the chunk before it is summed on its tokens'
-// ranks:
+// Runs a communicating warp: sends the chunks of columns one after the other. Between two of them it sums,
+// for this rank's own tokens, what the other ranks have returned of the chunk before:
 //
-//   step   0    1    2   ...  last     last + 1
-//   send   c0   c1   c2       c_last
-//   sum         c0   c1       ...      c_last
+//   step                           0    1    2   ...  last     last + 1
+//   send sums of received rows     c0   c1   c2       c_last
+//   add returned sums by token          c0   c1       ...      c_last
 //
-// helpers: number of computing warps that help with the last chunk, because nothing is left to compute.
+// helpers: number of computing warps that help with the last chunk, because they have nothing left to
+// compute.
 template <class T>
 __device__ __forceinline__ void combine(const Rank& r, const ArrivalBoard& board, const SendTable& send_table,
                                         Tiling tiling, const WarpTeam& team, int helpers) {
@@ -281,8 +288,8 @@ __device__ __forceinline__ void combine(const Rank& r, const ArrivalBoard& board
 
 // Runs a computing warp after its last tile: it helps to send and to sum the last chunk of columns.
 //
-// all: this warp's number among all warps that work on the last chunk, and how many they are. Communicating
-//     warps have the lowest numbers.
+// all: this warp's number among all warps of this rank that work on the last chunk, and their count.
+//     Communicating warps have the lowest numbers.
 template <class T>
 __device__ __forceinline__ void combine_last_chunk(const Rank& r, const ArrivalBoard& board,
                                                    const SendTable& send_table, Tiling tiling,

@@ -1,8 +1,9 @@
 // The work of communicating warps in COMET's dispatching kernel, which sends rows to their experts and
 // computes the first product.
 //
-// A heap is device memory that all ranks can write. These warps tell each other rank where in this rank's
-// heap its rows go, write this rank's rows into other ranks' heaps, and raise flags when rows are written.
+// A heap is device memory that all ranks can write. These warps write, into each other rank's heap, where in
+// this rank's heap that rank may put its rows. They then copy this rank's rows into the other ranks' heaps,
+// and raise flags when rows are written.
 #pragma once
 #include "comet/rank.h"
 #include "common/device.cuh"
@@ -18,7 +19,7 @@ using peers::WarpTeam;
 //
 // begin(r, to, from, rows, team): starts to copy `rows` rows of this rank's sorted rows, from row `from` on,
 // to the address `to`. While the copies are in flight, the caller computes other data of these rows.
-// finish(r, team): ends the copies. When it returns to a lane, everything that this lane has copied is
+// finish(r, team): ends the copies. When finish() returns in a lane, all data that this lane has copied are
 // written.
 class LaneCopies {
  public:
@@ -42,8 +43,8 @@ class LaneCopies {
   int rows_, token_[kPiece];
 };
 
-// Fills the board with the first row of each source rank and expert in this rank's inbox, from the numbers of
-// rows that this rank receives.
+// Fills the arrival board: a table with the index, in this rank's inbox, of the first row from each source
+// rank for each expert. It is computed from the numbers of rows that this rank receives.
 //
 // All threads of a block call it. sync() is their barrier.
 template <class Sync>
@@ -54,8 +55,8 @@ __device__ __forceinline__ void fill_board(const Rank& r, ArrivalBoard& board, i
       threads, sync);
 }
 
-// Fills the send table with the first row for each target rank and expert, from the numbers of rows that this
-// rank sends.
+// Fills the send table: the index, among the rows that this rank sends, of the first row for each target rank
+// and expert. It is computed from the numbers of rows that this rank sends.
 //
 // All threads of a block call it. sync() is their barrier.
 template <class Sync>
@@ -64,13 +65,13 @@ __device__ __forceinline__ void fill_send_table(const Rank& r, SendTable& send_t
   send_table.fill([&](int i) { return read(r.send_counts + i); }, thread, threads, sync);
 }
 
-// Tells every rank where its rows begin in this rank's inbox (the grants), and that the inbox is free. It
-// also resets the counters of finished tiles.
+// Writes to every rank where its rows begin in this rank's inbox (the grants), and raises a flag there: the
+// inbox is free. It also resets the counters of finished tiles.
 //
-// The inbox is free because this kernel starts after all reads of the launches before it.
+// The inbox is free because this kernel starts after all launches that have read it.
 //
-// If a wait of this rank has timed out, it grants nothing: a late rank may still read the grants of the round
-// before.
+// If a wait of this rank has timed out, it writes no grants: a late rank may still read the grants of the
+// round before.
 //
 // All threads of one block call it. sync() is their barrier.
 template <class Sync>
@@ -92,11 +93,11 @@ __device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, 
     peers::signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
 }
 
-// Returns the link of a row: where its result goes on the sending rank, and which row on the target rank is
-// the same token's next one.
+// Returns the link of a row that this rank sends to `target`: the index to which the row's result returns,
+// and the row of the same token's next choice on the target.
 //
-// slot: the row's (token, choice) slot.
-// grants: where this rank's rows for each expert of the target begin in the target's inbox.
+// slot: index of the row's (token, choice) pair.
+// grants: for each expert of the target, where this rank's rows begin in the target's inbox.
 __device__ __forceinline__ Link link_of(const Rank& r, const SendTable& send_table, const int32_t* grants,
                                         int target, int slot) {
   const int experts = r.experts(), token = r.by_choices.divide(slot), choice = slot - token * r.choices;
@@ -118,8 +119,8 @@ __device__ __forceinline__ Link link_of(const Rank& r, const SendTable& send_tab
   return link;
 }
 
-// Writes all rows of this rank into the inboxes of the ranks that compute them. The warps take runs of rows
-// (pieces) in turn.
+// Writes all rows of this rank into the inboxes of the ranks that compute them. The rows are cut into runs of
+// at most kPiece rows, called pieces. Warp w of the n communicating warps sends pieces w, w + n, w + 2 n, ...
 template <class Copies>
 __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_table, const WarpTeam& team,
                                           Copies& copies) {
@@ -143,7 +144,8 @@ __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_t
     const int from = r.first_row + send_table.first(target, piece.expert) + piece.begin;
     auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
     auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
-    // While the rows are in flight, their links are computed, which takes up to five dependent reads.
+    // Computing a link takes up to five reads, each of which depends on the one before. The copies in flight
+    // hide their latency.
     copies.begin(r, r.inbox(target, to), from, piece.rows, team);
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
@@ -164,8 +166,8 @@ __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_t
 // Waits until the rows [begin, end) of this rank's inbox have arrived. They belong to one expert and may come
 // from several ranks.
 //
-// Rows arrive in pieces of at most kPiece rows, each with a flag. Lane i of `lanes` waits for every lanes-th
-// piece, so all lanes together wait for all pieces.
+// Rows arrive in pieces of at most kPiece rows, each with a flag. Each of the `lanes` calling lanes waits for
+// every lanes-th piece, so all lanes together wait for all pieces.
 __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& board, int expert, int begin,
                                            int end, int lane, int lanes) {
   int turn = 0;

@@ -1,5 +1,5 @@
-// The arguments of a launch of COMET's fused kernels. A process may run several ranks in one launch (in
-// tests); each has its own product and its own communication.
+// The arguments of a launch of COMET's fused kernels. In tests a process may run several ranks in one launch.
+// Each rank has its own product and its own communication.
 #pragma once
 #include <cuda.h>
 

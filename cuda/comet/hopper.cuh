@@ -18,7 +18,7 @@ namespace pmoe::comet {
 
 constexpr int kWalkBytes = 128;
 
-// The columns of a block's tile, if two blocks form a pair with tiles side by side.
+// The columns of a block's tile. Two blocks may form a pair that computes two tiles side by side.
 struct PairTile {
   int first;                   // column of this block's tile in the pair
   int chunk_columns, columns;  // of the result; no tile crosses the end of a chunk
@@ -43,10 +43,12 @@ static_assert(sizeof(DispatchShared) <= sizeof(hopper::Shared));
 
 #if PMOE_HOPPER_CODE
 
-// A warp's walk over the tiles that its block computes, kept in shared memory.
+// Lists the tiles that a warp's block computes. Its state is in shared memory, because warps that hold
+// accumulators or load operands have no registers left.
 //
-// It is not kept in registers, because a warp that has accumulators or loads operands has no registers left,
-// not even for the walk's address. A tile beyond the last column gets no rows, so that nothing of it is
+// Walk: the order of the tiles: ArrivalWalk or ColumnWalk of order.h, or a PairWalk of one of them.
+//
+// A pair of blocks may get a tile beyond the last column. It is given 0 rows, so that nothing of it is
 // stored.
 template <class Walk>
 class WarpWalk {
@@ -81,10 +83,11 @@ class WarpWalk {
   }
 };
 
-// The tiles of a block, if the two blocks of a cluster share operand A: of each pair of tiles side by side,
-// the first block of the cluster takes the left one.
+// Lists a block's tiles if the two blocks of a cluster share operand A. The cluster computes two tiles side
+// by
+// side: the first block takes the left tile, the second the right.
 //
-// walk: finds pairs of tiles; it counts half of the columns.
+// walk: lists the pairs. It counts a pair as one tile, so it sees half of the columns of tiles.
 template <class Walk>
 class PairWalk {
  public:
@@ -131,8 +134,8 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Arriva
   Ring<hopper::kStages> ring;
   Tile tile;
   while (walk.next(tile)) {
-    // The wait is needed for a tile beyond the columns, too: this block loads half of the pair's rows also
-    // for the other block.
+    // Also a block whose tile lies beyond the last column waits and loads: the two blocks of a pair share the
+    // rows, and each loads half of them for both.
     const int begin = tile.group_begin + tile.row;
     const int rows = smaller(hopper::kRows, tile.group_rows - tile.row);
     await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);
@@ -140,12 +143,13 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Arriva
     sync_warp();
     if (lane == 0) {
       peers::test_delay(f.rank.watch, blockIdx.x + 4000);
-      // This fence covers what the other lanes have seen.
+      // The lanes have read flags: other ranks have written the rows. This fence orders
+      // the bulk loads that follow after those writes.
       if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
       hopper::load_tile(loader, shared.gemm, tile, ring);
     }
-    // Without this barrier the other lanes would poll for the next tile's rows, and would take issue slots
-    // from the lane that loads.
+    // One lane starts the loads. Without this barrier the other lanes would already poll for the next tile's
+    // rows, and would take issue slots from that lane.
     sync_warp();
   }
 }
@@ -229,7 +233,7 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
           peers::test_delay(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
-    // All products are computed and nothing more is loaded into the stages, so the send table can use their
+    // All products are computed, and no operands will be loaded any more, so the send table can use their
     // memory.
     const int self = thread_again() - hopper::kLoaders;
     const auto together = [] { sync_named(2, hopper::kMultipliers); };

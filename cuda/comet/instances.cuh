@@ -1,4 +1,4 @@
-// Selects the compiled instance of a kernel template by the values in a Which.
+// Selects the compiled instance of a kernel template by the dtype, product and activation of a launch.
 #pragma once
 #include "comet/launch.h"
 #include "grouped_gemm/instances.cuh"

@@ -22,8 +22,8 @@ struct Which {
 
 using FusedKernel = void (*)(Launch);
 
-// Each returns the kernel for one element type and one set of instructions. Each is a translation unit of its
-// own, so that they compile in parallel.
+// Each function returns the kernel for one element type and one set of instructions. Each is in a file of its
+// own, so that nvcc compiles them in parallel.
 FusedKernel hopper_bf16(const Which&);
 FusedKernel hopper_fp16(const Which&);
 FusedKernel ampere_bf16(const Which&);
@@ -43,19 +43,21 @@ extern const Path hopper_path, ampere_path;
 // Returns the kernel's name, which users and error messages show.
 std::string name_of(const Which&, const Path&);
 
-// Returns whether computing blocks may form pairs (clusters of two) whose tiles lie side by side.
+// Returns whether computing blocks may form pairs (clusters of two) that compute two tiles side by side.
 //
-// They may only if both blocks of each cluster compute, or both communicate, and if there are enough columns
-// for two tiles.
+// Only Hopper's kernels can. The two blocks of a cluster must both compute or both communicate, so a rank's
+// numbers of blocks and of communicating blocks must be even. An odd number of tiles must not waste too much
+// (may_pair_tiles).
 bool may_pair_blocks(const Path&, const Which&, const Launch&, int ranks);
 
-// Launches a kernel. It is a cooperative launch: all blocks of all ranks are resident at once, or it fails,
-// because the blocks wait for each other. Throws std::runtime_error if CUDA refuses it.
+// Launches a kernel. The blocks wait for each other, so it is a cooperative launch: either all blocks of all
+// ranks are resident at once, or the launch fails. Throws std::runtime_error if CUDA refuses it.
 //
 // a_rows: (ranks,) number of rows of operand A that may be read.
 void launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, void* stream);
 
-// Calls visit(which) for every kernel of one implementation.
+// Calls visit(which) for every kernel, for example to list them. `which` is a Which: the values of the
+// kernel's template arguments. The list is the same for both implementations (hopper_path and ampere_path).
 template <class Visit>
 void for_each(Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {

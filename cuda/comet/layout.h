@@ -1,23 +1,34 @@
-// The layout of a rank's symmetric heap: device memory that all ranks can write. The host computes its size
-// from this, and the kernels compute addresses.
+// The layout of a rank's symmetric heap: device memory that all ranks can write. From the layout, the host
+// computes the heap's size, and the kernels compute addresses.
 //
 // No byte is written by two ranks (FlashDMoE, theorem 5.3.1): a region that other ranks write has a part for
 // each of them. Rows are not padded to a capacity. Instead the receiving rank computes from the row counts
 // where each sender's rows begin, and writes these offsets (grants) into the sender's heap.
 //
-//   region    part for   written by       content
-//   grants    rank p     p                where this rank's rows for each of p's experts begin in p's inbox
-//   granted   rank p     p                flag: the grants are written, and p's inbox is free
-//   inbox     row r      the row's sender rows that have arrived, later the products of this rank's experts
-//   weights   row r      the row's sender routing weights
-//   links     row r      the row's sender see `Link`
-//   arrivals  sender s   s                a flag for each piece (up to kPiece rows): its rows, weights and
-//                                         links are written
-//   home      row i      the rank where   sum of a token's rows on one rank, at the place of the first of
-//                        row i went       these rows in the order in which this rank sent its rows
-//   dots      row i      the same rank    gradients of routing weights, for every row
-//   returned  rank p     p                a flag for each chunk of columns: p has written its rows of `home`
-//   counters             this rank        counters shared by its own blocks
+// Each rank has two roles. It computes the rows that it receives, for its experts, and it sends the rows of
+// its own tokens, whose results return to it. Received rows are numbered r = 0, 1, ... in the order of the
+// inbox, sent rows i = 0, 1, ... in the order in which this rank sorted them.
+//
+//   for the rows that this rank receives:
+//
+//   region    part for        written by      content
+//   inbox     received row r  r's sender      the row; later the product of this rank's expert
+//   weights   received row r  r's sender      routing weight
+//   links     received row r  r's sender      where the result of the row goes (struct Link)
+//   arrivals  sender s        s               a flag for each piece (up to kPiece rows): its rows, weights
+//                                             and links are written
+//
+//   for the rows that this rank sends:
+//
+//   grants    rank p          p               where this rank's rows for each of p's experts begin in p's
+//                                             inbox
+//   granted   rank p          p               flag: the grants are written, and p's inbox is free
+//   home      sent row i      i's receiver p  if i is the first row of its token that went to p: the sum of
+//                                             the results of all rows of this token on p; else unused
+//   dots      sent row i      i's receiver    gradient of the row's routing weight
+//   returned  rank p          p               a flag for each chunk of columns: p has written all its sums
+//
+//   counters                  this rank       counters that its own blocks share
 //
 // In the dispatching kernel (first product):
 //
@@ -47,11 +58,11 @@ constexpr int kMostExperts = 1024;  // of all ranks together
 constexpr int kPiece = 16;          // rows that are written and announced together
 constexpr int kMostChunks = 64;     // chunks of columns
 
-// A record for each received row: what to do with the row's product. The sending rank writes it beside the
+// A record for each received row: where the result of the row goes. The sending rank writes it beside the
 // row.
 struct alignas(16) Link {
-  int32_t home;    // the row's place in the order in which its source sent it
-  int32_t next;    // the row of the same token's next choice on this rank, or -1
+  int32_t home;    // the row's index among the rows that its source sent, and in the source's region `home`
+  int32_t next;    // index in this inbox of the row of the same token's next choice, or -1
   int32_t source;  // the rank that sent the row
   int32_t first;   // 1 if it is its token's first row on this rank, else 0
 };
@@ -68,7 +79,7 @@ struct Counters {
 struct Layout {
   int32_t ranks, experts;  // W, E
   int64_t rows;            // rows that may arrive
-  int64_t home_rows;       // rows that may be sent, and so come home
+  int64_t home_rows;       // rows that this rank may send: rows of the regions `home` and `dots`
   int64_t row_bytes;       // a multiple of 16
 
   PMOE_HD int64_t most_pieces() const { return ceil_div(rows, kPiece) + experts; }
@@ -98,8 +109,8 @@ struct Layout {
   // Returns the index of a piece's arrival flag among the flags of its sending rank. A piece is a run of at
   // most kPiece rows of one expert.
   //
-  // Different pieces of a sender have different flags: from one expert to the next, first_row grows at least
-  // by the number of the sender's rows, and adding `expert` makes up for rounding first_row / kPiece down.
+  // No two pieces of a sender have the same flag. From one expert to the next, first_row grows at least by
+  // the number of the sender's rows; `expert` is added because first_row / kPiece is rounded down.
   //
   // first_row: where the sender's rows for this expert begin in the inbox.
   // number: number of the piece among those of this sender and expert.
@@ -111,12 +122,14 @@ struct Layout {
   }
 };
 
-// level_of() and source_at() map between a source rank and its level. The level is the source's place in this
-// rank's order: this rank itself is at level 0, then come the ranks above it, then rank 0 and on.
+// level_of() returns the level of a source rank, source_at() the source rank of a level. The level is the
+// source's position in the order in which `rank` receives rows: `rank` itself has level 0, rank + 1 has level
+// 1, and so on; rank 0 follows the highest rank.
 PMOE_HD constexpr int level_of(int source, int rank, int ranks) { return (source - rank + ranks) % ranks; }
 PMOE_HD constexpr int source_at(int level, int rank, int ranks) { return (rank + level) % ranks; }
-// Returns the rank to which a rank sends at a step. At step l a rank sends to the rank that has it at level
-// l, so every rank receives rows in the order of its levels.
+// Returns the rank to which `rank` sends at a step. At step 0 a rank sends to itself, at step 1 to the rank
+// before it, and so on. So at step s every rank receives from its source of level s, and rows arrive in the
+// order of levels if all ranks go through their steps at the same speed.
 PMOE_HD constexpr int target_at(int step, int rank, int ranks) { return (rank - step + ranks) % ranks; }
 
 }  // namespace pmoe::comet

@@ -1,6 +1,10 @@
-// The orders that all blocks of COMET's kernels must know: rows by expert and source rank, runs of rows that
-// are sent together, tiles by the arrival of their rows, tiles by chunks of columns. Each block computes
-// these orders by itself, from the row counts.
+// Orders of rows and tiles in COMET's kernels, which each block computes by itself from the row counts:
+//
+//   ArrivalBoard   received rows by expert, then by source rank
+//   SendTable      rows to send by target rank, then by expert
+//   PieceWalk      runs of rows that are sent together
+//   ArrivalWalk    tiles of the first product, by the arrival of their rows
+//   ColumnWalk     tiles of the second product, by chunk of columns
 //
 // Letters: W ranks, E experts of a rank.
 #pragma once
@@ -10,14 +14,15 @@
 
 namespace pmoe::comet {
 
-// The arrival board: a table of where the rows that a rank receives begin in its inbox, by expert and source
-// rank.
+// The arrival board: a table of the index, in a rank's inbox, at which the rows of each source rank for each
+// expert begin.
 //
-// Rows of an expert are sorted by source, this rank's own rows first (COMET, section 3.1.2). The source at
-// level l is the l-th in that order. Its rows for expert e are rows first(l, e) to first(l + 1, e) - 1.
+// The rows of an expert are sorted by source rank, this rank's own rows first (COMET, section 3.1.2). A
+// source rank's position in this order is called its level. The rows of the source at level l for expert e
+// are the rows first(l, e) to first(l + 1, e) - 1 of the inbox.
 //
-// Example with two ranks and two experts. The experts receive 2 and 1 rows of this rank and 3 and 3 rows of
-// the other rank. The table is:
+// Example with two ranks and two experts on this rank. Experts 0 and 1 receive 2 and 1 rows from this rank,
+// and 3 and 3 rows from the other rank. The table is:
 //
 //             expert 0   expert 1
 //   level 0      0          5       this rank's own rows
@@ -121,18 +126,18 @@ class SendTable {
 };
 
 // A piece: a run of at most kPiece rows with the same expert and the same sending and receiving rank. Its
-// rows are written together and announced by one flag.
+// rows are written together, and one flag says that they have arrived.
 //
-// A step stands for the other rank: a rank sends to, and receives from, all ranks in a fixed order
-// (layout.h).
+// step: the other rank, as its position in the fixed order in which a rank sends to all ranks (target_at of
+//     layout.h) or receives from them (source_at).
 struct Piece {
   int step, expert;
   int number;       // number of this piece among those of its step and expert
   int begin, rows;  // the rows, counted from the first one of its step and expert
 };
 
-// Finds pieces of rows by their number. Pieces are numbered by step (the other rank), then by expert. From
-// call to call the numbers must rise, because the walk only goes forward.
+// Finds pieces of rows by their index. Pieces are numbered by step (the other rank), then by expert. Each
+// call must ask for a higher index than the call before, because the search only goes forward.
 class PieceWalk {
  public:
   PMOE_HD PieceWalk(int steps, int experts) : steps_(steps), experts_(experts) {}
@@ -166,10 +171,11 @@ class PieceWalk {
   int step_ = 0, expert_ = 0, before_ = 0;
 };
 
-// Finds the row and column of tile number `inside` in a rectangle of tiles, `height` down and `across` wide.
-// Tiles are numbered by bands of kBand tile rows, and inside a band column by column (grouped_gemm/tiles.h).
+// Finds the row and column of tile number `inside` in a rectangle of `height` rows and `across` columns of
+// tiles. Tiles are numbered by bands of kBand tile rows, and inside a band column by column, so that tiles
+// that run at the same time share operands in the L2 cache (grouped_gemm/tiles.h).
 //
-// down, right: results: the tile's row and column in the rectangle.
+// down, right: the results: row and column of the tile, in tiles.
 PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& right) {
   const int band = inside / (kBand * across), first = band * kBand;
   const int rows = smaller(kBand, height - first), rest = inside - band * kBand * across;
@@ -177,10 +183,10 @@ PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& 
   right = rest / rows;
 }
 
-// A block's tiles in the order in which their rows arrive (COMET, section 3.1.2, figure 5).
+// Lists a block's tiles in the order in which their rows arrive (COMET, section 3.1.2, figure 5).
 //
-// First come the tiles that have only this rank's own rows, by expert; then the tiles that the rows of the
-// next source rank complete; and so on.
+// First come the tiles whose rows are all from this rank itself, by expert; then the tiles for which the rows
+// of the next source rank are the last that are missing; and so on.
 template <class Shape>
 class ArrivalWalk {
  public:
@@ -212,11 +218,11 @@ class ArrivalWalk {
   }
 
  private:
-  // Returns how many row tiles of the current expert are complete when the sources up to this level have sent
-  // their rows.
+  // Returns how many row tiles of the current expert are complete when the source ranks up to a level (their
+  // position in the order of arrival) have sent their rows.
   //
-  // The expert's last tile may be partly filled. It is complete with the last source that has rows for this
-  // expert.
+  // The expert's last tile may have fewer rows than others. It is complete when the last source that has rows
+  // for this expert has sent them.
   PMOE_HD int complete(int level) const {
     if (level < 0) return 0;
     const int last = board_.first(level + 1, expert_), rows = last - board_.begin(expert_);
@@ -236,8 +242,7 @@ class ArrivalWalk {
   int before_ = 0;
 };
 
-// The chunks of columns into which the second product is cut. The rank that computes and the rank that
-// receives the result use the same sizes.
+// The chunks of columns into which the second product's result is cut. All ranks use the same sizes.
 struct Chunks {
   int columns, chunk_columns;
 
@@ -253,9 +258,9 @@ PMOE_HD int row_tiles(const ArrivalBoard& board, int rows) {
   return tiles;
 }
 
-// A block's tiles ordered by chunk of columns, and inside a chunk by expert (COMET, section 3.1.2, figure 6).
+// Lists a block's tiles by chunk of columns, and inside a chunk by expert (COMET, section 3.1.2, figure 6).
 //
-// A chunk is computed for all rows, then sent while the next chunk is computed. chunk_columns must be a
+// A chunk is computed for all rows, and is sent while the next chunk is computed. chunk_columns must be a
 // multiple of a tile's columns.
 template <class Shape>
 class ColumnWalk {

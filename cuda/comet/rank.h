@@ -12,7 +12,7 @@ using peers::Report;
 using peers::Wait;
 using peers::Watch;
 
-// The arguments of one rank: its heap, its routing, and its part of the work.
+// The arguments of one rank: its heap, its routing, and how many of its blocks communicate.
 struct Rank {
   Layout layout;          // of every rank's heap
   uint8_t* const* heaps;  // (W,) heaps, as this rank addresses them
@@ -21,8 +21,9 @@ struct Rank {
 
   // Row counts by rank and expert; E is the number of experts of a rank.
   //
-  // send_counts: [target * E + e] is the number of rows that this rank sends to expert e of a rank.
-  // recv_counts: [source * recv_stride + e] is the number of rows that this rank receives from a rank.
+  // send_counts: [target * E + e] is the number of rows that this rank sends to expert e of rank `target`.
+  // recv_counts: [source * recv_stride + e] is the number of rows that this rank receives from rank `source`
+  //     for its own expert e.
   const int32_t* send_counts = nullptr;
   const int32_t* recv_counts = nullptr;
   int64_t recv_stride = 0;
@@ -31,10 +32,10 @@ struct Rank {
   //
   // expert: (T, K) the expert of each slot, a number among the experts of all ranks.
   // weight: (T, K) routing weight of each slot.
-  // position: (T, K) place of each slot's row in the order sorted by expert; -1 if the row is not sent.
+  // position: (T, K) index of each slot's row in the order sorted by expert; -1 if the row is not sent.
   // slot: slot of each row in sorted order.
-  // first_row: the first row in sorted order that this launch sends. A row's place among the sent rows, and
-  //     in the region `home`, is position - first_row.
+  // first_row: position of the first row that this rank sends; not 0 if several ranks share these arrays. A
+  //     row's index among the rows that this rank sends, and in the region `home`, is position - first_row.
   const int32_t* expert = nullptr;
   const float* weight = nullptr;
   const int32_t* position = nullptr;
@@ -43,11 +44,12 @@ struct Rank {
   int choices = 1;                 // K
   Divisor by_choices, by_experts;  // K, E
 
-  // For the dispatching kernel: the rows of this rank's tokens, layout.row_bytes bytes each.
+  // For the dispatching kernel: this rank's tokens, layout.row_bytes bytes each, source_stride bytes apart.
   const uint8_t* source = nullptr;
   int64_t source_stride = 0;  // bytes
 
-  // For the combining kernel: the results of this rank's tokens, of which the first is token first_token.
+  // For the combining kernel: memory for the tokens' results. This rank's tokens are those from first_token
+  // up to first_token + tokens - 1.
   uint8_t* result = nullptr;
   int64_t result_stride = 0;  // bytes
   int first_token = 0, tokens = 0;
@@ -57,7 +59,7 @@ struct Rank {
   int64_t dot_rows = 0;
   float* weight_gradient = nullptr;  // (T, K); used if row_dots is set
 
-  int communicating = 1;  // n_c: communicating blocks
+  int communicating = 1;  // number of communicating blocks (n_c in the paper)
   int blocks = 2;         // blocks of this rank
   int computes = 1;       // 0: rows are sent and awaited, but nothing is multiplied
 

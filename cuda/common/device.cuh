@@ -6,8 +6,8 @@
 // - tests/cuda/threads.h has the few functions that the protocol of cuda/peers needs, for plain threads under
 //   ThreadSanitizer (PMOE_THREADS).
 //
-// The emulator demands two rules of kernels. They access shared memory only through shared_memory(). They
-// synchronize only full warps, whole blocks, or the threads of a named barrier.
+// For the emulator, kernels must follow two rules: they access shared memory only through shared_memory(),
+// and they synchronize only full warps, whole blocks, or the threads of a named barrier.
 #pragma once
 #include "host_device.h"
 

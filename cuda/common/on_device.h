@@ -1,5 +1,4 @@
-// Makes the device of a call the current one, and creates its CUDA context, in any thread that makes the
-// call.
+// Makes a device the current one for the duration of a C++ function, and creates its CUDA context if needed.
 #pragma once
 #include "common/driver.h"
 
@@ -23,8 +22,8 @@ class OnDevice {
   explicit OnDevice(int device) {
     int before = 0;
     check(cudaGetDevice(&before), "cudaGetDevice");
-    // To set an earlier device that has no context would create a context on it. So only a device that has a
-    // context is set again in the destructor.
+    // The destructor sets the earlier device again only if it has a context: cudaSetDevice would otherwise
+    // create one there, which takes memory.
     const bool goes_back = before != device && has_context(before);
     check(cudaSetDevice(device), ("cudaSetDevice(" + std::to_string(device) + ")").c_str());
     if (goes_back) before_ = before;

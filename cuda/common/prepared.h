@@ -10,7 +10,7 @@
 
 namespace pmoe {
 
-// The shape of a launch.
+// The grid of a launch, and the shared memory and cluster size of its blocks.
 struct Grid {
   int blocks, threads;
   int shared_bytes = 0;  // dynamic shared memory of a block

@@ -3,8 +3,8 @@
 //
 // The first block of each rank manages the others (the paper's "operating system"): one of its warps is the
 // scheduler, which hands out tasks, and its other warps are subscribers, which wait for other ranks. All
-// other blocks are processors, which do tasks. Blocks need not all be resident: the first block and any one
-// processor make progress, since no block waits for a block that has not started.
+// other blocks are processors, which do tasks. Blocks need not all be resident at once: the first block and
+// any one processor can finish all tasks, since the scheduler gives tasks only to blocks that have started.
 #pragma once
 #include "flashdmoe/products.cuh"
 #include "grouped_gemm/ampere.cuh"
@@ -36,8 +36,8 @@ __device__ __forceinline__ void compute(AmpereShared& shared, const Problem& p, 
 
 // Computes a tile of the first product, T_DI w1^T, and the nonlinearity. T_DI are the rows that arrived.
 //
-// cell: the tile's rows among those of their source rank and expert (a cell).
-// rows: row 0 of the cell.
+// cell: the tile's rows. They are a part of a cell, the rows of one source rank for one expert.
+// rows: address of the first row of the cell.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_first(const Member& m, AmpereShared& shared, const Task& task,
                                               const CellTile& cell, const void* rows) {
@@ -52,7 +52,8 @@ template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shared, const Task& task) {
   if (task.type == TaskType::kCount || task.type == TaskType::kPlace)
     return route_group<AmpereRouting>(m.pass, task);
-  // The same code computes two kinds of product, because each copy of the code is long.
+  // One call computes the gate's scores and the second product. Two calls would be two inlined copies of a
+  // long product.
   if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
     const bool scores = task.type == TaskType::kScores;
     Problem p;

@@ -2,10 +2,11 @@
 //
 // dY, the gradient of the output, is sent to the experts. So is the layer's input T_I, if the rows that
 // arrived in forward (T_DI) were not kept. The gradients of both products and of the nonlinearity are
-// computed tile by tile. dX and the gradients of the routing weights are sent back.
+// computed tile by tile. The gradients of the layer's input and of the routing weights are sent back.
 //
 // The gradients of the experts' parameters are sums over rows. They are computed when all rows of an expert
-// are done, always by source rank and row, so that they are the same bit for bit in every run.
+// are done, and rows are added by source rank, then in the order of rows. So they are the same bit for bit in
+// every run.
 #pragma once
 #include "flashdmoe/ampere.cuh"
 #include "grouped_gemm/parts.h"

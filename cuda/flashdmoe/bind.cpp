@@ -41,9 +41,9 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_po
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
-// Assigns addresses in the workspace to the parts of a pass, and returns the workspace's size in bytes. The
-// parts lie at the same offsets for every activation, number of blocks and architecture, because all launches
-// share one workspace.
+// Assigns addresses in the workspace (task queue, counters) to the parts of a pass, and returns the
+// workspace's size in bytes. The offsets do not depend on the activation, the number of blocks or the
+// architecture, because all launches share one workspace.
 int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
   pass.processors = kMostBlocks - 1;
   return place_for_all(pass, experts, true, kTileRows, kFewestTileColumns, most_tokens, base);
@@ -146,8 +146,9 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
   launch(which, all, blocks, reinterpret_cast<void*>(stream));
 }
 
-// Returns the byte offsets of the regions of a rank's heap, of which the last is the workspace; "bytes", the
-// size of the heap; and "L", the size of the tensor L that holds rows.
+// Returns a dict: the byte offset of each region of a rank's heap, by the region's name; "bytes", the size of
+// the heap in bytes; and "L", the size in bytes of the tensor L that holds rows. The last region is the
+// workspace.
 py::dict layout_dict(int ranks, int experts, int rows, int home_rows, int64_t row_bytes, int d_hidden,
                      bool sends_again, bool is_pool, bool is_staged) {
   Pass pass;

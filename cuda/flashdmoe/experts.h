@@ -10,9 +10,9 @@ using peers::kMostVirtual;
 // A rank's experts, and the activations of the rows that arrived. All tensors have the rows' dtype, except
 // dots.
 //
-// A cell holds the rows of one source rank for one expert; it has room for C rows. An activation is a tensor
-// (number of cells * C, columns), in which rows that did not arrive keep old values. If all cells share one
-// pool of C rows (layout.h), it is (C, columns).
+// A cell is the rows of one source rank for one expert. With a capacity of C rows a cell, an activation is a
+// tensor (number of cells * C, columns). Without a capacity all cells share a pool of C rows (layout.h), and
+// an activation is (C, columns). Where no row arrived, a tensor keeps old values.
 struct Experts {
   int model = 0, hidden = 0;  // M, H; G = H, or 2 H for SwiGLU
   const void *w1 = nullptr, *b1 = nullptr, *w2 = nullptr, *b2 = nullptr;
@@ -21,8 +21,8 @@ struct Experts {
   void* active = nullptr;  // H columns: the activated hidden; in backward times the routing weight
 
   // For the backward pass.
-  void* gradient = nullptr;  // dT_M, G columns
-  float* dots = nullptr;     // (parts, cells * C) partial gradients of routing weights
+  void* gradient = nullptr;  // gradient of T_M, G columns
+  float* dots = nullptr;     // (parts, cells * C): partial sums of the routing weights' gradients
   void *of_w1 = nullptr, *of_w2 = nullptr, *of_b1 = nullptr, *of_b2 = nullptr;  // null: not wanted
 };
 
@@ -41,8 +41,8 @@ static_assert(sizeof(Launch) <= 4096, "more bytes than a kernel's arguments may 
 
 // Sets how many tasks a forward pass has: routing, if the launch does it, and the tiles of the products.
 //
-// halves: true for SwiGLU. A tile of its first product has matching columns of both halves, so it covers half
-//     as many of each.
+// halves: true for SwiGLU, whose T_M has two halves of columns, gate and up. A tile of the first product then
+//     has half of its columns in each half.
 // columns: columns of a product's tile.
 inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int columns) {
   const int most = smaller(pass.processors, kMostGroups);
@@ -82,8 +82,14 @@ inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int r
   pass.is_backward = true;
 }
 
-// Assigns addresses in one workspace to the parts of both passes, and returns its size in bytes. A part lies
-// at the same offset for any set of wanted gradients and for any number of tokens up to `tokens`.
+// Assigns addresses in the workspace to the queue and counters of `pass`, and returns the workspace's size in
+// bytes. Forward and backward launches use the same workspace, whose counters are zero between launches. So
+// each counter must have the same offset in every launch: offsets are computed for the largest pass, a
+// backward pass with all gradients and `tokens` tokens.
+//
+// halves: true for SwiGLU, whose hidden columns are two halves.
+// rows, columns: of a product's tile.
+// base: beginning of the workspace, a multiple of 1024; null only counts the bytes.
 inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                              int tokens, uint8_t* base) {
   Experts all = experts;

@@ -1,12 +1,12 @@
 // Routing inside the launch (FlashDMoE, Algorithm 1), built from the code of cuda/route.
 //
-// It chooses a token's experts and weights from its scores, unless they were chosen before the launch. It
-// then finds, for each (token, choice) slot, the place of its row among the rows of its expert, in the order
-// of tokens, and counts the rows of each expert.
+// Unless experts were chosen before the launch, it chooses each token's experts and weights from the token's
+// scores. Then it counts the rows of each expert, and gives each (token, choice) slot the index of its row
+// among the rows of its expert, in the order of tokens.
 //
 // Tokens are cut into groups, and each group has two tasks. The first task (kCount) chooses experts, and
-// counts the group's rows by expert. When all groups have been counted, the second task (kPlace) places the
-// group's rows behind those of all groups before it. So no group waits for another one inside a task, and the
+// counts the group's rows by expert. When all groups have been counted, the second task (kPlace) gives the
+// group's rows the indices behind those of all groups before it. So no task waits for another group, and the
 // result does not depend on the order of tasks.
 #pragma once
 #include "flashdmoe/experts.h"
@@ -15,13 +15,13 @@
 
 namespace pmoe::flashdmoe {
 
-// How kThreads threads share the routing. A warp chooses for one token at a time; each of its lanes has up to
-// eight of the token's scores.
+// How kThreads threads share the routing: each warp chooses the experts of one token at a time, and each of
+// its lanes has up to eight of the token's scores.
 template <int kThreads>
 using RoutingShape = route::Shape<32, kMostChosen / 32, kThreads / 32>;
 
-// One group of tokens, which a block routes. The place of a row among those of its expert does not depend on
-// how tokens are cut into groups.
+// One group of tokens, which a block routes. The index of a row among the rows of its expert does not depend
+// on how tokens are cut into groups.
 template <class Shape>
 class Group {
  public:
@@ -54,7 +54,7 @@ class Group {
     count_warps([&](int expert, int32_t rows) { write(rows_E + expert, rows); });
   }
 
-  // Finds the place of each of the group's rows among those of its expert. The task of group 0 also writes
+  // Gives each of the group's rows its index among the rows of its expert. The task of group 0 also writes
   // the number of rows of each expert over all groups, and the gate's loss.
   __device__ __forceinline__ void place() const {
     count_warps([](int, int32_t) {});
@@ -90,9 +90,9 @@ class Group {
     route::add_warps<Shape>(shared_, experts_, found);
   }
 
-  // Returns, for each expert of all ranks, the row of this rank's pool from which on the results of its rows
-  // are stored: behind those of all experts before it, at the beginning of a tile. Returns null if rows are
-  // not in a pool (layout.h).
+  // Returns, for each expert of all ranks, the index in this rank's pool at which the results of this rank's
+  // rows for the expert begin: at the first tile behind those of the expert before. Returns null if cells do
+  // not share a pool (layout.h).
   //
   // total_E: number of this rank's rows for each expert.
   __device__ __forceinline__ const int32_t* homes(const int32_t* total_E) const {

@@ -5,8 +5,8 @@
 // operands by the tensor memory accelerator, as in grouped_gemm/hopper.cuh. The other eight warps multiply,
 // and do all tasks that are not products.
 //
-// Operands pass through a ring of stages in shared memory, one step of the reduction in each stage. A task's
-// steps begin at the stage behind the last one of the task before.
+// Operands pass through a ring of stages (buffers) in shared memory. A stage holds one step of a product's
+// reduction. A product begins with the stage behind the last stage that the product before has used.
 #pragma once
 #include <cstddef>
 
@@ -15,8 +15,8 @@
 #include "grouped_gemm/hopper.cuh"
 #include "grouped_gemm/parts.h"
 
-// Marks a lambda that must be inlined. If the compiler made it a function, it would let products wait for
-// each other at the call.
+// Marks a lambda that must be inlined. If the compiler made it a function, it would insert waits for running
+// wgmma products at the call.
 #define PMOE_INLINE __attribute__((always_inline))
 
 namespace pmoe::flashdmoe {
@@ -30,17 +30,17 @@ struct HopperShared {
   CellPieces pieces;  // for the gradient of a weight
   int begin;          // where the cell's rows begin in A's map
   uint32_t steps;     // steps of all products before this one
-  // place: place of the current task in the task queue tQ.
-  // number: number of this processor among those of its rank.
-  // index: number of the rank in the launch.
+  // place: index of the current task in the task queue tQ.
+  // number: index of this processor among the processors of its rank.
+  // index: index of the rank among the ranks of the launch.
   int place, number, index;
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kComputeThreads);
 static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
-// How threads share a routing task. The threads that multiply do it, in the shared memory of the stages,
-// which are empty between products.
+// How threads share a routing task. The threads that multiply run it. Its shared memory is that of the
+// stages, which hold no operands between products.
 struct HopperRouting : RoutingShape<kComputeThreads> {
   static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
 };
@@ -66,8 +66,8 @@ __device__ __forceinline__ void sync_multipliers() { sync_named(1, hopper::kMult
 
 // Loads the operands of one tile, in all steps along the reduction.
 //
-// begin: where the rows of the tile's source rank and expert begin in A's tensor map.
-// steps: number of steps that this block has loaded so far; updated.
+// begin: index in A's tensor map of the first row from the tile's source rank for the tile's expert.
+// steps: number of steps of reductions that this block has loaded so far; updated.
 template <Form kForm, bool kHalves = false>
 __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, const Problem& p,
                                      const Tile& tile, int begin, uint32_t& steps) {
@@ -94,9 +94,10 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   sync_warp();
 }
 
-// Both functions return where a cell's rows begin; a cell holds the rows of one source rank for one expert.
-// row_in_heap() returns the number of the cell's row `offset` among all rows of L in this rank's heap.
-// row_by_cell() returns the number of the cell's row 0 in tensors that a rank keeps for all cells.
+// Both functions return the index of a cell's row. A cell is the rows of one source rank for one expert.
+// row_in_heap() returns the index of the cell's row number `offset` among all rows of the tensor L in this
+// rank's heap. row_by_cell() returns the index of the cell's first row in the activations that this rank
+// keeps for all cells.
 __device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert,
                                            int offset = 0) {
   return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, offset}));
@@ -105,10 +106,10 @@ __device__ __forceinline__ int row_by_cell(const Layout& layout, int peer, int e
   return static_cast<int>(layout.first_row(peer, expert));
 }
 
-// Loads a tile of the first product, T_DI w1^T.
+// Loads the operands of a tile of the first product, T_DI w1^T. T_DI are the rows that arrived.
 //
-// begin: where the tile's cell begins in A's tensor map.
-// steps: number of steps that this block has loaded so far; updated.
+// begin: index in A's tensor map of the first row from the tile's source rank for the tile's expert.
+// steps: number of steps of reductions that this block has loaded so far; updated.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_first(const Member& m, HopperShared& shared, const MapPair& maps,
                                            const Task& task, const CellTile& cell, int begin,
@@ -130,7 +131,8 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
                                row_in_heap(layout, task.peer, Round::kDispatch, task.expert, cell_offset),
                                steps);
   } else if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
-    // The same code loads two kinds of product.
+    // One call loads the operands of the gate's scores and of the second product, so that the code is
+    // inlined once.
     const bool scores = task.type == TaskType::kScores;
     Problem p;
     Tile tile;
@@ -150,7 +152,7 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
 
 // Multiplies one tile.
 //
-// meanwhile(): other work, which these warps do while the first stages are being loaded.
+// meanwhile(): other work of the task, which these warps do while the first operands are being loaded.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Meanwhile>
 __device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& meanwhile) {
   sync_all();
@@ -177,8 +179,9 @@ __device__ __forceinline__ void multiply(HopperShared& shared) {
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& shared, const Task& task,
                                                  int thread) {
-  // The rows that arrived (T_DI) are copied before the product begins, because the product leaves no
-  // registers for the task.
+  // If backward needs the rows that arrived (T_DI), they are copied out of the heap, which the next dispatch
+  // overwrites. This is done before the product begins, because during the product no registers are left to
+  // hold the task.
   if (task.type == TaskType::kGemm0) {
     multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
       if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
@@ -207,7 +210,7 @@ __device__ __forceinline__ void run_block_sm90a(const Launch& launch, HopperShar
     sync_block();
     const auto own_number = [&] { return read(&shared.number); };
     const auto sync = [] { sync_all(); };
-    // Returns the number of this rank in the launch, read from shared memory at each use. The compiler would
+    // Returns the index of this rank in the launch, read from shared memory at each use. The compiler would
     // otherwise load the launch's arguments once, and hold them in registers.
     const auto rank_index = [&] {
       int own = read(&shared.index);

@@ -7,11 +7,12 @@ namespace pmoe::flashdmoe {
 
 #if PMOE_HOPPER_CODE
 
-// Returns where a cell's rows of T_DI begin in their tensor map. T_DI are the rows that arrived in forward; a
-// cell holds those of one source rank for one expert.
+// Returns the index, in T_DI's tensor map, of the first row from rank `peer` for an expert. T_DI are the rows
+// that arrived in forward. Either forward has kept them, or backward sends them again, and they are in the
+// heap.
 //
-// kept: the answer if forward has kept T_DI. Otherwise T_DI is sent again, and lies in the heap.
-// offset: where the cell begins in a pool; else 0.
+// kept: the result if forward has kept T_DI.
+// offset: without a capacity, the index in the pool of the first row from `peer` for the expert; else 0.
 __device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int kept, int offset) {
   return m.experts.input != nullptr ? kept : row_in_heap(m.pass.layout, peer, Round::kAgain, expert, offset);
 }
@@ -65,8 +66,8 @@ __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared&
   if (task.type == TaskType::kHiddenGradient)
     return multiply<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(shared);
   if (task.type == TaskType::kWeightGradient) return multiply<T, Form::kWeight, Epilogue::kPlain>(shared);
-  // The gradients of the routing weights are sent before the product begins, because the product leaves no
-  // registers for the task.
+  // The gradients of the routing weights are sent before the product begins, because during the product no
+  // registers are left to hold the task.
   multiply<T, Form::kInput, Epilogue::kPlain, Activation::kNone>(shared, [&]() PMOE_INLINE {
     send_tile_dots<T>(m, task, hopper_row_dot_parts(m.experts.hidden), thread);
   });

@@ -43,8 +43,8 @@ struct Rows {
 
 Rows rows_of_heap(const Pass& pass) { return {own_heap(pass) + pass.layout.begin(), pass.layout.rows()}; }
 
-// Describes a product of rows and weights for its tensor maps. Problem::d stays null, because encode_maps()
-// only uses it for an operand without rows, and A has rows here.
+// Returns a description of a product of rows and weights, from which encode_maps() makes its tensor maps.
+// Problem::d stays null, because encode_maps() only uses it for an operand without rows, and A has rows here.
 Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, int experts) {
   Mapped mapped = {form, {}, rows.count};
   Problem& p = mapped.problem;
@@ -59,15 +59,15 @@ void map_forward(const Which& which, const Member& m, Mapped (&mapped)[3]) {
   mapped[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
   mapped[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
   const void* const gate = m.pass.routing.choice.weight;
-  // If the launch has no task with the gate's product, its map is not used, but must still point to valid
-  // memory.
+  // If the launch has no task with the gate's product, the product's map is not used, but must still point to
+  // valid memory.
   mapped[kGateProduct] = mapped[kFirstProduct];
   if (m.pass.routing.scored() > 0)
     mapped[kGateProduct] =
         of_rows(Form::kForward, {m.pass.source, m.pass.tokens}, gate, m.pass.layout.cells(), e.model, 1);
 }
 
-// Describes a product that is a sum over rows, A^T B, for its tensor maps. Both operands have rows.
+// Returns a description of a sum over rows, A^T B, from which encode_maps() makes its tensor maps.
 Mapped over_rows(const Rows& a, const Rows& b, int m, int n) {
   Mapped mapped = {Form::kWeight, {}, a.count, b.count};
   Problem& p = mapped.problem;

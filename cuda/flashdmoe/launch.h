@@ -20,8 +20,8 @@ using PassKernel = void (*)(Launch);
 using ForwardKernel = void (*)(HopperLaunch<3>);
 using BackwardKernel = void (*)(HopperLaunch<5>);
 
-// Each returns the kernel for one set of instructions, element type and pass. Each is a translation unit of
-// its own, so that they compile in parallel.
+// Each function returns the kernel for one set of instructions, element type and pass. Each is in a file of
+// its own, so that nvcc compiles them in parallel.
 ForwardKernel hopper_bf16(Activation);
 ForwardKernel hopper_fp16(Activation);
 BackwardKernel hopper_backward_bf16(Activation);
@@ -45,12 +45,13 @@ struct Path {
 
 const Path& path_of(const Which&);
 
-// Launches a pass with `blocks` blocks for each rank. The blocks need not be resident together, since a
-// rank's first block and any one processor make progress. Throws std::runtime_error if CUDA refuses the
-// launch.
+// Launches a pass with `blocks` blocks for each rank. The blocks need not all be resident at once: a rank's
+// first block and any one other block can finish all of the rank's tasks. Throws std::runtime_error if CUDA
+// refuses the launch.
 void launch(const Which&, const Launch&, int blocks, void* stream);
 
-// Calls visit(which) for every kernel.
+// Calls visit(which) for every kernel, for example to list them. `which` is a Which: the values of the
+// kernel's template arguments.
 template <class Visit>
 void for_each(Visit visit) {
   for (bool is_backward : {false, true})

@@ -4,7 +4,7 @@
 //   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (outgoing
 //   and incoming rows), E experts of a rank, C rows of an expert's capacity, H columns of a row.
 //
-// A third round is added if a backward pass sends the layer's input again, beside the gradients' dispatch.
+// A third round is added if a backward pass dispatches the layer's input again, beside the output's gradient.
 //
 // A cell (p, r, b, e) holds the rows that one rank sends to one expert: C rows, a whole number of tiles. If
 // fewer rows arrive, the other rows of the last tile keep old values and are never sent (in-place padding,
@@ -21,10 +21,11 @@
 //   counts     source s, expert e  s            number of rows
 //   homes      source s, expert e  s            pool: the offset in s's pool for these rows' results
 //   known      source s            this rank    pool, flag: this rank has chosen the offsets of s's rows
-//   placed     rank p              p            pool, flag: p has written this rank's offsets into `offsets`
-//   offsets    rank p, expert e    p            pool: where this rank's rows begin in p's pool
+//   placed     rank p              p            pool, flag: p has written `offsets`
+//   offsets    rank p, expert e    p            pool: where this rank's rows for e begin in p's pool
 //   arrivals   (s, e, tile)        s            flag: the tile's rows are in L (s, dispatch, incoming, e)
-//   returned   (p, e, tile)        p            flag: their results are in L (p, combine, incoming, e)
+//   returned   (p, e, tile)        p            flag: the results of this rank's tile for expert e of p are
+//                                               in L (p, combine, incoming, e)
 //   weights    source s, row       s            backward: the routing weights of the rows in a cell of L
 //   dots       p, row              p            backward: the gradients of the weights of this rank's rows
 //   L          (p, r, b, e, c)     p, or this rank if b is outgoing
@@ -55,8 +56,8 @@ constexpr int kRounds = 2;  // R of a pass that sends nothing again
 enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
 
-// The position of a row in the tensor L, by rank p, round r, buffer b, expert e and row c. c counts from the
-// beginning of the row's cell (the rows of one rank for one expert), or of the pool if cells share one.
+// The position of a row in the tensor L, by rank p, round r, buffer b, expert e and row c. c is the index of
+// the row in its cell (the rows of one rank for one expert), or in the pool if all cells share one.
 struct Coordinates {
   int p;
   Round r;
@@ -67,8 +68,8 @@ struct Coordinates {
 // Returns whether rank `source` may write the row at position i in the heap of rank `target` (definition
 // 5.3.2).
 //
-// A rank may write incoming rows only in the part of the heap that is for its own rows. It may write outgoing
-// (staged) rows only in its own heap.
+// In another rank's heap, a rank may write only the part for incoming rows of this rank. Outgoing (staged)
+// rows it may write only in its own heap. So no two ranks write the same memory.
 PMOE_HD constexpr bool is_valid(int source, int target, const Coordinates& i) {
   return i.b == Staging::kIncoming ? i.p == source : source == target;
 }
@@ -110,8 +111,11 @@ struct Layout {
   PMOE_HD int64_t offsets(int peer) const {
     return placed(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{peer} * experts * 4;
   }
-  // tile: number of the tile, counted from the beginning of its cell (the rows of one rank for one expert),
-  //     or of the pool if all cells share one.
+  // Returns the byte offset in the heap of the flag that says that a tile of rows has arrived.
+  //
+  // source, e: the rank that sends the rows, and this rank's expert that they are for.
+  // tile: index of the tile in its cell (the rows of one rank for one expert), or in the pool if all cells
+  //     share one.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
     return offsets(0) + align_region(int64_t{cells()} * 4) + (first_row(source, e) / tile_rows + tile) * 4;
   }
@@ -127,7 +131,8 @@ struct Layout {
   }
   PMOE_HD int64_t begin() const { return dots(0, 0) + align_region(int64_t{all_rows()} * 4); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }
-  // Returns the index of a row among all rows of L.
+  // Returns the index of the row at position i among all rows of the tensor L, which are stored one behind
+  // another from begin() on.
   PMOE_HD int64_t row(const Coordinates& i) const {
     const int64_t p = is_pool ? 0 : i.p;
     const int64_t slab =
@@ -137,17 +142,18 @@ struct Layout {
   PMOE_HD int64_t rows() const { return int64_t{all_rows()} * rounds * buffers; }
   // Returns the size of the tensor L in bytes.
   PMOE_HD int64_t size() const { return rows() * row_bytes; }
-  // first_row() returns where a cell (the rows of one rank for one expert) begins in a tensor that a rank
-  // keeps for all cells; 0 if cells share a pool. rows_of_rank() returns the number of rows of L from one
-  // rank's part to the next rank's part.
+  // first_row() returns the index of the first row of a cell (the rows of one rank for one expert) in a
+  // tensor that has the rows of all cells of one round; 0 if cells share a pool. rows_of_rank() returns how
+  // many rows each rank p has in the heap's tensor L (all rounds, buffers and experts): rank p + 1's rows
+  // begin this many rows behind rank p's. It is 0 if cells share a pool.
   PMOE_HD int64_t first_row(int rank, int e) const { return is_pool ? 0 : int64_t{cell(rank, e)} * capacity; }
   PMOE_HD int64_t rows_of_rank() const {
     return is_pool ? 0 : int64_t{rounds} * buffers * experts * capacity;
   }
   PMOE_HD int64_t bytes() const { return begin() + align_region(size()); }
 
-  // Returns the position of the row that contains the byte at `offset` of the heap. Not for a pool, in which
-  // a row does not determine its rank and expert.
+  // Returns the position of the row that contains the byte at `offset` of the heap. It cannot be used if
+  // cells share a pool, because then the index of a row does not determine its rank and expert.
   PMOE_HD Coordinates of_byte(int64_t offset) const {
     int64_t row = (offset - begin()) / row_bytes;
     Coordinates i;

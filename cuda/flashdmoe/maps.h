@@ -1,8 +1,8 @@
-// The arguments of a launch on Hopper: those of the ranks' passes, and the tensor maps by which their
+// The arguments of a launch on Hopper: the arguments of each rank's pass, and the tensor maps by which the
 // operands are loaded.
 //
-// Together they may exceed 4096 bytes. Devices from compute capability 7.0 on accept that, with a driver of
-// CUDA 12.1 or later.
+// All arguments together may exceed 4096 bytes, the limit of older CUDA versions. Devices from compute
+// capability 7.0 on accept more with a driver of CUDA 12.1 or later.
 #pragma once
 #include <cuda.h>
 
@@ -14,8 +14,8 @@ struct MapPair {
   CUtensorMap a, b;
 };
 
-// Index of a product's tensor maps. Forward has the first three products. Backward has kFirstProduct and
-// those from kHiddenProduct on, which are numbered from 1 again because the two passes do not share an array.
+// Index of a product's tensor maps in the array of a launch. A forward launch has the maps of the first three
+// products. A backward launch has those of kFirstProduct, and from index 1 on those from kHiddenProduct on.
 enum MappedProduct {
   kFirstProduct,
   kSecondProduct,

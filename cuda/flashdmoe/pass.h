@@ -17,44 +17,45 @@ constexpr int kRoutedTokens = 64;   // fewest tokens of a group that is routed
 constexpr int kMostGroups = 128;    // largest number of groups; each group reads the counts of all
 constexpr int kMostChosen = 256;    // largest number of experts of all ranks if the launch chooses
 
-// The values of a processor's mailbox, a word of memory by which the scheduler gives it tasks. kAbsent: the
-// processor is not running. kIdle: it wants a task. kFirstTask + i: it has the task at place i of the task
-// queue tQ. The processor writes kAbsent and kIdle, the scheduler writes tasks.
+// The values of a processor's mailbox, a word of memory through which the scheduler gives it tasks:
+//
+//   kAbsent          the processor is not running   (written by the processor)
+//   kIdle            it wants a task                (written by the processor)
+//   kFirstTask + i   it has task i of the queue tQ  (written by the scheduler)
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
 
-// The progress of an expert's rows, for the gradients that are sums over all of its rows:
+// The unit of an expert's progress. Gradients of an expert's parameters are sums over all of its rows, and
+// begin when all of these are done. To find that out, one number counts ranks and tiles:
 //
 //   expert_progress[e] = kSourceAnnounced * (number of ranks that have announced their row counts)
-//                      + (number of their tiles that are not done)
+//                      + (number of tiles of announced rows that are not done)
 //
-// The sums begin when all ranks have announced and no tile is left. A test sets kCompleteBit in
-// Watch::not_waited to let them begin too early, and expects wrong results.
+// The sums begin when all ranks have announced their counts and no tile is left.
 constexpr uint32_t kSourceAnnounced = 1u << 20;
+
+// Bits of Watch::not_waited, which tests set to skip one wait of the kernel. The results must then be wrong:
+// otherwise the tests would not notice if that wait were missing.
+//
+//   kCompleteBit   gradients of parameters begin before all rows of the expert are done
+//   kCountedBit    rows get their indices before all groups of tokens have been counted
+//   kScoredBit     experts are chosen before all scores are computed
+//   kKnownBit      the offset of a source's rows in the pool is used before it is chosen
 constexpr uint32_t kCompleteBit = 1u << 8;
-
-// A bit of Watch::not_waited, for tests: rows are placed before all groups of tokens have been counted, which
-// must give wrong results.
 constexpr uint32_t kCountedBit = 1u << 9;
-
-// A bit of Watch::not_waited, for tests: experts are chosen before all scores are computed, which must give
-// wrong results.
 constexpr uint32_t kScoredBit = 1u << 11;
-
-// A bit of Watch::not_waited, for tests: the offset of a source's rows in the pool is used before it is
-// chosen, which must give wrong results.
 constexpr uint32_t kKnownBit = 1u << 10;
 
-// The numbers of tasks for the parameter gradients of one expert. They are 0 for a gradient that is not
-// wanted.
+// The numbers of tasks for the parameter gradients of one expert; 0 for a gradient that is not wanted. Index
+// 0 is for w1 and b1, index 1 for w2 and b2. A weight's gradient has down * across tiles, one task each.
 struct WeightTasks {
-  int down[2] = {}, across[2] = {};  // tiles of w1's gradient and of w2's
-  int bias[2] = {};                  // tasks along the columns of b1's gradient and of b2's
+  int down[2] = {}, across[2] = {};  // rows and columns of tiles of a weight's gradient
+  int bias[2] = {};                  // tasks of a bias's gradient: each sums a range of columns
 
   PMOE_HD int tasks() const { return down[0] * across[0] + down[1] * across[1] + bias[0] + bias[1]; }
 };
 
-// The gate's choice of experts, if the launch makes it (is_asked). From the scores of all experts it computes
-// Pass::expert, Pass::weight, the gate's loss, and the numbers that the gate's gradient needs.
+// The gate's choice of experts, if the launch itself chooses (is_asked). The launch then computes, from the
+// scores of all experts: Pass::expert, Pass::weight, the gate's loss, and what the gate's backward needs.
 struct GateChoice {
   bool is_asked = false;
   bool normalizes = false;                  // divides a token's weights by their sum
@@ -67,8 +68,10 @@ struct GateChoice {
   float* z = nullptr;            // (groups,): squared logsumexp, summed over the group's tokens
 };
 
-// The routing tasks of a launch, which come before any row is sent. From the chosen experts they compute
-// Pass::counts, slot, expert and row. If there are no groups, the caller passes these ready.
+// The routing tasks of a launch, which run before any row is sent. From the chosen experts they compute four
+// arrays of Pass: counts, slot, expert and row. Tokens are cut into groups, with tasks of their own. If
+// `groups` is 0, as in backward, there are no routing tasks: the caller passes the four arrays with their
+// values.
 struct RoutingTasks {
   bool is_asked = false;
   int products[2] = {};             // tiles of the gate's product: down (tokens) and across (experts)
@@ -90,17 +93,19 @@ struct Pass {
   int rank = 0;
   Watch watch;
 
-  // The routing of this rank's S tokens, with k choices each. A slot is a (token, choice) pair. C is the
-  // capacity, or the size of the pool if cells (the rows of one rank for one expert) share one.
+  // The routing of this rank's S tokens, with k choices each. There are P ranks with E experts each. A slot
+  // is a (token, choice) pair. C is the capacity: the most rows of one rank for one expert. Without a
+  // capacity all rows that a rank receives share a pool, and C is the size of the pool in rows.
   //
-  // counts: (P * E) number of rows for each expert of all ranks; at most C each.
-  // home: (P * E) with a pool: the row of this rank's pool where the results of each expert begin; else null.
-  // offset: (P, E) with a pool: where the rows of each rank for each expert of this rank begin in the pool.
-  //     Forward writes it, backward reads it.
-  // slot: the slot of the c-th row of an expert, at [expert * C + c]; in a pool, at [c].
+  // counts: (P * E) number of this rank's rows for each expert of all ranks; at most C each.
+  // home: (P * E) without a capacity: for each expert of all ranks, where the results of this rank's rows
+  //     begin in this rank's pool; else null.
+  // offset: (P, E) without a capacity: where the rows of each rank for each expert of this rank begin in this
+  //     rank's pool; else null. Forward writes it, backward reads it.
+  // slot: the slot of an expert's c-th row, at [expert * C + c]; without a capacity, at [home[expert] + c].
   // expert: (S, k) expert of each slot.
-  // row: (S, k) the c of each slot's row: its place among the rows of its expert, in a pool plus the expert's
-  //     `home`; -1 if the slot is dropped.
+  // row: (S, k) the index c of each slot's row; without a capacity, home[expert] + c; -1 if the slot is
+  // dropped.
   // weight: (S, k) routing weight of each slot; written if the launch chooses the experts.
   int32_t* counts = nullptr;
   int32_t* home = nullptr;
@@ -113,13 +118,15 @@ struct Pass {
   int tokens = 0, choices = 1;     // S, k
   Divisor by_choices, by_experts;  // k, E
 
-  const uint8_t* source = nullptr;  // rows of tokens, layout.row_bytes each: T_I, or dY in backward
-  int64_t source_stride = 0;        // bytes
-  uint8_t* result = nullptr;        // T_O, or dX in backward
-  int64_t result_stride = 0;        // bytes
+  // Rows of tokens, layout.row_bytes each: the layer's input, or the gradient of its output in backward.
+  const uint8_t* source = nullptr;
+  int64_t source_stride = 0;  // bytes
+  // Rows of tokens: the layer's output, or the gradient of its input in backward.
+  uint8_t* result = nullptr;
+  int64_t result_stride = 0;  // bytes
 
-  // For the backward pass only: routing weights and their gradients are sent with the rows, and so is T_I
-  // (the layer's input) if it is sent again.
+  // For the backward pass only. Routing weights are sent with the rows, and their gradients come back with
+  // the results. The layer's input T_I is sent again if forward did not keep what arrived.
   bool is_backward = false;
   const uint8_t* again = nullptr;    // T_I, or null if it is not sent again
   int64_t again_stride = 0;          // bytes
@@ -128,7 +135,8 @@ struct Pass {
   Stages stages;
   WeightTasks weights;
 
-  // The workspace, memory that a rank keeps from launch to launch. It must be zero before the first launch.
+  // The workspace: memory in the rank's heap that all launches share. It must be zero before the first
+  // launch.
   Queue queue = {};
   uint32_t* mailboxes = nullptr;        // (processors,): see kAbsent
   uint32_t* finished_tiles = nullptr;   // (stages, tiles of all cells): finished tiles across of each stage
@@ -142,10 +150,11 @@ struct Pass {
   PMOE_HD const int32_t* announced_rows(int source_rank) const {
     return reinterpret_cast<const int32_t*>(own() + layout.counts(source_rank));
   }
-  // Returns the counter of finished tiles for a task's row tile, in one of the products that the tile goes
-  // through (a stage).
+  // Returns a counter for a tile of rows and a stage. A stage is one of the products that the rows go
+  // through. The counter is the number of tiles of the product's result, side by side for these rows, that
+  // are finished.
   //
-  // offset: where the rows of the task's source and expert begin in the pool; else 0.
+  // offset: without a capacity, where the rows of the task's source and expert begin in the pool; else 0.
   PMOE_HD uint32_t* finished_counter(const Task& t, int stage, int offset) const {
     return finished_tiles + int64_t{stage} * layout.all_tiles() +
            (layout.first_row(t.peer, t.expert) + offset) / layout.tile_rows + t.tile;
@@ -162,8 +171,9 @@ PMOE_HD int64_t most_tasks(const Pass& pass) {
          int64_t{layout.experts} * pass.weights.tasks() + pass.groups() + pass.routing.tasks();
 }
 
-// Assigns addresses in the workspace to the parts of a pass, and returns the workspace's size in bytes. The
-// pass's sizes must be set before. The memory must be zero before the first launch.
+// Assigns addresses in the workspace to the task queue and the counters of a pass, and returns the
+// workspace's size in bytes. The sizes in `pass` must be set before. The memory must be zero before the first
+// launch.
 //
 // base: beginning of the memory, a multiple of 1024; null only counts the bytes.
 inline int64_t place_workspace(Pass& pass, uint8_t* base) {

@@ -1,11 +1,12 @@
-// Offsets in a pool, the buffer that all rows of a round share if there is no capacity (layout.h).
+// Offsets of cells in a pool. A cell is the rows that one rank (the source) sends to one expert. Without a
+// capacity, all cells of a round share one buffer, the pool (layout.h).
 //
-// A cell holds the rows that one rank (the source) sends to one expert. The source announces how many rows it
-// sends, and at which offset of its own pool it wants their results. The receiving rank gives each cell the
-// next free tiles of its pool, and writes their offset to the source. The order in which sources announce
-// changes the offsets, but not the results, because sums are computed by source and row.
+// The source announces how many rows it sends, and at which offset of its own pool it wants their results.
+// The receiving rank gives each cell the next free tiles of its pool, and writes the offset of these tiles to
+// the source. The offsets depend on the order in which sources announce their rows. The results do not,
+// because sums are computed by source and row.
 //
-// Without a pool every cell has memory of its own, and its offset is 0.
+// With a capacity every cell has memory of its own, and these functions return 0.
 #pragma once
 #include "flashdmoe/pass.h"
 #include "peers/protocol.h"
@@ -40,8 +41,8 @@ __device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
   return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.homes(source)) + e);
 }
 
-// Writes to another rank how many rows this rank sends to each of its experts and, with a pool, at which
-// offsets this rank wants their results. The caller raises the flag that announces it.
+// Writes into another rank's heap how many rows this rank sends to each of that rank's experts and, with a
+// pool, at which offsets this rank wants their results. The caller then raises the flag `announced`.
 __device__ __forceinline__ void write_counts(const Pass& pass, int peer) {
   const Layout& layout = pass.layout;
   auto* const counts = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.counts(pass.rank));
@@ -53,8 +54,8 @@ __device__ __forceinline__ void write_counts(const Pass& pass, int peer) {
   }
 }
 
-// Chooses where the rows of a source begin in this rank's pool, and writes these offsets to the source. The
-// source has announced how many rows it sends. Backward uses the offsets of forward.
+// Chooses where the rows of a source begin in this rank's pool, and writes these offsets to the source, which
+// has announced how many rows it sends. Backward does not choose again, and writes the offsets of forward.
 __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
   const Layout& layout = pass.layout;
   const int32_t* const counts = pass.announced_rows(source);
@@ -63,7 +64,7 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
     uint32_t tiles = 0;
     for (int e = 0; e < layout.experts; ++e) tiles += static_cast<uint32_t>(layout.tiles(read(counts + e)));
     uint32_t next = add_acq_rel(&pass.queue.state->granted, tiles);
-    // The host has checked that the rows fit into the pool, so if they do not, the host is wrong.
+    // The host has checked that the rows fit into the pool. If they do not, that check has a mistake.
     if (next + tiles > static_cast<uint32_t>(layout.all_tiles()))
       return peers::report(pass.watch, peers::Wait::kRoom, source, 0, 0);
     for (int e = 0; e < layout.experts; ++e) {

@@ -1,6 +1,6 @@
 // Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task a processor raises
-// the flag of the task's result, and puts the tasks that this result makes possible into the task queue tQ.
-// Processors wait only for the scheduler.
+// the flag of the task's result, and puts tasks for which the result was missing into the task queue tQ.
+// Processors never wait for other ranks, only for a task from the scheduler.
 #pragma once
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
@@ -9,8 +9,8 @@
 
 namespace pmoe::flashdmoe {
 
-// Returns the place of this processor's next task in the task queue tQ, or -1 after the last task. One thread
-// calls it.
+// Waits for this processor's next task, and returns the task's index in the task queue tQ; -1 if no task is
+// left. One thread calls it.
 __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   uint32_t* const mailbox = &pass.mailboxes[processor];
   store_release(mailbox, kIdle);
@@ -36,7 +36,7 @@ __device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
   return reinterpret_cast<float*>(floats) + row;
 }
 
-// Sends the layer's input of one row, in backward. Its gradient is sent by the same task.
+// Sends one row of the layer's input, in backward. The same task sends the row's gradient.
 __device__ __forceinline__ void send_again(const Pass& pass, const Task& task, int row, int token, int lane,
                                            int lanes) {
   uint8_t* const to = pass.at(task.peer, {pass.rank, Round::kAgain, Staging::kIncoming, task.expert, row});
@@ -70,11 +70,11 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
 // Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Each warp takes
 // one row at a time.
 //
-// A gradient is the inner product <dY, output of the expert>, computed in `count` parts, which are added in a
-// fixed order.
+// A gradient is the inner product <dY, output of the expert>; dY is the gradient of the layer's output. The
+// products have computed `count` partial sums of it, which are added in a fixed order.
 //
-// parts: the parts of all rows.
-// bias: the experts' second bias b2, or null. The parts do not contain <dY, b2>, so it is added here, over
+// parts: the partial sums of all rows.
+// bias: the experts' second bias b2, or null. The partial sums do not contain <dY, b2>, so it is added, over
 //     `columns` columns.
 template <class T>
 __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, const float* parts, int count,
@@ -107,9 +107,9 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
   }
 }
 
-// Adds the results of each of a task's tokens, always in the order of the token's choices (equations 5.1 and
-// 5.2). The weights are normalised before. In backward the returned rows are multiplied by their weights
-// already.
+// Computes the results of a task's tokens: the sum of the rows that have returned for each token, times the
+// routing weights, always in the order of the token's choices (equations 5.1 and 5.2). If the gate normalizes
+// weights, it has done so before. In backward the returned rows have already been multiplied by the weights.
 template <class T>
 __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& task, int lane, int lanes,
                                                int warp, int warps) {
@@ -144,16 +144,16 @@ __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& tas
   }
 }
 
-// Counts a finished tile among the `columns` tiles of a row of tiles. Returns whether it was the last one.
-// The last one sets the count back to 0, for the next launch.
+// Counts a finished tile of a row of `columns` tiles. Returns whether all tiles of the row are finished, and
+// then sets the count back to 0 for the next launch.
 __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   if (add_acq_rel(count, 1u) + 1 != static_cast<uint32_t>(columns)) return false;
   write(count, 0u);
   return true;
 }
 
-// Ends a task: raises the flag of its result, or pushes the tasks that it makes possible. All threads of the
-// block have finished the task; one of them calls this.
+// Ends a task: raises the flag of its result, or pushes the tasks for which the result was missing. All
+// threads of the block have finished the task; one of them calls this.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
   peers::test_delay(pass.watch, 7300 + task.tile);
@@ -186,8 +186,8 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
 //
 // pass(): returns the rank's Pass.
 // processor(): returns the number of this processor.
-// place: a word of shared memory, by which the threads get the place of the task.
-// is_first: true for the thread that asks for tasks and reports their end.
+// place: a word of shared memory, in which the threads get the index of the task in the task queue.
+// is_first: true for the one thread that asks for tasks and reports their end.
 // sync(): a barrier of all threads that call this function.
 // work(task): does a task; all these threads call it.
 template <class GetPass, class Number, class Sync, class Work>
@@ -205,7 +205,7 @@ __device__ __forceinline__ void run_processor(const GetPass& pass, const Number&
   }
 }
 
-// Does a task by `warps` warps of `lanes` threads.
+// Does one task. `warps` warps of `lanes` threads call it together.
 //
 // compute(task): does a task that is neither dispatch nor combine: a routing task or a tile of a product.
 template <class T, class Compute>
@@ -213,7 +213,7 @@ __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int 
                                         const Compute& compute) {
   const int warp = thread / lanes, lane = thread % lanes;
   // All threads of a warp have the same task, and must be converged when they begin a product. The shuffle
-  // lets the compiler know that they agree.
+  // shows the compiler that the type is the same in all of them, so that it keeps them converged.
   Task own = task;
   own.type = static_cast<TaskType>(shfl(static_cast<int>(task.type), 0));
   if (own.type == TaskType::kDispatch) send_tile(pass, own, lane, lanes, warp, warps);
@@ -223,7 +223,8 @@ __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int 
   if (own.type != TaskType::kDispatch && own.type != TaskType::kCombine) compute(own);
 }
 
-// Runs a processor whose threads all take part in every task (on Hopper, one warp only loads).
+// Runs a processor on devices before Hopper, where all threads take part in every task. (On Hopper one warp
+// only loads.)
 template <class T, class Sync, class Compute>
 __device__ __forceinline__ void run_uniform_processor(const Pass& pass, int processor, int* place, int thread,
                                                       int warps, int lanes, const Sync& sync,

@@ -1,5 +1,5 @@
-// The operands and results of the products of FlashDMoE's passes. They are the same for the tiles of every
-// architecture.
+// The operands and results of the products of FlashDMoE's passes: which tensors and which rows a task reads
+// and writes. This is the same on every architecture.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "flashdmoe/gate.cuh"
@@ -13,7 +13,7 @@ namespace pmoe::flashdmoe {
 constexpr int kTileDepth = 64;        // rows or columns of the reduction in one step
 constexpr int kComputeThreads = 256;  // threads of a processor that compute
 
-// A walk over tiles that has a single tile.
+// A list of tiles with a single tile, for product code that asks for one tile after another.
 struct OneTile {
   Tile tile;
   bool is_left = true;
@@ -76,8 +76,8 @@ PMOE_HD int wide_columns(const Experts& e, Activation activation) {
 // Returns the first product of a task: T_DI w1^T and the nonlinearity, GEMM_0 in the paper. T_DI are the rows
 // that arrived.
 //
-// cell: the task's rows among those of their source rank and expert (a cell).
-// rows: row 0 of the cell in T_DI; null if a tensor map loads the rows.
+// cell: the task's rows. They are a part of a cell, the rows of one source rank for one expert.
+// rows: address in T_DI of the first row of the cell; null if a tensor map loads the rows.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem first_product(const Experts& e, const CellTile& cell, const void* rows) {
   Problem p;
@@ -119,8 +119,8 @@ __device__ __forceinline__ Tile gate_tile(const Pass& pass, const Task& task, in
           task.column * columns};
 }
 
-// Copies the arrived rows of a tile (T_DI) to memory that backward reads. All tiles of the same rows share
-// the work: each copies some of the rows.
+// Copies the arrived rows of a tile (T_DI) to memory that backward reads. The tasks of all tiles side by
+// side, which have the same rows, share the work: each copies some of the rows.
 //
 // thread: index among the kComputeThreads threads.
 __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, const CellTile& cell,
@@ -136,13 +136,13 @@ __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, con
 
 // ---- backward
 
-// The rows of an expert, by source rank, as a weight's gradient sums over them: in steps of kTileDepth rows.
-// Each source begins a new step.
+// Lists the rows of an expert in the order in which a weight's gradient sums over them: by source rank, in
+// steps of kTileDepth rows. A step has rows of one source only.
 //
 // counts: number of rows of source s at [s * stride].
-// offsets: where the rows of source s begin in the pool, at [s * stride]; null without a pool.
-// a_begin, b_begin: row 0 of source 0 in the operands A and B.
-// a_apart, b_apart: number of rows from a source's row 0 to the next source's row 0.
+// offsets: where the rows of source s begin in the pool, at [s * stride]; null if there is no pool.
+// a_begin, b_begin: index of the first row of source 0 in the operands A and B.
+// a_apart, b_apart: number of rows from one source's first row to the next source's first row.
 struct CellPieces {
   using Step = OnePiece<kTileDepth>::Step;
 
@@ -169,13 +169,15 @@ struct CellPieces {
   }
 };
 
-// The address of a source's rows of T_DI, which forward has kept or which were sent again, and the number of
-// rows from there to the next source's rows.
+// Where the rows of T_DI (the layer's input as it arrived) from one source begin, and the number of rows from
+// there to the next source's rows. Either forward has kept T_DI, or backward has sent it again.
 struct InputRows {
   const void* begin;
   int apart;
 
-  // offset: where the source's rows begin in the pool; else 0.
+  // Returns the rows of T_DI from rank `peer` for an expert.
+  //
+  // offset: without a capacity, the index in the pool of the first row from `peer` for the expert; else 0.
   template <class T>
   static __device__ __forceinline__ InputRows of(const Member& m, int peer, int expert, int offset) {
     const Layout& layout = m.pass.layout;
@@ -187,8 +189,9 @@ struct InputRows {
   }
 };
 
-// Returns the product dY w2 of a task. Its epilogue computes the hidden activation's gradient dT_M, the
-// activated hidden rows, and the gradients of the routing weights.
+// Returns the product dY w2 of a task; dY is the gradient of the layer's output. The product's epilogue
+// computes dT_M (the gradient of the hidden activation T_M), the activated hidden rows, and the gradients of
+// the routing weights.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -205,8 +208,8 @@ __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& 
   return p;
 }
 
-// Returns the product dT_M w1 of a task, the gradient of the expert's input. The results are written into the
-// heap of the rank that sent the rows.
+// Returns the product dT_M w1 of a task, the gradient of the expert's input. dT_M is the gradient of the
+// hidden activation T_M. The results are written into the heap of the rank that sent the rows.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -217,10 +220,12 @@ __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& t
   return p;
 }
 
-// Returns the product for one tile of a weight's gradient, a sum over an expert's rows: dW1 = dT_M^T T_DI if
-// task.peer is 0, dW2 = dY^T active if it is 1.
+// Returns the product for one tile of a weight's gradient, a sum over an expert's rows:
 //
-// wide: number of columns of dT_M.
+//   task.peer 0   gradient of w1 = (gradient of T_M)^T T_DI
+//   task.peer 1   gradient of w2 = (gradient of the output)^T activated hidden
+//
+// wide: number of columns of T_M, the hidden activation, and of its gradient.
 // pieces: result: the rows by source, in the steps of the sum.
 template <class T>
 __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& task, int wide,
@@ -250,8 +255,10 @@ __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& 
 // Bytes of shared memory that bias_gradient() needs.
 constexpr int kBiasBytes = kComputeThreads / 8 * kBiasColumns * 4;
 
-// Sums 64 columns of a bias's gradient over an expert's rows: db1 = the sum of dT_M if task.peer is 0, db2 =
-// the sum of dY times the routing weight if it is 1.
+// Sums 64 columns of a bias's gradient over an expert's rows:
+//
+//   task.peer 0   gradient of b1 = sum of the gradients of T_M, the hidden activation
+//   task.peer 1   gradient of b2 = sum of (gradient of the output) * routing weight
 //
 // Eight threads form a group, which takes every 32nd row and adds its rows in their order. Then the groups'
 // sums are added in the order of groups, so that the result is the same in every run.
@@ -298,10 +305,10 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
   write(to + int64_t{task.expert} * columns + column, narrow<T>(all));
 }
 
-// Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Of the tiles
-// side by side, only the first one does it.
+// Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Tiles side by
+// side have the same rows, so only the task of the first tile sends them.
 //
-// parts: number of parts in which a row's inner product was computed.
+// parts: number of partial sums of a gradient, which are added.
 template <class T>
 __device__ __forceinline__ void send_tile_dots(const Member& m, const Task& task, int parts, int thread) {
   const Experts& e = m.experts;
@@ -318,8 +325,8 @@ __device__ __forceinline__ void send_tile_dots(const Member& m, const Task& task
 // run(member, number, index): runs processor `number` of the rank with this index in the launch.
 template <int kThreads, class Run>
 __device__ __forceinline__ void run_block(const Launch& launch, const Run& run) {
-  // Successive blocks belong to different ranks, so that the blocks that start first include some of every
-  // rank.
+  // A launch may run several ranks (in tests). Successive blocks belong to different ranks, so that the
+  // blocks that start first include some of every rank: ranks wait for each other.
   const int ranks = launch.ranks, block = static_cast<int>(blockIdx.x) / ranks;
   const int index = static_cast<int>(blockIdx.x) % ranks;
   const Member& m = launch.of_rank[index];

@@ -6,8 +6,8 @@
 
 namespace pmoe::flashdmoe {
 
-// Puts down * columns tasks into the task queue tQ. They differ only in their tile (task.tile, task.tile + 1,
-// ...) and their column (0, 1, ...).
+// Puts down * columns tasks into the task queue tQ, for a rectangle of tiles: rows of tiles task.tile, ...,
+// task.tile + down - 1, and columns 0 to columns - 1.
 //
 // The tasks get neighbouring places of the queue, and one release store publishes all of them. Tasks of the
 // same column follow each other, so that the column's weights are still in the L2 cache.
@@ -33,11 +33,11 @@ __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
   }
 }
 
-// Updates the progress of an expert's rows (see kSourceAnnounced): the ranks that have announced their rows,
-// and the tiles that are not done. The caller that completes it pushes the tasks for the gradients of the
-// expert's parameters.
+// Adds a change to the progress of an expert's rows. If all ranks have then announced their rows for the
+// expert, and all tiles are done, it pushes the tasks for the gradients of the expert's parameters.
 //
-// change: kSourceAnnounced + the number of tiles, when a rank has announced its rows; -1 when a tile is done.
+// change: kSourceAnnounced + the rank's number of tiles, when a rank has announced its rows; -1 when a tile
+//     is done.
 __device__ __forceinline__ void count_tiles(const Pass& pass, int expert, uint32_t change) {
   const uint32_t all = static_cast<uint32_t>(pass.layout.ranks) * kSourceAnnounced;
   const uint32_t now = add_acq_rel(&pass.expert_progress[expert], change) + change;

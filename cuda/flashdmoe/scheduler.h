@@ -31,8 +31,9 @@ class Scheduler {
       if (has_idle != had_idle && lane_ == 0) store_release(&state->has_idle_processor, has_idle ? 1u : 0u);
       had_idle = has_idle;
       has_ended = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
-      // The time limit restarts when a task is handed out, and while no task is waiting or running. While
-      // tasks are waiting or running, some of them must end within the limit.
+      // `since` is when the time limit began. It restarts when a task is handed out, and while no task is
+      // waiting or running. So an error is reported if tasks are waiting or running, but none could be handed
+      // out for too long.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
       if (now - since > pass_.watch.bound) peers::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
@@ -84,6 +85,9 @@ class Scheduler {
   }
 
   // Returns whether all tasks of the launch have been handed out, and none is running.
+  //
+  // subscribers: number of threads that wait for other ranks. The number of tasks is known only when all of
+  //     them have finished.
   __device__ __forceinline__ bool is_over(int subscribers) {
     const bool have_finished =
         load_acquire(&pass_.queue.state->finished_subscribers) == static_cast<uint32_t>(subscribers);
@@ -93,8 +97,8 @@ class Scheduler {
     return ballot(poll_mailboxes<true>().any_busy) == 0;
   }
 
-  // Finds out how many more tasks are ready, behind those that are known. A push stores the number of its
-  // tasks at its first place in the queue, so that number is read. Each lane loads one place.
+  // Looks for more ready tasks in the queue, behind those that are already known. A push of several tasks
+  // stores their number at its first place in the queue. Each lane reads one place.
   __device__ __forceinline__ void find_ready() {
     const int place = head_ + ready_ + lane_;
     const uint32_t pushed = place < pass_.queue.room ? load_acquire(&pass_.queue.entry[place].ready) : 0;

@@ -1,10 +1,10 @@
-// Subscribers (FlashDMoE, Algorithm 3): threads that poll the flags which other ranks raise, and push the
-// tasks that arrived data makes possible. Only subscribers wait for other ranks; processors (the blocks that
-// do tasks) never do.
+// Subscribers (FlashDMoE, Algorithm 3): threads that poll the flags which other ranks raise when they have
+// written data, and push the tasks that need this data. Only subscribers wait for other ranks; processors
+// (the blocks that do tasks) never do.
 //
-// Each subscriber serves some of the ranks, of the cells (rows of one rank for one expert) and of the groups
-// of tokens: those with its number, number + count, ... It polls all of them in turn, so if one is late, the
-// others go on.
+// Subscriber s of the n subscribers serves the ranks s, s + n, s + 2 n, ..., and in the same way some of the
+// cells (rows of one rank for one expert) and some of the groups of tokens. It polls all of them in turn, so
+// a late one does not hold up the others.
 #pragma once
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
@@ -20,12 +20,12 @@ namespace pmoe::flashdmoe {
 //   kAllArrived    all tiles have arrived
 constexpr int32_t kUnannounced = 0, kAllArrived = -1;
 
-// Largest number of tiles of one rank and expert whose tasks are pushed together. A column of weights is then
-// read once for all of them.
+// Largest number of row tiles of one rank and expert that are put into the task queue together. Their tasks
+// are ordered by tile column, so the weights of a column are read from memory once for all these row tiles.
 constexpr int kTilesTogether = 8;
 
-// The first thing that a subscriber found missing in this round of polling, and the time since when nothing
-// has arrived. A timeout reports both.
+// The first flag that a subscriber did not find raised when it last polled all of its flags, and the time
+// since which nothing has arrived. If the time limit is over, the error reports what is missing.
 struct Missing {
   Wait wait = Wait::kNone;
   int peer = 0, expert = 0, part = 0;
@@ -59,7 +59,7 @@ class Subscriber {
     slot_ = group_ * kCombineTokens * pass.choices;
   }
 
-  // Runs until everything that this thread waits for has arrived.
+  // Polls until everything that this thread waits for has arrived.
   __device__ __forceinline__ void run() {
     const Watch& watch = pass_.watch;
     peers::test_delay(watch, 7000 + number_);
@@ -93,8 +93,8 @@ class Subscriber {
  private:
   // Returns whether a flag has been raised in this launch.
   //
-  // flag: its offset in this rank's heap.
-  // wait: the reason to wait for it.
+  // flag: byte offset of the flag in this rank's heap.
+  // wait: code of this wait. If a test has set its bit in Watch::not_waited, the result is always true.
   __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
@@ -112,9 +112,9 @@ class Subscriber {
       push({type, pass_.rank, 0, group, 0});
   }
 
-  // Returns whether the destinations of this rank's own rows are known. If not yet, it pushes the routing
-  // tasks that may begin: counting when all scores are computed, placing when all groups of tokens are
-  // counted.
+  // Returns whether routing is done, so that the destinations of this rank's rows are known. If not yet, it
+  // pushes the routing tasks that may begin: kCount when all scores are computed, kPlace when all groups of
+  // tokens are counted.
   __device__ __forceinline__ bool is_routed(Missing& missing) {
     if (is_routed_) return true;
     const auto scored = static_cast<uint32_t>(pass_.routing.scored());
@@ -135,8 +135,8 @@ class Subscriber {
     return is_routed_;
   }
 
-  // Announces to a rank how many rows this rank sends to it, when that rank has begun the launch. Returns
-  // whether it is announced.
+  // Writes to another rank how many rows this rank sends to it, if that rank has begun the launch. Returns
+  // whether that is done.
   //
   // bit: the bit of that rank in announced_.
   __device__ __forceinline__ bool announce_counts(int peer, uint64_t bit, Missing& missing) {
@@ -154,8 +154,8 @@ class Subscriber {
     return true;
   }
 
-  // Pushes the tasks that send this rank's rows to another rank, when their destination there is known.
-  // Returns whether the tasks are pushed.
+  // Pushes the tasks that send this rank's rows to another rank, if the addresses in that rank's heap are
+  // known. Returns whether the tasks are pushed.
   //
   // bit: the bit of that rank in sent_.
   __device__ __forceinline__ bool send(int peer, uint64_t bit, Missing& missing) {
@@ -176,8 +176,8 @@ class Subscriber {
     return true;
   }
 
-  // Chooses where a source's rows begin in this rank's pool (the buffer for all rows without a capacity),
-  // when the source has announced its row counts. Returns whether that is done, or not needed.
+  // Chooses where the rows of a source rank begin in this rank's pool (the buffer for all rows if there is no
+  // capacity), if the source has announced its row counts. Returns whether that is done, or not needed.
   //
   // bit: the bit of the source in granted_.
   __device__ __forceinline__ bool grant(int source, uint64_t bit, Missing& missing) {
@@ -224,8 +224,8 @@ class Subscriber {
     const int limit = smaller(next_tile + kTilesTogether, tiles + 1);
     while (arrived < limit && is_raised(layout.arrival(source, e, first + arrived - 1), Wait::kArrival))
       ++arrived;
-    // Tiles whose tasks are pushed together share the reading of weights. So while fewer than the limit have
-    // arrived, they wait for more, unless a processor is idle.
+    // Tasks that are pushed together read the same weights while they are in the L2 cache. So fewer tiles
+    // than kTilesTogether wait until more have arrived, unless a processor is idle.
     if (arrived > next_tile) {
       missing.since = 0;
       if (arrived == limit || load_relaxed(&pass_.queue.state->has_idle_processor) != 0) {
@@ -241,8 +241,8 @@ class Subscriber {
     return next_tile == kAllArrived;
   }
 
-  // Pushes the combine tasks of this thread's groups of tokens, in order, each when all results of the group
-  // have come back. Returns whether all of these tasks are pushed.
+  // Pushes the combine tasks of this thread's groups of tokens, in the order of the groups. A task is pushed
+  // when all results of its group have come back. Returns whether all of these tasks are pushed.
   __device__ __forceinline__ bool push_combines(Missing& missing) {
     if (!is_routed_) return false;
     const Layout& layout = pass_.layout;

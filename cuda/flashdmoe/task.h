@@ -1,11 +1,13 @@
-// Tasks (FlashDMoE, section 5.2): tiles of work. Subscribers and processors push tasks to the task queue tQ,
-// and the scheduler gives them to processors.
+// Tasks of a launch (FlashDMoE, section 5.2), such as one tile of a product. Subscribers (threads that wait
+// for other ranks) and processors (blocks that do tasks) push tasks to the task queue tQ, and the scheduler
+// gives them to processors.
 #pragma once
 #include "common/host_device.h"
 
 namespace pmoe::flashdmoe {
 
-// The types of tasks. Those of routing come first, because other code compares types by their order.
+// The types of tasks. The routing tasks (kScores, kCount, kPlace) come first, because other code tests for
+// them with `type <= kPlace`.
 enum class TaskType : uint32_t {
   kScores,  // the gate's product: a tile of its scores
   kCount,   // a group of tokens: chooses experts, if the launch does, and counts rows by expert
@@ -13,8 +15,8 @@ enum class TaskType : uint32_t {
   kDispatch,
   kGemm0,           // T_DI w1^T and the nonlinearity
   kGemm1,           // the activated hidden rows, times w2^T
-  kHiddenGradient,  // dY w2 and the nonlinearity's gradient: dT_M
-  kInputGradient,   // dT_M w1
+  kHiddenGradient,  // gradient of T_M: (gradient of the output) w2, times the nonlinearity's derivative
+  kInputGradient,   // gradient of the rows: (gradient of T_M) w1
   kWeightGradient,  // of w1 (peer 0) or w2 (peer 1)
   kBiasGradient,    // of b1 (peer 0) or b2 (peer 1)
   kCombine,
@@ -41,8 +43,8 @@ struct Task {
 
 constexpr int kMostStages = 3;
 
-// The products (stages) that a tile of rows goes through one after the other, and how many tiles each product
-// has side by side.
+// The products that a tile of rows goes through one after the other, called stages, and the number of tiles
+// that the result of each product has side by side.
 struct Stages {
   TaskType type[kMostStages] = {TaskType::kGemm0, TaskType::kGemm1};
   int columns[kMostStages] = {1, 1, 0};
@@ -56,8 +58,8 @@ struct Stages {
   PMOE_HD int tasks() const { return columns[0] + columns[1] + columns[2]; }
 };
 
-// A place of the task queue tQ. It is used once in a launch: a push reserves places by adding to the queue's
-// tail.
+// An entry of the task queue tQ. A push reserves entries by adding to the queue's tail. Each entry is used
+// only once in a launch.
 struct alignas(32) Entry {
   Words task;
   uint32_t ready;  // tasks from here on that are written; stored last, cleared by the scheduler

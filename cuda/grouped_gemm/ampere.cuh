@@ -1,5 +1,6 @@
-// The grouped product (one matrix product for each expert's rows) with the instructions of sm_80. It runs
-// where the kernels for Hopper do not, as machine code or from PTX.
+// The grouped product (one matrix product for each expert's rows) with the instructions of sm_80. It runs on
+// devices that cannot run the kernels for Hopper, compiled by nvcc or, on newer devices, by the driver from
+// PTX.
 //
 // Three instructions do the work: cp.async copies operands into a ring of stages in shared memory, ldmatrix
 // loads fragments from a stage into registers, and mma.sync multiplies them.
@@ -54,10 +55,9 @@ struct Loader {
   __device__ __forceinline__ Loader(const Problem& problem, int thread)
       : p(problem), tall(thread), flat(thread) {}
 
-  // Finds the rows of memory from which the lines of A are copied.
+  // Finds the rows of memory from which the lines of A are copied, once for all steps of a tile.
   //
-  // They are the same for every step of a tile. Form kWeight does without, because its steps go along the
-  // rows.
+  // It is not used for form kWeight, whose steps go along the rows, so that each step has other rows.
   __device__ __forceinline__ void find_rows(const Tile& tile, Tall& source) const {
     find_sources(
         kForm == Form::kForward && p.a_gathered ? p.slot : nullptr, p.top_k, tile.group_begin,
@@ -91,8 +91,8 @@ struct Loader {
       Tall source;
       PMOE_UNROLL
       for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
-        // For SwiGLU, a warp has 32 lines of weights of the gate's half, and the 32 matching lines of the
-        // other half.
+        // For SwiGLU, a warp has 32 lines of weights of the gate's half, and the 32 lines at the same
+        // positions in the other half, because the epilogue multiplies the two results.
         const int line = tall.line(i);
         const int column = tile.column + (kHalves ? line / kWarpWidth * 32 + line % 32 : line);
         source[i] = column < columns ? column + (kHalves && line % kWarpWidth >= 32 ? columns : 0) : -1;
@@ -174,9 +174,10 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
 // Computes all tiles of a block. All threads of the block call it.
 //
 // walk: the block's tiles; next(tile) returns false after the last.
-// ready(tile): called by all threads before any row of the tile is loaded.
-// stored(tile): called by all threads when the whole tile is stored.
-// pieces: for form kWeight: the rows over which it sums, in steps.
+// ready(tile): a function that all threads call before any row of the tile is loaded, for example to wait for
+//     rows from other ranks.
+// stored(tile): a function that all threads call when the whole tile is stored.
+// pieces: for form kWeight, the runs of rows that are summed over, cut into steps of kDepth rows.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk, class Ready,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk walk, const Ready& ready,
@@ -211,7 +212,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       multiply_stage<T, kForm>(shared.a[ring.stage], shared.b[ring.stage], d, down, across, lane);
     }
     cp_async_wait<0>();
-    // No thread reads the stages any more, so warps may use them to exchange results.
+    // From here on no thread reads operands of this tile, so warps may use the memory of the stages to
+    // exchange results.
     sync_block();
     using Stores = Store<T, kForm, kEpilogue, kActivation, false>;
     PMOE_UNROLL
@@ -229,8 +231,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       }
       store.finish(tile.column / kColumns * kWarpColumns + across);
     }
-    // The first stages of the next tile are filled at once, so every warp must have ended its exchange
-    // through the stages.
+    // The next tile's operands are about to be loaded into the stages, so every warp must have ended its
+    // exchange, which uses the same memory.
     sync_block();
     stored(tile);
   }
@@ -239,8 +241,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
 // The tiles of one block, in the order in which it computes them.
 //
 // The first thread finds the number of the next tile, and passes it to all threads through shared memory.
-// Numbers alternate between two places. So a thread that is late still reads the right number: the place is
-// written again only after the next sync_block(), which that thread must reach first.
+// Numbers alternate between two words. So a thread that is late still reads the right number: its word is
+// written again only after the next sync_block(), which the late thread must reach first.
 template <Form kForm, bool kHalves>
 class BlockWalk {
  public:

@@ -40,7 +40,8 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
-// Sets which operand the two blocks of a cluster share. kByRule chooses it by the product's shape.
+// Sets which operand the two blocks of a cluster share. For kByRule, best_sharing() chooses by the product's
+// sizes.
 void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
   if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p, pmoe::ceil_div(p.n, 256));
   which.cluster = sharing == Sharing::kB ? 2 : 1;

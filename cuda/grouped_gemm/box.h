@@ -1,8 +1,8 @@
 // The layout of operands in shared memory. An operand is stored in boxes; a box has lines of 64 elements of
 // 16 bits, which are 128 bytes.
 //
-// It is the 128-byte swizzle of the tensor memory accelerator. A line is eight chunks of 16 bytes, and chunk
-// c of line i lies at place c ^ (i % 8):
+// The layout is the 128-byte swizzle of the tensor memory accelerator. A line is eight chunks of 16 bytes,
+// and chunk c of line i is stored as the line's chunk number c ^ (i % 8):
 //
 //   line 0   0 1 2 3 4 5 6 7
 //   line 1   1 0 3 2 5 4 7 6

@@ -1,9 +1,9 @@
 // The epilogue: turns accumulators into the stored result (bias, nonlinearity or its gradient, routing
 // weights).
 //
-// A warp stores 16 rows. In one call (a block) it takes two groups of 32 columns, 16 floats a thread for each
-// group. The floats are laid out as the matrix instructions leave them. Lane l holds, for j in 0..3 and h in
-// 0..1, in values[4 j + 2 h + {0, 1}]:
+// A warp stores 16 rows of a tile. One call of Store::block() takes 64 columns of accumulators (a block): two
+// groups of 32 columns, 16 floats a thread for each group. The floats are laid out as the matrix instructions
+// leave them. Lane l holds, for j in 0..3 and h in 0..1, in values[4 j + 2 h + {0, 1}]:
 //
 //   row l / 4 + 8 h,   columns 8 j + 2 (l % 4) + {0, 1}
 //
@@ -26,13 +26,13 @@ __device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&
   for (int i = 0; i < 16; ++i) word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
-// Starts to load the part of T_M (the hidden activation) that a tile needs into the L2 cache. It is called
-// when the tile's product begins.
+// Starts to load the part of T_M (the hidden activation) that a tile's epilogue will read into the L2 cache.
+// It is called when the tile's product begins.
 //
 // The gradient of SwiGLU reads both halves of T_M: 16 rows x `width` columns of each for a warp. There are
-// too few registers to load them ahead of time.
+// too few registers to load them ahead of time, as other gradients do.
 //
-// row: the first of the warp's 16 rows in the tile.
+// row: index, in the tile, of the first of the warp's 16 rows.
 template <class T>
 __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& tile, int row, int lane,
                                                 int width) {
@@ -55,12 +55,14 @@ class Store {
   // True if the two groups of columns of a block are matching columns of the two halves (gate and up) of
   // SwiGLU.
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
-  // Number of result columns that one call of block() stores; of each half, for hidden columns in two halves.
-  // Gradients take only 32 at a time, because there are too few registers for accumulators, T_M and two
-  // results of more columns.
+  // Number of result columns that one call of block() stores. For SwiGLU it is the number in each half of the
+  // hidden columns. Gradients take only 32 columns at a time, because there are too few registers for the
+  // accumulators, T_M and two results of more columns.
   static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
-  // row: the first of the 16 rows in the tile.
+  // Prepares to store 16 rows of a tile by one warp, and loads their routing weights.
+  //
+  // row: index, in the tile, of the first of these 16 rows.
   // buffer: kExchangeBytes of shared memory that only this warp uses.
   __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane, void* buffer)
       : p_(p), exchange_(buffer, lane), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {
@@ -77,13 +79,14 @@ class Store {
     }
   }
 
-  // The values of T_M (the hidden activation) that one call of block() needs for the gradient: 16 rows.
+  // This lane's share of the values of T_M (the hidden activation) that the warp needs for one call of
+  // block() of a gradient. They are loaded before the call.
   struct Ahead {
     Words hidden[4];
   };
 
-  // Loads the values of T_M that the call of block() at `column` will need. It is called earlier than
-  // block(), to hide the latency.
+  // Loads this lane's values of T_M for the call of block() at `column`. It is called earlier than block(),
+  // to hide the latency.
   __device__ __forceinline__ void fetch(int column, Ahead& ahead) const {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       const int chunk = exchange_.column(), own = column + chunk % 32;
@@ -104,9 +107,9 @@ class Store {
   // column: where `first` begins in the result, or in its half. `second` is 32 columns further on, or at the
   //     same column of the other half. A gradient uses `first` only.
   // ahead: the values that fetch() has loaded for this block.
-  // next(): fetches the values of the next block; called once, as soon as `ahead` may be overwritten. That is
-  // at the beginning, or, for the gradient of SwiGLU, when half of the results are stored and registers are
-  // free.
+  // next(): calls fetch() for the next block. It is called once, as soon as `ahead` may be overwritten: at
+  //     the beginning, or, for the gradient of SwiGLU, when half of the results are stored and registers are
+  //     free.
   template <class Next>
   __device__ __forceinline__ void block(const float* first, const float* second, int column,
                                         const Ahead& ahead, const Next& next) {
@@ -147,7 +150,8 @@ class Store {
   // Stores the inner products of the rows, which are the gradients of their routing weights. It must be
   // called after the last block.
   //
-  // part: number of the part of the columns over which this warp has summed; see Problem::row_dots.
+  // part: an inner product is a sum over columns, and each warp sums over some of them. `part` is the index
+  //     of this warp's partial sum in Problem::row_dots.
   __device__ __forceinline__ void finish(int part) {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       PMOE_UNROLL
@@ -169,8 +173,8 @@ class Store {
   // Returns the number of columns of the result, or of one half if it has two.
   __device__ __forceinline__ int columns() const { return kHalves ? p_.n / 2 : p_.n; }
 
-  // Both functions are about the i-th row that this lane stores. at() returns the offset of one of its
-  // columns; exists() returns whether the row is one of the tile's rows.
+  // at() returns the offset, in elements, of a column in the i-th row that this lane stores. exists() returns
+  // whether this row is one of the tile's rows: the expert's last tile may have fewer.
   __device__ __forceinline__ int64_t at(int64_t stride, int i, int column) const {
     return (first_ + exchange_.row(i)) * stride + column;
   }
@@ -187,8 +191,8 @@ class Store {
       if (exists(i) && own < columns) store16(static_cast<T*>(base) + at(stride, i, own), rows[i]);
   }
 
-  // Stores 32 columns of the first half, and the matching 32 columns of the other half, which lie `apart`
-  // elements further on. If `apart` is 0, it stores only the first.
+  // Stores 32 columns, and 32 columns of the other half of the row, which begin `apart` elements later. If
+  // `apart` is 0, the row has one half, and only the first 32 columns are stored.
   __device__ __forceinline__ void store_halves(const uint32_t (&word)[16], void* base, int64_t stride,
                                                int column, int apart) const {
     Words rows[4];
@@ -237,8 +241,8 @@ class Store {
     }
   }
 
-  // Stores the hidden activation, and the activated hidden. The activated hidden is computed from the rounded
-  // hidden activation, because backward has only the rounded one.
+  // Stores the hidden activation T_M, and the activation after the nonlinearity. The latter is computed from
+  // the rounded T_M, because backward has only the rounded one.
   __device__ __forceinline__ void store_hidden(const float (&values)[32], int column) const {
     uint32_t hidden[16], active[16];
     round_all<T>(values, hidden);
@@ -263,8 +267,8 @@ class Store {
 
   // Stores the gradient of the hidden activation.
   //
-  // values: <dT_DO, w2>, the gradient of the activated hidden, not yet multiplied by the routing weight. So
-  //     <active, values> is the gradient of the routing weight.
+  // values: dT_DO w2, the gradient of the activation after the nonlinearity, not yet multiplied by the
+  //     routing weight. So its inner product with that activation is the gradient of the routing weight.
   template <class Next>
   __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
                                                         const Ahead& ahead, const Next& next) {

@@ -1,7 +1,7 @@
 // Gathers rows of memory into boxes of shared memory (box.h). Each copy of a thread is 16 bytes.
 //
-// Hopper's tensor memory accelerator cannot gather rows by an index, so gathered rows are copied by this code
-// on every device. The implementation for sm_80 loads all operands by it.
+// Hopper's tensor memory accelerator cannot gather rows by an index, so this code copies gathered rows on
+// every device. The implementation for sm_80 uses it to load all operands.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -51,8 +51,7 @@ struct BoxCopy {
 template <int kCount, class Line>
 __device__ __forceinline__ void find_sources(const int32_t* slot, const Divisor& top_k, int group_begin,
                                              int group_rows, const Line& line, int32_t (&source)[kCount]) {
-  // All loads are started before the first one is waited for, and none is behind a branch, so that they
-  // overlap.
+  // All loads are started before the first result is used, and none is behind a branch, so that they overlap.
   PMOE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     source[i] = group_begin + smaller(line(i), group_rows - 1);

@@ -7,9 +7,9 @@
 //
 // Two blocks may form a cluster and share an operand; each block loads half of that operand into both blocks:
 //
-//   tiles of the two blocks    share   by                       loads from the L2 cache
-//   one below the other        B       kCluster == 2            a third less
-//   side by side               A       Problem::blocks_across   a sixth less
+//   tiles of the two blocks    share   selected by                   loads from the L2 cache
+//   one below the other        B       kCluster == 2                 a third less
+//   side by side               A       Problem::blocks_across == 2   a sixth less
 //
 // In a cluster, a stage is empty when the multiplying warps of both blocks have released it, and full when
 // the loads of both blocks have arrived.
@@ -38,8 +38,13 @@ struct Loader {
   const Problem& p;
   int rank;  // rank of the block in its cluster
 
-  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the
-  //     piece of rows in which this step lies.
+  // Starts loading a block's part of operand A for one step along the reduction.
+  //
+  // a: where the operand is stored in shared memory.
+  // full: the barrier that counts the bytes that have arrived.
+  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the run
+  //     of rows that this step sums over.
+  // depth: position of the step along the reduction, counted from `begin` for form kWeight.
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
     if (kCluster == 1 && p.blocks_across > 1) {
@@ -129,9 +134,9 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kRows> boxes(thread);
-  // Numbers of stages since the start: those whose copies have been issued, and those that have been
-  // announced. A stage's index and its parity are computed from them, because there are no registers for a
-  // Ring.
+  // issued: number of stages, since the start, whose copies have been started. announced: number of stages
+  // whose full barrier has been signalled. A stage's index and its parity are computed from these numbers,
+  // because there are no registers for a Ring.
   uint32_t issued = 0, announced = 0;
   const auto announce_but = [&](uint32_t left) {
 #pragma unroll 1
@@ -201,8 +206,8 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
   sync_named(1, kMultipliers);
 }
 
-// Releases a stage in every block that loads into it: lane i arrives at the barrier of block i of the
-// cluster. An object takes one register.
+// Releases a stage to every block that loads into it: lane i of a warp arrives at the stage's empty barrier
+// in block i of the cluster. An object takes one register.
 class Release {
  public:
   __device__ __forceinline__ explicit Release(Shared& shared) {
@@ -221,15 +226,17 @@ class Release {
 // Multiplies and stores all tiles of a block. All multiplying threads call it.
 //
 // walk: the block's tiles; next(tile) returns false after the last.
-// stored(tile): called by each of these threads when it has stored its part of the tile.
-// ring: the stage at which the first tile's steps begin.
-// pieces: for form kWeight: the rows over which it sums, in steps.
+// stored(tile): a function that each multiplying thread calls when it has stored its part of the tile.
+// ring: position in the ring of stages at which the first tile's operands arrive.
+// pieces: for form kWeight, the runs of rows that are summed over, cut into steps of at most 64 rows.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
                                          Ring<kStages> ring = {}, Pieces pieces = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
-  // Bytes in an operand from one group of 16 numbers of the reduction to the next.
+  // Bytes by which an operand's address in shared memory advances from one wgmma instruction to the next.
+  // Each instruction multiplies 16 rows or columns along the reduction (K in PTX): 32 bytes of a line, or 16
+  // lines if the operand is stored transposed.
   constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
@@ -271,7 +278,8 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       }
       previous = ring.stage;
     }
-    // The first reads of the epilogue are started before the last products are finished.
+    // The epilogue's first reads from memory are started before the last products are finished, to hide their
+    // latency.
     using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
     const int self = thread_again() - kLoaders;
     Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
@@ -282,8 +290,9 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0) release(previous);
-    // If a tile holds matching columns of two halves, their accumulators are 64 floats apart. A block of 32
-    // columns has no second group.
+    // kApart: distance, in floats, between the accumulators of the two groups of 32 columns that one call of
+    // block() takes. For SwiGLU the groups are the same columns of both halves; with only 32 columns there is
+    // no second group.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
     unrolled<kBlocks>([&](auto index) {
@@ -302,9 +311,11 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 
 // Initialises all barriers of a block. One thread calls it.
 //
-// full_arrivals: arrivals that complete a stage, besides its bytes.
+// full_arrivals: how many arrivals complete the full barrier of a stage, besides the bytes that the tensor
+//     memory accelerator must have written.
 // cluster: number of blocks in the cluster.
-// walking_loaders: number of loading warps that read the numbers of tiles; 1 if a single thread does.
+// walking_loaders: how many loading warps of a block read tiles from the tile ring, and so arrive at the
+//     ring's empty barriers; 1 if a single thread reads them.
 __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
                                               int walking_loaders) {
   shared.cluster = cluster;
@@ -319,8 +330,8 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
   fence_mbarrier_init();
 }
 
-// Waits until the barriers of all blocks of the cluster are initialised. Before that nothing may arrive at
-// them.
+// Waits until the barriers of all blocks of the cluster are initialised. Before this, no thread may arrive at
+// a barrier.
 //
 // blocks: number of blocks in the cluster.
 __device__ __forceinline__ void sync_before(int blocks) {
@@ -330,8 +341,8 @@ __device__ __forceinline__ void sync_before(int blocks) {
     sync_block();
 }
 
-// Waits until the other block of the cluster is done. Until then it may load into this block's shared memory,
-// or release one of its stages.
+// Waits until the other block of the cluster is done. Until then the other block may load into this block's
+// shared memory, or arrive at its barriers, so this block must not end.
 __device__ __forceinline__ void sync_after(int blocks) {
   if (blocks > 1) sync_cluster();
 }

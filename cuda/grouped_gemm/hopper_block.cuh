@@ -11,8 +11,9 @@ namespace pmoe::hopper {
 
 constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of the reduction in a stage
 constexpr int kStages = 4;
-constexpr int kTilesAhead = 2;  // tiles by which loading may be ahead of multiplying
-constexpr int kLag = 2;         // stages from the copy of gathered rows to its announcement
+constexpr int kTilesAhead = 2;  // places of the tile ring: loading may be as many tiles ahead of multiplying
+// A stage of gathered rows is signalled as full after the copies of this many later stages have begun.
+constexpr int kLag = 2;
 constexpr int kLoaders = 128, kMultipliers = 256;
 constexpr int kThreads = kLoaders + kMultipliers;
 constexpr int kMultiplierWarps = kMultipliers / 32;
@@ -20,8 +21,8 @@ static_assert(kLag < kStages, "the ring must not wait for itself");
 
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 
-// A ring in shared memory that passes tiles from the thread that finds them to all threads that load or
-// multiply them. That thread is the first one of a cluster's first block.
+// A ring in shared memory that passes tiles to all threads of a cluster that load or multiply them. The first
+// thread of the cluster's first block finds the tiles.
 struct TileRing {
   struct alignas(16) Place {
     Tile tile;
@@ -30,8 +31,8 @@ struct TileRing {
   };
   Place place[kTilesAhead];
   uint64_t full[kTilesAhead], empty[kTilesAhead];
-  // The state of the walk over tiles, of the thread that finds them. The thread has no registers for it
-  // beside the row numbers of gathered rows.
+  // The state of the TileWalk with which the first thread finds tiles. It is in shared memory, because the
+  // thread's registers hold the indices of gathered rows.
   alignas(16) uint8_t walk[64];
 };
 
@@ -52,7 +53,8 @@ constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 
 // Returns the number of result columns in a tile.
 //
-// halves: whether a tile holds matching columns of two halves (SwiGLU); the answer then counts one half.
+// halves: true if a tile holds the same columns of both halves of the hidden columns (SwiGLU). The result is
+//     then the number of columns in each half.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
 using OnePiece = pmoe::OnePiece<kDepth>;
@@ -71,14 +73,14 @@ PMOE_HD int steps(const Problem& p, const Tile& tile, const Pieces& pieces = {})
 // Returns the rank of this block in its cluster; 0 without clusters.
 __device__ __forceinline__ int rank_in_cluster() { return static_cast<int>(cluster_rank()); }
 
-// Returns the number of columns that a walk over tiles counts. If two blocks have tiles side by side, the
-// walk finds pairs of tiles, so it counts half of the columns, and a tile's column is doubled later.
+// Returns the number of columns for a walk over tiles. If two blocks have tiles side by side, the walk counts
+// each pair of tiles as one, so it gets half of the columns, and a tile's column is doubled later.
 __device__ __forceinline__ int columns_of_walk(const Problem& p, bool halves) {
   return ceil_div(halves ? p.n / 2 : p.n, p.blocks_across);
 }
 
-// The tiles of one block, read from the ring in which the cluster's first block publishes them. Each block
-// takes its own rows or columns of the tile that is found for the cluster.
+// Lists the tiles of one block. The cluster's first block publishes them in a ring: one tile for the whole
+// cluster, of which each block takes its own rows or columns.
 template <Form kForm, bool kHalves, int kCluster>
 class BlockWalk {
  public:
@@ -96,8 +98,8 @@ class BlockWalk {
   // next(). Only the first block of the cluster finds the tile; the others announce how many bytes they
   // expect.
   //
-  // To take a tile's number from a counter lasts about a microsecond. The stages that are full by then hide
-  // this time.
+  // Taking a tile's number from a counter in memory lasts about a microsecond. The multiplying warps are busy
+  // meanwhile with stages that have been loaded.
   __device__ __forceinline__ void publish_tile(const Problem& p) const {
     const int at = turn_ % kTilesAhead;
     mbarrier_arrive_expect(&ring().full[at], sizeof(Place));

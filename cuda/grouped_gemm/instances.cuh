@@ -1,6 +1,5 @@
-// Selects the compiled instance of a kernel template by the values in a GroupedGemm. Each pair of element
-// type and set of instructions is a translation unit of its own (hopper_bf16.cu, ...), so that they compile
-// in parallel.
+// Selects the compiled instance of a kernel template by the values in a GroupedGemm. Each element type and
+// set of instructions has a file of its own (hopper_bf16.cu, ...), so that nvcc compiles them in parallel.
 #pragma once
 #include "launch.h"
 

@@ -55,14 +55,14 @@ std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map);
 
-// Returns whether the tiles of the result's columns, `tiles` in number, may be cut into pairs for clusters of
-// two blocks. An odd number wastes one tile. From 7 tiles on that is at most an eighth, about as much as
-// sharing an operand saves.
+// Returns whether a row of `tiles` tiles may be cut into pairs for clusters of two blocks. With an odd
+// number, one block computes nothing. From 7 tiles on that wastes at most an eighth of the work, about as
+// much as sharing an operand saves.
 inline bool may_pair_tiles(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
 
 // Chooses which operand the two blocks of a cluster share.
 //
-// Sharing B saves more, but needs groups of many rows, 1024 on average. Sharing A needs enough tiles side by
+// Sharing B saves more, but needs 1024 rows of each expert on average. Sharing A needs enough tiles side by
 // side (may_pair_tiles), and rows of A that are not gathered.
 inline Sharing best_sharing(Form form, const Problem& p, int tiles_across) {
   const int rows = form == Form::kWeight ? p.m : p.rows / larger(p.experts, 1);

@@ -1,5 +1,5 @@
-// Number of parts into which each kernel splits the inner product of a row with its gradient, because several
-// blocks or warps compute it.
+// Number of partial sums of the gradient of a row's routing weight. The gradient is an inner product over
+// `columns` hidden columns, and each block (on sm_80 each warp) sums over some of the columns.
 #pragma once
 #include "common/host_device.h"
 

@@ -1,6 +1,6 @@
-// The rows over which form kWeight sums (the gradient of a weight), cut into steps of kDepth rows. OnePiece
-// is for rows that are contiguous. A caller whose rows are in several pieces passes a type of its own with
-// the same members.
+// The rows over which the gradient of a weight sums (form kWeight), cut into steps of kDepth rows. OnePiece
+// is for an expert with contiguous rows. If an expert's rows are in several places of memory, the caller
+// passes a type of its own with the same members.
 #pragma once
 #include "tiles.h"
 
@@ -8,7 +8,7 @@ namespace pmoe {
 
 template <int kDepth>
 struct OnePiece {
-  // The rows of one step: rows `depth` to depth + kDepth - 1 of a contiguous piece of `rows` rows. The piece
+  // The rows of one step: rows `depth` to depth + kDepth - 1 of a contiguous range of `rows` rows. The range
   // begins at row a_begin of A and at row b_begin of B.
   struct Step {
     int a_begin, b_begin, rows, depth;

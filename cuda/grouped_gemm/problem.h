@@ -22,8 +22,8 @@ enum class Epilogue : int {
   kWideOrPlain,     // as kPlain, or D = product in float if Problem::wide is set
 };
 
-// Returns whether a tile holds matching columns of the two halves of the hidden columns (gate and up of
-// SwiGLU). The epilogue then computes silu(gate) * up from them.
+// Returns whether a tile holds the same columns of both halves of the hidden columns, gate and up of SwiGLU.
+// The epilogue can then compute silu(gate) * up.
 PMOE_HD constexpr bool are_halves(Epilogue epilogue, Activation activation) {
   return epilogue == Epilogue::kHidden && activation == Activation::kSwiglu;
 }

@@ -22,8 +22,8 @@ struct Ring {
     return {static_cast<int>(steps % kStages), steps / kStages % 2};
   }
 
-  // The parities of the phases to wait for. The first time around the ring the producer has nothing to wait
-  // for, so it waits for the phase before the first, which counts as ended.
+  // The parities of the phases to wait for. The first time around the ring all stages are empty, so the
+  // producer waits for the parity of the phase before the first, which counts as ended.
   PMOE_HD uint32_t empty_parity() const { return phase ^ 1; }
   PMOE_HD uint32_t full_parity() const { return phase; }
 

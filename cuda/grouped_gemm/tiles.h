@@ -30,10 +30,10 @@ struct Tile {
   int column;                   // first column in the result (in each half, if columns are halved)
 };
 
-// Returns the number of the turn-th tile of a block or cluster. Numbers rise from turn to turn. A number
-// beyond all tiles means that none is left.
+// Returns the number of the tile that a block or cluster computes as its turn-th. Numbers rise from turn to
+// turn. A number beyond all tiles means that no tile is left.
 //
-// counter: the number is taken from this counter; null: it is first + turn * step.
+// counter: a counter in memory from which the number is taken; null: the number is first + turn * step.
 // add: add(counter, 1) adds 1 and returns the value before.
 template <class Add>
 PMOE_HD int tile_number(uint32_t* counter, const Add& add, int first, int step, int turn) {
@@ -51,18 +51,20 @@ struct FixedShape {
   static constexpr int rows = kRows, columns = kColumns;
 };
 
-// Walks over all tiles in the order of their numbers.
+// Finds the position and size of a tile by the tile's number.
 template <Form kForm, class Shape = TileShape>
 class TileWalk {
  public:
-  // columns: number of columns of the result; of one half, if a tile holds matching columns of two halves.
+  // columns: number of columns of the result, or of one of its halves if each tile has the same columns of
+  //     both (SwiGLU).
   PMOE_HD TileWalk(const int32_t* ends, int experts, int m, int columns, Shape shape)
       : ends_(ends), experts_(experts), m_(m), shape_(shape), across_(ceil_div(columns, shape.columns)) {
     load_group();
   }
 
-  // Finds tile number `index`; returns false if there is none. Numbers must not fall from call to call,
-  // because the walk only goes forward. (2^31 tiles would be a result of 70 terabytes, so an int suffices.)
+  // Finds tile number `index`; returns false if there is none. An index must not be lower than in the call
+  // before, because the search only goes forward. (2^31 tiles would be a result of 70 terabytes, so an int
+  // suffices.)
   PMOE_HD bool find(int index, Tile& tile) {
     while (expert_ < experts_ && index - before_ >= down_ * across_) {
       before_ += down_ * across_;

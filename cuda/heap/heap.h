@@ -1,6 +1,6 @@
-// Heaps are device memory that other ranks write into, from this process or from other processes of the node.
-// comet/layout.h and flashdmoe/layout.h describe their content. A flag in a heap tests whether another rank
-// can write to it. This header is plain C++: no CUDA header, no torch.
+// Heaps: device memory that other ranks write into, from this process or from other processes of the node.
+// comet/layout.h and flashdmoe/layout.h describe the content of a heap. raise_flag() and await_flag() test
+// whether another rank can write to it. This header is plain C++: no CUDA header, no torch.
 //
 // Every function throws std::runtime_error if CUDA refuses, and std::invalid_argument for an impossible
 // number.
@@ -14,11 +14,11 @@
 
 namespace pmoe::heap {
 
-// Unit in which memory is shared between processes. If another allocation lay in the same block of this size
-// as a heap, other processes could access it, too; so a heap fills whole blocks.
+// Bytes of a block, the unit in which CUDA shares memory between processes. A heap fills whole blocks,
+// because other processes could access any other allocation in the same block.
 constexpr int64_t kBlockBytes = int64_t{2} << 20;
 
-// Size in bytes of a handle, by which one process opens the memory of another one.
+// Size in bytes of a handle, with which a process opens the memory of another process.
 constexpr int kHandleBytes = 64;
 
 // Allocates zeroed memory, in whole blocks of kBlockBytes. The host waits for the device.
@@ -32,7 +32,8 @@ std::string handle(int device, void* base);
 void* open(int device, const std::string& handle);
 void close(int device, void* peer);
 
-// Raises a flag, and waits for a flag. Each function launches a kernel on a stream.
+// raise_flag() writes `value` to a flag; await_flag() waits until a flag has reached `wanted`. Each launches
+// a kernel on a stream.
 //
 // waited: receives the nanoseconds until the flag reached `wanted`, or -1 if it did not within `bound`
 //     nanoseconds. The host reads it after the stream has finished. Values of the flag are compared by their

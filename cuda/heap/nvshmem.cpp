@@ -2,9 +2,9 @@
 // connects the nodes. This file is only compiled if setup.py finds NVSHMEM's headers. It has been run with
 // one process, never with several.
 //
-// Only NVSHMEM's host interface is used, and the kernels do not know of it. If the memory of some rank cannot
-// be mapped, the heap is refused. The library is opened when it is first needed, so that pmoe works without
-// it.
+// Only NVSHMEM's host interface is used; kernels access the memory by ordinary loads and stores. If the
+// memory of some rank cannot be mapped, the heap is refused. The library is opened when it is first needed,
+// so that pmoe works without it.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <host/nvshmem_api.h>
@@ -114,7 +114,7 @@ std::pair<int, int> init(int device, const std::string& id, int rank, int ranks)
   return {nvshmem.my_pe(), nvshmem.n_pes()};
 }
 
-// Allocates zeroed memory. Collective over NVSHMEM's ranks, as release() is.
+// Allocates zeroed memory. It is a collective, as is release(): all ranks of NVSHMEM must call it together.
 Address allocate(int device, int64_t bytes) {
   const OnDevice on_device(device);
   void* const base = library().allocate(static_cast<size_t>(bytes));
@@ -132,7 +132,7 @@ void release(int device, Address base) {
   library().release(reinterpret_cast<void*>(base));
 }
 
-// Returns the address in this process of another rank's part of an allocation, or 0 if loads and stores
+// Returns the address, in this process, of another rank's memory of an allocation; 0 if loads and stores
 // cannot access it.
 Address pointer(int device, Address base, int peer) {
   const OnDevice on_device(device);

@@ -13,8 +13,8 @@ namespace pmoe::peers {
 
 namespace py = pybind11;
 
-// Reads the fields of one rank's dict by name. A missing field is 0. finish() throws if the dict has fields
-// that were not read, so a misspelt name is found.
+// Reads the fields of one rank's dict by name; a field that is missing is read as 0. finish() throws if the
+// dict has fields that were not read, so a misspelt name is found.
 class Fields {
  public:
   explicit Fields(const py::dict& dict) : dict_(dict) {}

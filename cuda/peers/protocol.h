@@ -1,5 +1,5 @@
-// The protocol by which blocks and ranks announce that data is ready: flags that only rise, and waits with a
-// time limit.
+// The protocol by which blocks and ranks signal to each other that data is ready: flags whose numbers only
+// grow, and waits with a time limit.
 //
 // A round is one launch of FlashDMoE's kernel, or the launches of COMET's dispatching and combining kernels
 // together. The rounds of a heap (memory that all ranks can write) are numbered from 1, the same on all
@@ -7,7 +7,7 @@
 //
 // A flag holds the number of the last round in which it was raised. One rank writes a flag, with release,
 // after the data that it announces. Other threads load the flag with acquire before they use the data.
-// Nothing is reset between rounds, because the number tells the rounds apart.
+// Nothing is reset between rounds, because a flag of an earlier round has a smaller number.
 //
 // comet/layout.h and flashdmoe/layout.h show which rank waits for which flag.
 //
@@ -15,16 +15,16 @@
 // none raises a flag of another rank. So the kernel ends, and the kernels of the other ranks end after their
 // own limits. The results of the round are wrong.
 //
-// The kernels compile this file, and so do tests on the CPU: the emulator, and plain threads under
-// ThreadSanitizer (tests/cuda). These tests plant mistakes by PMOE_PLANT and Watch::not_waited, and must find
-// them.
+// This file is also compiled for the CPU, by tests that run kernels in an emulator and in plain threads under
+// ThreadSanitizer (tests/cuda). To prove that these tests find mistakes, PMOE_PLANT and Watch::not_waited
+// make mistakes on purpose: they leave out a fence or a wait.
 #pragma once
 #include "common/device.cuh"
 #include "peers/watch.h"
 
 namespace pmoe::peers {
 
-// The mistakes that a test can compile in, to prove that it finds them.
+// Mistakes that a test can compile into a kernel, to prove that the test finds them.
 enum class Plant : int { kNothing, kNoProxyFence };
 #ifndef PMOE_PLANT
 #define PMOE_PLANT kNothing
@@ -59,8 +59,8 @@ __device__ __forceinline__ bool reached(uint32_t value, uint32_t wanted) {
 // Returns whether a wait of this rank has exceeded its time limit.
 __device__ __forceinline__ bool has_failed(const Watch& watch) { return load_acquire(watch.failed) != 0; }
 
-// Reports the wait that exceeded its time limit. Only the rank's first report is written. Its field `wait` is
-// written last, because the host reads the other fields when it sees that one.
+// Reports the wait that exceeded its time limit. Only the rank's first report is written. The field `wait` is
+// written last, because the host takes the report as complete when `wait` is not 0.
 __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, int expert, int part) {
   if (add_acq_rel(watch.failed, 1) != 0) return;
   write(&watch.report->peer, peer);
@@ -93,7 +93,9 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
   }
 }
 
-// Waits until another rank has raised a flag of this rank in this round. The time limit applies.
+// Waits until another rank has raised a flag of this rank in this round, at most until the time limit.
+//
+// wait, peer, expert, part: what is waited for, for the report if the time limit is exceeded.
 __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait wait, int peer, int expert,
                                       int part) {
   const auto* const word = static_cast<const uint32_t*>(flag);

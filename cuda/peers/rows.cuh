@@ -20,8 +20,8 @@ __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64
                                          const WarpTeam& team) {
   const int vectors = static_cast<int>(bytes / 16);
   for (int first = team.lane; first < vectors; first += kInFlight * team.lanes) {
-    // Initialised, because the compiler would otherwise reserve registers for it during all other work of the
-    // block.
+    // `loaded` is initialised, because the compiler would otherwise reserve registers for it during all other
+    // work of the block.
     Words loaded[kInFlight] = {};
     PMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {

@@ -4,8 +4,8 @@
 
 namespace pmoe::peers {
 
-// Largest number of ranks in a launch. It is normally one; in tests and measurements several virtual ranks
-// share a device. Which blocks belong to which rank differs between the kernels.
+// Largest number of ranks in a launch. A launch normally has one rank. In tests and measurements a process
+// runs several ranks on one device in the same launch.
 constexpr int kMostVirtual = 4;
 
 constexpr int kFlagBytes = 32;  // a flag that is polled has a 32-byte sector of its own

@@ -1,9 +1,9 @@
 // Kernels that copy tokens into rows sorted by expert, and sum the rows of each token. They use no torch.
 //
-// Every kernel goes through tokens, not through sorted rows: a token's own row is read once, and each of its
-// K sorted rows is read or written once, wherever it is. A position outside 0 .. num_rows - 1 marks a dropped
-// slot (a (token, choice) pair), whose row is neither read nor written. Sums are float32, added in a fixed
-// order, and rounded once. layout.h says which thread copies which bytes.
+// Every kernel goes through tokens, not through sorted rows: each token is read or written once, and so is
+// each of its K sorted rows, wherever it is. A position outside 0 .. num_rows - 1 marks a dropped (token,
+// choice) pair, whose row is neither read nor written. Sums are float32, added in a fixed order, and rounded
+// once. layout.h says which thread copies which bytes.
 //
 // Letters: T tokens, K choices, N sorted rows. `a` is the tensor with one row for each token, `b` the tensor
 // with K rows for each token.
@@ -252,14 +252,15 @@ inline int dots_bytes(const Cut& cut, int choices) {
   return cut.groups() * choices * static_cast<int>(sizeof(float));
 }
 
-// Returns the memory for the inner products of this thread's group (the threads that share a slice of a row):
-// K floats of the block's (groups, K) in shared memory.
+// Returns the shared memory for the inner products of this thread's group: K floats. A group is the threads
+// that take a slice of a row together (layout.h).
 __device__ __forceinline__ float* dots_of_group(const Cut& cut, const Slots& slots) {
   return reinterpret_cast<float*>(shared_memory()) + cut.group(threadIdx.x) * slots.choices;
 }
 
-// Sums dot[] over the lanes of each group. Lane 0 then stores the first `left` sums or, if `write` is false,
-// adds them to the sums stored before. dot[] is zero afterwards. All lanes of a warp must call it.
+// Sums each of the dot[] over the lanes of a group. Lane 0 then stores the first `left` sums in of_group or,
+// if `write` is false, adds them to the sums there. dot[] is zero afterwards. All lanes of a warp must call
+// it.
 template <int kChoices>
 __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices], const Cut& cut,
                                           int32_t lane, int32_t left, bool write) {
@@ -274,8 +275,9 @@ __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices
   }
 }
 
-// Sums the inner products of each token, which several groups of threads have computed in parts, in a fixed
-// order into d_weight. The gradient of a dropped slot is 0, even if a[token] is not finite.
+// Writes d_weight: adds the partial inner products that several groups of threads have computed for each
+// token, in a fixed order. The gradient of a dropped (token, choice) pair is 0, even if a[token] is not
+// finite.
 __device__ __forceinline__ void write_dots(const Cut& cut, const Slots& slots, float* d_weight) {
   const float* all = reinterpret_cast<const float*>(shared_memory());
   const int64_t first_token = cut.block_token(blockIdx.x);
@@ -325,8 +327,8 @@ __global__ void __launch_bounds__(kThreads, 2)
           if (chosen.row[j] >= 0) store_scaled<T>(x, chosen.weight[j], cut, out, chosen.row[j], from);
         }
       }
-      // If the inner products of all choices fit into registers, they stay there until the group's last slice
-      // of the row.
+      // The inner products of these choices are stored after each slice of the row. If those of all choices
+      // fit into registers, they stay there, and are stored only after the group's last slice.
       const bool fit = slots.choices <= kChoices;
       if (!fit || start + cut.step() >= cut.row_vectors)
         keep_dots(of_group + k0, dot, cut, at.lane, slots.choices - k0, fit || start == begin);

@@ -47,8 +47,8 @@ void with_type(RowType type, const Use& use) {
   throw std::invalid_argument("type (" + std::to_string(static_cast<int>(type)) + ") must be 0, 1 or 2");
 }
 
-// Number of 16-byte vectors and of choices that a lane loads together. It is always eight vectors of sorted
-// rows: four of each of two choices, or two of each of four.
+// How a lane loads sorted rows: kVectors 16-byte vectors of each of kChoices choices of a token before it
+// uses any. It is always eight vectors: four of each of two choices, or two of each of four.
 template <int kVectorsValue, int kChoicesValue>
 struct Shape {
   static constexpr int kVectors = kVectorsValue, kChoices = kChoicesValue;

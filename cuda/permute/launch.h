@@ -25,7 +25,7 @@ struct RowsAt {
 // row_bytes: bytes of a row, a multiple of 16.
 // position: (T, K) row of each slot in the sorted order; outside 0 .. N - 1 if the slot is dropped.
 // weight: (T, K), or null for weights of 1.
-// parts: groups of threads that share a token (layout.h); 0 lets the launch choose.
+// parts: number of groups of threads that split the columns of a token (layout.h); 0 lets the launch choose.
 struct Moving {
   int device;
   void* stream;

@@ -1,9 +1,12 @@
 // The division of rows among threads: which lane of which warp and block copies which 16 bytes. Host and
 // device share this arithmetic, which accesses no memory.
 //
-// A row is `row_vectors` vectors of 16 bytes. A group of 8, 16 or 32 neighbouring threads takes one slice of
-// a row at a time, which is lanes * per_lane vectors. `parts` groups share the row of a token. With parts =
-// 2:
+//   vector   16 bytes of a row, which a thread loads at once
+//   group    `lanes` neighbouring threads of a warp: 8, 16 or 32. Thread number l of a group is its lane l
+//   slice    the lanes * per_lane vectors of a row that a group takes at a time
+//   part     the slices of a token's row that one group takes; each of `parts` groups takes every parts-th
+//
+// Example with parts = 2, so that two groups share the row of a token:
 //
 //   row     | slice 0 | slice 1 | slice 2 | slice 3 |
 //   group     part 0    part 1    part 0    part 1
@@ -23,13 +26,13 @@ namespace pmoe::permute {
 
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 
-// The division of rows among threads, and the functions by which a thread finds its vectors.
+// The division of rows among threads, and functions with which a thread finds its vectors.
 struct Cut {
   int64_t tokens;
   int32_t row_vectors;
   int32_t lanes;     // threads in a group: 8, 16 or 32
   int32_t per_lane;  // vectors of a slice that one lane has
-  int32_t parts;     // groups that share a token
+  int32_t parts;     // groups that share the row of a token
   int32_t threads;   // threads in a block
 
   struct Place {
@@ -51,38 +54,39 @@ struct Cut {
     return {token, static_cast<int32_t>(at - token * parts), thread % lanes};
   }
 
-  // first: returns a lane's first vector of the first slice of its part.
-  // step: returns the number of vectors from one slice of a part to the part's next slice.
-  // vector: returns the lane's i-th vector of the slice in which the lane begins at `from`.
+  // Which vectors of a row a lane has. A lane's group takes every parts-th slice of the row, called its part:
+  //
+  //   for (from = first(place); from < row_vectors; from += step())    the slices of the part
+  //     for (i = 0; i < per_lane; ++i) vector(from, i)                 the lane's vectors in the slice
   PMOE_HD int32_t first(const Place& at) const { return at.part * slice_vectors() + at.lane; }
   PMOE_HD int32_t step() const { return parts * slice_vectors(); }
   PMOE_HD int32_t vector(int32_t from, int32_t i) const { return from + i * lanes; }
 
-  // Both need all parts of a token to be in one block. block_tokens() returns the number of tokens of a
-  // block, block_token() its first token.
+  // block_tokens() returns the number of tokens of a block, block_token() the block's first token. Both may
+  // only be used if all groups that share a token's row are in one block.
   PMOE_HD int32_t block_tokens() const { return groups() / parts; }
   PMOE_HD int64_t block_token(int64_t block) const { return block * block_tokens(); }
 };
 
 constexpr int kFewestLanes = 8;
 
-// Returns the smallest number of lanes for which a row is one slice; at most 32.
+// Returns the number of threads in a group: the smallest for which one slice is the whole row; at most 32.
 PMOE_HD constexpr int32_t lanes_for(int32_t row_vectors, int32_t per_lane) {
   int32_t lanes = kFewestLanes;
   while (lanes < 32 && int64_t{lanes} * per_lane < row_vectors) lanes *= 2;
   return lanes;
 }
 
-// Number of slices that each group of threads has if a block sums over rows. With two, the loads of one group
-// overlap the sums of another.
+// Least number of slices of a row that each group of threads takes, if the groups of a block sum over a row
+// together. With two or more slices, the loads of one group overlap the sums of another.
 constexpr int kSlicesOfPart = 2;
 
 // Returns the division of rows among threads.
 //
-// per_lane: vectors of a slice that one lane has.
+// per_lane: number of 16-byte vectors that a thread loads together.
 // threads: threads of a block.
-// one_block: all parts of a token must be in one block, which can then sum over the row.
-// parts: groups that share a token; 0 lets the function choose.
+// one_block: true puts all groups that share a token's row into one block, so that it can sum over the row.
+// parts: number of groups of threads that share the row of a token; 0 lets the function choose.
 //
 // Throws std::invalid_argument if there is nothing to launch, or if a grid cannot have that many blocks.
 inline Cut make_cut(int64_t tokens, int64_t row_bytes, int per_lane, int threads, bool one_block,

@@ -1,15 +1,18 @@
 // The kernel that computes the gradient of the logits, from the gradients of the routing weights and of the
 // loss l_aux.
 //
-// It computes the softmax p of each token once more. For one token, c_k are its chosen experts, w_k their
-// weights, and g_k the gradients of these weights. a is the gradient of l_aux. h_k is g_k, or, if weights are
-// normalised, (g_k - sum_j g_j w_j) / sum_j p_cj. Then
+// For one token, x_e are its logits and p_e its softmax, which is computed once more. c_k are its chosen
+// experts, w_k their weights, and g_k the gradients of these weights. a is the gradient of l_aux, and load_e
+// the number of all tokens' slots for expert e. Then
+//
+//   h_k = g_k, or (g_k - sum_j g_j w_j) / sum_j p_cj if weights are normalised
 //
 //   dp_e = a * balance_scale * load_e + (h_k if e = c_k)
 //
 //   dx_e = p_e * (dp_e - sum_f p_f dp_f + a * z_scale * 2 * logsumexp(x))
 //
-// layout.h says which lane has which experts, and explains the letters. P is the number of partial sums.
+// layout.h says which lane has which experts, and explains the letters. P is the number of partial sums in
+// which the gradients of weights may be given.
 #pragma once
 #include "route/tokens.cuh"
 
@@ -35,7 +38,8 @@ struct Backward {
   float* grad_logits_TE;
 };
 
-// Returns the gradient of a slot's routing weight, given or as a sum of parts; 0 if there is none.
+// Returns the gradient of a slot's routing weight: the caller's, or the sum of P partial sums; 0 without
+// either.
 __device__ __forceinline__ float weight_gradient(const Backward& a, int64_t slot) {
   if (a.grad_weight_TK != nullptr) return a.grad_weight_TK[slot];
   if (a.partial_PN == nullptr) return 0.0f;
@@ -65,7 +69,7 @@ struct Choices {
 
 // Copies the choices of a warp's tokens to shared memory.
 //
-// first_slot, count: the range of slots.
+// first_slot, count: the tokens' (token, choice) slots: `count` slots from first_slot on.
 __device__ __forceinline__ void stage_choices(const Backward& a, int64_t first_slot, int count, int lane,
                                               const Choices& staged) {
   PMOE_ROLLED

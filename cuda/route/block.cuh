@@ -22,7 +22,8 @@ struct Forward {
   Workspace workspace;
 };
 
-// The shared memory of a block of a forward kernel, divided as ForwardShared says.
+// Pointers to the parts of a block's shared memory in the forward kernels. ForwardShared (layout.h) has the
+// offsets.
 template <class S>
 struct Shared {
   int32_t* rows_WE;  // rows of each warp by expert; in place_rows() those of the warps before it

@@ -5,8 +5,8 @@
 
 namespace pmoe::route {
 
-// An expert that may be a token's next choice: first the best of one lane's experts, then the best of all
-// lanes of the token. Key 0 means that there is none.
+// The best expert that is still free to be a token's next choice, among those of one lane, or of all lanes
+// that share the token. Key 0 means that no expert is left.
 struct Candidate {
   uint32_t key;
   int32_t expert;
@@ -83,8 +83,8 @@ struct Sums {
 
 // Writes the choices of a warp's tokens from shared to global memory, and counts them by expert.
 //
-// first: the first token.
-// choices: number of choices of these tokens, which follow each other in memory.
+// first: the first of the tokens.
+// choices: number of choices of these tokens together.
 // rows_E: the warp's counts by expert, to which the choices are added.
 __device__ __forceinline__ void write_choices(const Forward& a, int64_t first, int choices, int lane,
                                               const float* probability, const int32_t* expert,
@@ -109,7 +109,7 @@ __device__ __forceinline__ void write_choices(const Forward& a, int64_t first, i
 // Chooses experts and weights for all tokens of one warp.
 //
 // shared: rows_WE receives the warp's counts by expert.
-// sums: receives what this lane has summed for the losses.
+// sums: receives the probabilities and the squared logsumexp that this lane has summed, for the losses.
 template <class S>
 __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                               Sums<S>& sums) {

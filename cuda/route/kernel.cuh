@@ -1,13 +1,13 @@
 // Routing in two kernels, launched one after the other on one stream.
 //
-// choose_kernel: every block chooses the experts of its tokens and counts them.
-// place_kernel: every block computes where its rows begin, from the counts of all blocks of its chunk, and
-//     gives its slots their places in token order. One more block, which has no tokens, adds up the counts
-//     and the loss.
+// choose_kernel: every block chooses the experts of its tokens, and counts its slots for each expert.
+// place_kernel: every block computes, from the counts of all blocks of its chunk, where its rows for each
+//     expert begin, and gives its slots their positions in token order. One more block, which has no tokens,
+//     adds up the counts and the loss.
 //
 // No block waits for another one. So the kernels can run beside other work on the device, on however few
-// multiprocessors are free. Results are the same in every launch: atomics are only used to count, neither to
-// sum floats nor to assign places.
+// multiprocessors are free. Results are the same in every launch: atomics are only used to count. Floats are
+// summed, and positions assigned, in a fixed order.
 //
 // layout.h explains how tokens are divided among blocks, and the letters. The grids have G and G + 1 blocks.
 #pragma once
@@ -16,8 +16,8 @@
 
 namespace pmoe::route {
 
-// One block per multiprocessor: with more blocks, each block of the second kernel would have to read more
-// counts.
+// The launch has at most one block for each multiprocessor: with more blocks, each block of the second kernel
+// would have to read more counts.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) choose_kernel(const __grid_constant__ Forward a) {
   const Place<S> at;

@@ -21,7 +21,7 @@ int attribute(cudaDeviceAttr which, int device) {
 
 int multiprocessors(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// Returns how many blocks of a kernel can be resident on a multiprocessor of the current device. The answer
+// Returns how many blocks of a kernel can be resident on a multiprocessor of the current device. The result
 // is cached, because the query takes microseconds.
 int blocks_resident(int device, const void* kernel, int threads, int shared_bytes) {
   static std::mutex mutex;
@@ -131,8 +131,8 @@ void list(const Chosen<Call> (&kernels)[kCount], std::vector<KernelInfo>& found)
                      4 * each.shared_words(each.experts, smaller(each.experts, kMostChoices))});
 }
 
-// Returns the sizes of a launch. It has one block for each multiprocessor: those with tokens, and one that
-// adds up the counts and the loss.
+// Returns the sizes of a forward launch. It has at most as many blocks as the device has multiprocessors:
+// blocks with tokens, and one more, without tokens, that adds up the counts and the loss.
 Sizes sizes_of(const Problem& p) {
   const int experts = static_cast<int>(p.num_experts), chunks = static_cast<int>(p.num_chunks);
   const int block_tokens = pick(kFirst, experts).tokens;

@@ -1,7 +1,8 @@
 // Launches of the routing kernels. This header is plain C++: no CUDA header, no torch. Launches return
 // without waiting. All addresses are of device memory.
 //
-// Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, P partial sums.
+// Letters: T tokens, E experts, K choices, N = T*K slots ((token, choice) pairs), n chunks, P partial sums in
+// which the gradients of routing weights may be given.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -46,15 +47,15 @@ struct BackwardTensors {
   float* grad_logits_TE;
 };
 
-// Returns why there is no kernel for these sizes, or an empty string. It does not need a device.
+// Returns why there is no kernel for these sizes; an empty string if there is one. It does not need a device.
 std::string refusal(int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_chunks);
 
 // Loads the kernels on a device. Throws std::runtime_error if the device cannot run them, because they were
 // not compiled for it, or because it has too little shared memory.
 void prepare(int device, int64_t num_experts, int64_t top_k);
 
-// Returns the size in bytes of the workspace that forward() needs. Its content before the launch does not
-// matter. Other work may use it only after the stream has finished forward().
+// Returns the size in bytes of the scratch memory that forward() needs. The memory need not be initialised.
+// Other work may use it only after the stream has finished forward().
 int64_t workspace_bytes(const Problem& problem);
 
 // Launches the two forward kernels. Throws std::invalid_argument, before launching, if refusal() gives a

@@ -1,14 +1,14 @@
 // The division of tokens among blocks and warps, and the layout of memory. The host computes sizes from this,
 // and the kernels compute addresses. It calls no function of a device.
 //
-// Tokens are divided into chunks, chunks into blocks, blocks into warps. Part i of any division begins at
-// token
+// Tokens are divided into chunks, the tokens of a chunk among blocks, those of a block among warps. If T
+// tokens are divided into `parts` parts, part i begins at token
 //
 //   floor(i * T / parts)
 //
-// as in pmoe.ordering.sorted.chunk_bounds. If the number of parts is a multiple of n, no part crosses the end
-// of a chunk, so each block and each warp lies in one chunk. Slots ((token, choice) pairs) are sorted by
-// (chunk, expert), and inside a block or warp only the expert differs.
+// as in pmoe.ordering.sorted.chunk_bounds. The number of blocks, and of warps of all blocks, is a multiple of
+// the number of chunks n. So no block and no warp has tokens of two chunks. Slots ((token, choice) pairs) are
+// sorted by chunk, then by expert, so the slots of one block differ only in the expert.
 //
 // Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, B blocks of a chunk, G = n*B blocks that
 // have tokens, W warps of a block.
@@ -31,8 +31,8 @@ PMOE_HD constexpr int64_t bound(int64_t num_tokens, int64_t i, int64_t parts) {
   return i * num_tokens / parts;
 }
 
-// The way in which a warp reads rows of logits. kLanes neighbouring lanes share a token. Each lane has kPer
-// experts of the token, in runs of four. A block has kWarps warps. With kLanes = 2 and kPer = 8:
+// The division of the logits among the lanes of a warp. kLanes neighbouring lanes share a token. Each of them
+// has kPer of the token's experts, in runs of four. A block has kWarps warps. With kLanes = 2 and kPer = 8:
 //
 //   expert   0..3   4..7   8..11   12..15
 //   lane      0      1       0       1
@@ -44,19 +44,20 @@ struct Shape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTokens = 32 / kLanes;  // tokens that a warp has at a time
   static constexpr int kExperts = kLanes * kPer;
-  // The first of the threads that route, and their named barrier, for blocks in which other threads do other
-  // work. Barrier 0 is the barrier of the whole block.
+  // Index of the first thread that routes, and the named barrier of the threads that route. A kernel in which
+  // only some threads of a block route derives from Shape and sets both. Barrier 0 is the one of the whole
+  // block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
-  // expert() returns the j-th expert of a token's lane; it rises with j. owner() returns the lane that has an
-  // expert.
+  // expert() returns the j-th of a lane's experts, in rising order. owner() returns the lane, among the
+  // kLanes of a token, that has an expert.
   PMOE_HD static constexpr int expert(int lane, int j) { return j / 4 * (4 * kLanes) + 4 * lane + j % 4; }
   PMOE_HD static constexpr int owner(int expert) { return expert / 4 % kLanes; }
 };
 
-// The shapes for which pmoe compiles kernels. For more than 256 experts a block has fewer warps, because a
-// thread needs more registers and a warp needs more shared memory.
+// The shapes for which pmoe compiles kernels. For more than 256 experts a block has 8 warps instead of 16,
+// because a thread needs more registers and a warp needs more shared memory.
 template <int kLanes, int kPer>
 using Kept = Shape<kLanes, kPer, (kPer > 8 ? 8 : 16)>;
 
@@ -107,9 +108,9 @@ struct Sizes {
   PMOE_HD int64_t first_token(int64_t warp, int warps) const {
     return bound(num_tokens, warp, int64_t{blocks()} * warps);
   }
-  // Returns the number of rows of all earlier chunks. No slot is dropped, so it is known before anything is
-  // counted. It is bound() with 32-bit divisions, because a device divides 64-bit numbers by a slow function
-  // call.
+  // Returns the number of rows of all chunks before `chunk`. No slot is dropped, so this number is known
+  // before rows are counted. It is bound() * top_k, computed with 32-bit divisions, because a device divides
+  // 64-bit numbers by a slow function call.
   PMOE_HD int64_t first_row(int32_t chunk) const {
     const auto tokens = static_cast<uint32_t>(num_tokens), chunks = static_cast<uint32_t>(num_chunks);
     const auto at = static_cast<uint32_t>(chunk);
@@ -125,7 +126,7 @@ inline int32_t chunk_blocks(int64_t num_tokens, int32_t num_chunks, int64_t bloc
   return static_cast<int32_t>(larger(int64_t{1}, smaller(enough, most_blocks / num_chunks)));
 }
 
-// The numbers that each block of the first forward kernel passes to the second one.
+// Arrays in which each of the G blocks of the first forward kernel stores sums for the second kernel.
 struct Workspace {
   int32_t* rows_GE;       // rows by expert
   float* probability_GE;  // probabilities summed over the block's tokens
@@ -144,7 +145,9 @@ struct Workspace {
 
 // Sizes and offsets in the shared memory of a block of a forward kernel, in 4-byte words:
 //
-//   rows_WE (W * E) | sum_W (W) | area, which the phases of the kernels use one after the other
+//   rows_WE (W * E)   rows by warp and expert
+//   sum_W (W)         one partial sum of each warp
+//   area              scratch memory, which the steps of the kernels use one after the other
 template <class S>
 struct ForwardShared {
   PMOE_HD static constexpr int staged(int top_k) {

@@ -1,18 +1,19 @@
-// The second of the two forward kernels (kernel.cuh): computes the places of rows, the counts of chunks, and
-// the losses.
+// The second of the two forward kernels (kernel.cuh): computes the positions of rows, the counts of chunks,
+// and the losses.
 #pragma once
 #include "route/block.cuh"
 
 namespace pmoe::route {
 
-// The rows of a chunk by expert: those of earlier blocks, and those of all blocks. The arrays are in shared
-// memory.
+// Numbers of rows of a chunk by expert, in shared memory: of the chunk's blocks before this block (before_E),
+// and of all blocks of the chunk (total_E).
 struct ChunkCounts {
   int32_t* before_E;
   int32_t* total_E;
 };
 
-// Counts the rows of a chunk by expert: total_E counts all of its blocks, before_E the first `blocks_before`.
+// Adds the row counts of a chunk's blocks by expert: of all blocks into total_E, and of the first
+// `blocks_before` blocks into before_E.
 template <class S>
 __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Shared<S>& shared, int chunk,
                                                    int blocks_before) {
@@ -41,10 +42,10 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
   return found;
 }
 
-// Goes through n values and their prefix sums; one warp calls it. For each value it calls visit(i, sum of all
-// values before, value).
+// Computes the prefix sums of n values; one warp calls it. For each i it calls visit(i, sum of all values
+// before value[i], value[i]).
 //
-// sum: the sum at the beginning, which is added to all prefix sums.
+// sum: a number that is added to all prefix sums.
 template <class Visit>
 __device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int32_t sum, Visit visit) {
   PMOE_ROLLED
@@ -62,8 +63,8 @@ __device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int3
   }
 }
 
-// Returns a mask of the lanes whose slots have the same expert as this lane's slot, this lane included; 0 if
-// this lane has no slot. It takes one ballot for each bit of an expert's number.
+// Returns a bit mask of the lanes of the warp whose slots have the same expert as this lane's slot, this lane
+// included; 0 if this lane has no slot. It takes one ballot for each bit of an expert's index.
 __device__ __forceinline__ uint32_t same_expert(int32_t expert, bool valid, int num_experts) {
   uint32_t same = ballot(valid);
   PMOE_ROLLED
@@ -152,8 +153,8 @@ __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at,
   const int chunk = at.block / blocks;
   const Slots slots = slots_of_warp<S>(a.sizes, at);
   const auto choice = [&](int64_t slot) { return a.expert_TK[slot]; };
-  // Rows are counted once more: the counts of the first kernel's warps were lost with their shared memory,
-  // and the choices are still in the cache.
+  // The rows of each warp are counted once more, because the first kernel has stored only the counts of whole
+  // blocks. The choices are still in the cache.
   count_slots<S>(at, shared, num_experts, slots, choice);
   add_warps<S>(shared, num_experts, [](int, int32_t) {});
   const ChunkCounts counts = count_chunk<S>(a, shared, chunk, at.block % blocks);
@@ -254,7 +255,7 @@ __device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at,
     *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
 }
 
-// Runs the block that has no tokens: it writes the counts of all chunks, and the loss.
+// Runs the last block of the grid, which has no tokens: it writes the counts of all chunks, and the loss.
 template <class S>
 __device__ __forceinline__ void add_up(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   int32_t* const load_E = shared.ints(2 * a.sizes.num_experts);

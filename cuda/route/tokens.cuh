@@ -6,8 +6,8 @@
 #include "common/device.cuh"
 #include "route/layout.h"
 
-// Stands before loops with few iterations, which the compiler would otherwise unroll. In a kernel of a few
-// microseconds, loading the longer code would take most of the time.
+// Marks loops with few iterations that must not be unrolled. In a kernel of a few microseconds, loading the
+// longer code would take most of the time.
 #if defined(__CUDACC__)
 #define PMOE_ROLLED _Pragma("unroll 1")
 #else
@@ -16,18 +16,19 @@
 
 namespace pmoe::route {
 
-// The rows of logits. The rows of their gradient have the same layout.
+// The sizes and alignment of the logits, one row for each token. The gradient of the logits has the same.
 struct Rows {
   int64_t num_tokens;
   int32_t num_experts;
   bool whole_words;  // rows begin on 16 bytes and are a multiple of 16 bytes long
 };
 
-// own_thread() returns the index of this thread among those that route; sync() synchronizes those threads.
+// own_thread() returns the index of this thread among the threads that do the routing. sync() is a barrier of
+// these threads. In FlashDMoE's kernels they are only some of a block's threads.
 template <class S>
 __device__ __forceinline__ int own_thread() {
   if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
-  // Blocks that do other work, too, have no register to keep the index.
+  // In FlashDMoE's kernels, no register is free to keep the index.
   else
     return thread_again() - S::kFirstThread;
 }
@@ -39,9 +40,13 @@ __device__ __forceinline__ void sync() {
     sync_named(S::kBarrier, S::kThreads);
 }
 
-// The place of a thread in its block and among tokens: its lane, its warp, the number of its token among the
-// kTokens tokens that the warp has at a time (token), and its number among that token's kLanes lanes
-// (of_token). block: index among the blocks that have tokens.
+// The position of a thread. A warp works on kTokens tokens at a time, with kLanes lanes for each.
+//
+//   block      index of the thread's block among the blocks that have tokens
+//   warp       index of its warp in the block
+//   lane       its lane in the warp
+//   token      index of its token among the warp's kTokens tokens
+//   of_token   its index among the kLanes lanes of this token
 template <class S>
 struct Place {
   int block = static_cast<int>(blockIdx.x);

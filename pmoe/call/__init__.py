@@ -9,6 +9,6 @@ The modules with the main records, in the order in which a call makes them:
     decision    Decision: how the call will be run; LastCall: what the layer keeps of the call afterwards
 
 Letters of `pmoe.call`, `pmoe.choose`, `pmoe.decide` and `pmoe.layer`: T tokens of this rank, K choices of a
-token, E experts of all ranks, N rows, M = d_model, and F bins, which are equal ranges of a rank's tokens by
-which rows are counted.
+token (experts that it is sent to), E experts of all ranks, N rows, M = d_model, and F bins. A bin is one of F
+equal ranges of a rank's tokens; rows are counted for each bin.
 """

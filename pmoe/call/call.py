@@ -15,9 +15,9 @@ class Call:
     """The arguments of one call of a layer, and the modules that the call uses.
 
     layer       the layer that was called
-    modules     its modules and options
-    scheduled   parts, without the shared expert if that is called as a module instead of being computed
-                by a task of the schedule (`LayerModules.calls_shared_expert`)
+    modules     the layer's modules and options
+    scheduled   ``modules``, but without the shared expert if that is called as a module instead of being
+                computed by a task of the schedule (`LayerModules.calls_shared_expert`)
     x           (..., M), the input, M = d_model. It is not checked yet: a rank reports a wrong input to
                 the other ranks together with its row counts
     token_ids   (...) int64, the ids by which some gates route tokens; or None

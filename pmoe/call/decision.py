@@ -1,9 +1,11 @@
 """The records of how a call will be run, and of what the layer keeps of the call afterwards.
 
-CountsSource.agree        the ranks communicate, and the host may wait      -> AgreedChoice
-CountsSource.decision     no communication, no waiting                      -> Decision
-Decision.runner           sends rows and multiplies; decides nothing
-LastCall.of               what `layer.ran`, `layer.row_counts` and statistics show afterwards
+Functions of this file, in the order in which a call uses them:
+
+CountsSource.agree        lets the ranks agree; may communicate, and the host may wait   -> AgreedChoice
+CountsSource.decision     decides the rest without communication or waiting              -> Decision
+Decision.runner           sends the rows and computes the experts; decides nothing
+LastCall.of               returns what `layer.ran`, `layer.row_counts` and statistics show   -> LastCall
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ class LastRowCounts(Protocol):
     """The interface of the row counts of a layer's last call. Reading them may wait for the device.
 
     max_tokens   the largest number of tokens of any rank
-    rows()       the counts of the rows that were sent, padding included, on the host
-    kept_E()     (E,) int64 on the host: for each of the E experts of all ranks, this rank's rows that
-                 were not dropped
+    rows()       how many rows were sent and received, on the host; rows of padding are included
+    kept_E()     (E,) int64 on the host: how many rows of this rank's tokens went to each of the E experts
+                 of all ranks. Dropped choices and padding do not count
     """
 
     @property
@@ -47,8 +49,9 @@ class LastRowCounts(Protocol):
 class HostRowCounts:
     """The row counts of one call, for those who ask the layer after the call. Implements `LastRowCounts`.
 
-    shared          counts of the rows that are sent, padding included. If the kernels of one rank sort the
-                    rows, these counts are on the device, and each replay of a CUDA graph changes them
+    shared          how many rows are sent and received, padding included. These counts are on the host, or
+                    on the device if the layer has one rank whose kernels sort the rows. Counts on the device
+                    change with each replay of a CUDA graph
     max_tokens      the largest number of tokens of any rank
     kept_device_E   (E,) on the device: for each of the E experts of all ranks, this rank's rows that are
                     not padding; None if there is no padding
@@ -73,11 +76,12 @@ class AgreedChoice:
     """The numbers and operators on which all ranks agreed for a call.
 
         counts   row counts of the call; None if the host does not need them
-        choice   the numbers of chunks of both passes and the restore pair; None if neither pass is in chunks
+        choice   the numbers of chunks of both passes and the restore pair (how backward gets the experts'
+                 input and hidden activation); None if neither pass is cut into chunks
         steps    the operators of the fused kernels; None if fused kernels compute neither pass
 
     The second pass of activation checkpointing takes this record and the routing from the first pass. All
-    else follows from the two.
+    other decisions follow from these two without communication.
     """
 
     counts: RankCounts | None = None
@@ -95,8 +99,9 @@ class CountsSource(Protocol):
 
     Arguments of both methods:
 
-        modules  the modules that the schedule computes. Their experts may not be those of ``call.modules``,
-                 because a wrapper of the experts may call another module than the first one that it holds
+        modules  the modules that the schedule computes, with the experts that were really called. If a
+                 wrapper holds several `Experts`, it may call another one than the first, which
+                 ``call.modules`` has
         inputs   the rows and parameters of the call
     """
 
@@ -104,20 +109,21 @@ class CountsSource(Protocol):
     routed: RoutedBatch
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Returns the numbers on which all ranks must agree before it can be decided how the call is run.
+        """Returns the numbers on which all ranks must agree: row counts, numbers of chunks, and the restore
+        pair.
 
-        They are the row counts, the numbers of chunks and the restore pair. May start collectives, and the
-        host may wait. It is not called in the second pass of activation checkpointing, which uses the numbers
-        of the first pass.
+        The restore pair says how backward gets the experts' input and hidden activation. The method may start
+        collectives, and the host may wait for them. The second pass of activation checkpointing does not call
+        it, and uses the numbers of the first pass.
 
         modules: the modules that the schedule computes.
         inputs: the rows and parameters of the call.
         """
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Returns the decision of the call, which follows from the agreed numbers without communication.
+        """Returns how the call will be run. This follows from the agreed numbers, without communication.
 
-        Starts no collective, and the host does not wait.
+        No collective is started, and the host does not wait.
 
         modules: the modules that the schedule computes.
         inputs: the rows and parameters of the call.
@@ -135,8 +141,8 @@ class Decision:
     runner    the object that computes the experts' output (T_O) from ``inputs``, and their gradients
     counts    row counts, for those who ask the layer after the call
     plan      the chunks of both passes; None if neither pass is cut into chunks
-    restore   the restore pair, if chunks take turns in ring slots or kernels are fused; else None. It says
-              how backward gets the experts' input and hidden activation
+    restore   the restore pair: how backward gets the experts' input and hidden activation. None if every
+              buffer has memory of its own (no ring slots) and kernels are not fused
     """
 
     call: Call
@@ -149,7 +155,7 @@ class Decision:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a backward pass may follow on any rank."""
+        """Whether a backward pass may follow, on this rank or any other."""
         return self.counts.shared.needs_grad
 
 
@@ -170,7 +176,7 @@ class RunReport:
                      skewed routing; None if the pass was not cut into chunks
         backward     number of chunks of the backward pass; None if it is not cut, or if there is none
         restore      the restore pair: how backward gets the experts' input and hidden activation; None if
-                     chunks do not take turns in ring slots, or if there is no backward pass
+                     every buffer has memory of its own (no ring slots), or if there is no backward pass
 
     All fields but num_tokens and num_slots are the same on every rank.
     """

@@ -9,13 +9,13 @@ import torch
 from pmoe.call.modules import LayerModules
 
 COMPARED = ("gate", "experts", "shared_expert", "order", "dispatch", "combine", "shared_gate")
-"""The names of the modules of `LayerModules` whose classes and settings must be the same on every rank."""
+"""The fields of `LayerModules` with modules that must have the same class and settings on every rank."""
 
 PLAIN = (bool, int, float, str, torch.dtype)
-"""The types of the attributes that describe a module. Attributes of other types are left out."""
+"""The types of attributes that describe a module. Attributes of other types are left out of its text."""
 
 NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equal", "are_equal")
-"""The attributes that are left out, because they change neither results nor times."""
+"""The attributes that are left out of a module's text, because they change neither results nor times."""
 
 
 def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[str, str]:
@@ -23,8 +23,8 @@ def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[s
 
     Ranks compare these texts, because all ranks must have built the same layer.
 
-    of_users: whether to include settings of classes outside pmoe. Ranks may differ in such settings, so the
-        texts that ranks compare leave them out.
+    of_users: whether to include settings of modules that pmoe does not define. Ranks may differ in such
+        settings, so the texts that ranks compare leave them out.
     """
     option_texts = {field.name: getattr(modules.options, field.name) for field in fields(modules.options)}
     others = {

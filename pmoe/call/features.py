@@ -1,4 +1,4 @@
-"""The features that a layer asks for, and the reasons why parts of pmoe refuse the layer.
+"""The features that a layer asks for, and the reasons why parts of pmoe cannot compute the layer.
 
 `pmoe.runners.features.SUPPORTED` is the table of which part supports which features.
 """
@@ -25,7 +25,7 @@ A subclass in another module may compute something else, so the kernels refuse i
 
 
 def refusal_of(modules: LayerModules, taker: str) -> str | None:
-    """Returns why a part of pmoe refuses a layer: a text about a feature that the part does not support.
+    """Returns why a part of pmoe cannot take a layer: a text about a feature that the part does not support.
 
     Returns None if the part supports all features of the layer.
 
@@ -41,7 +41,7 @@ def refusal_of(modules: LayerModules, taker: str) -> str | None:
 
 
 def features_of(modules: LayerModules) -> frozenset[Feature]:
-    """Returns the features of a layer that a layer with default options does not have."""
+    """Returns the features that the layer has and a layer with default options does not have."""
     options = modules.options
     gate = modules.gate
     switches = modules.options.switches

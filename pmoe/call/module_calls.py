@@ -42,7 +42,7 @@ class SharedGate(nn.Linear):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Returns whether a call of a module does more than its class says: it has hooks, or a replaced forward.
+    """Returns whether calling a module runs more than its class's forward: hooks, or a replaced forward.
 
     Hooks that are registered for all modules count too
     (``torch.nn.modules.module.register_module_forward_hook``). An example of a replaced ``module.forward`` is
@@ -56,7 +56,7 @@ def is_watched(module: nn.Module) -> bool:
 def experts_inside(name: str, module: nn.Module) -> Experts:
     """Returns the `Experts` of a layer's attribute: ``module``, or the first `Experts` inside a wrapper.
 
-    name: the layer's attribute, for errors.
+    name: name of the layer's attribute, for error messages.
 
     Raises ValueError if there are none. Raises it for DistributedDataParallel too, which would treat the
     different experts of the ranks as copies of the same ones.
@@ -74,9 +74,9 @@ def experts_inside(name: str, module: nn.Module) -> Experts:
 
 
 def gate_inside(gate: nn.Module) -> nn.Module:
-    """Returns the `pmoe.Gate` inside a wrapper; ``gate`` itself if there is none.
+    """Returns the `pmoe.Gate` inside a wrapper; ``gate`` itself if no Gate is found.
 
-    The layer calls the wrapper, and reads the options of the gate from the result.
+    The layer calls the wrapper, and reads the gate's options from the returned module.
     """
     module: object = gate
     while isinstance(module, nn.Module):
@@ -95,11 +95,11 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
-    """Returns the function that calls the experts uncompiled, even if a user has compiled them alone.
+    """Returns the function that calls the experts without torch.compile, even if a user has compiled them.
 
-    In each call the host decides how the experts compute the rows, so a compiled graph would fit only one
-    call. A user may have compiled the experts with ``torch.compile(layer.experts)`` or
-    ``layer.experts.compile()``.
+    A user may have compiled only the experts, with ``torch.compile(layer.experts)`` or
+    ``layer.experts.compile()``. In each call the host decides how the experts compute the rows, so a compiled
+    graph would fit only one call.
     """
     attributes = vars(module)
     if "_orig_mod" in attributes["_modules"] and not any(attributes.get(kind) for kind in HOOKS):
@@ -115,7 +115,7 @@ def described(value: object) -> str:
 
 
 def check_callbacks(callbacks: Iterable[object], modules: Iterable[nn.Module]) -> None:
-    """Checks that callbacks which are modules were not replaced, and warns of hooks on them.
+    """Checks that no callback was replaced by a wrapper, and warns of hooks on callbacks.
 
     A layer calls the methods of its callbacks, never the callbacks themselves. So a hook on a callback does
     not run, and a wrapper that replaces a callback is not called.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
 from pmoe.call.options import LayerOptions
-from pmoe.comm.counts import num_bins
+from pmoe.comm.counts import max_bins, num_bins
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part
+from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
@@ -31,13 +32,16 @@ if TYPE_CHECKING:
 class LayerCache:
     """Facts that a layer has found out in its calls. They stay valid when its options change.
 
-    differed       whether the ranks held different experts when they last compared them; None before compared
-    `LayerModules.compared_options` at the last call. It holds no modules, because it would keep replaced
-                   modules alive
+    differed       whether the experts of different ranks had different values, as they should, when the ranks
+                   last compared them; None before the first comparison
+    compared       `LayerModules.compared_options` at the last call. It holds no modules, because it would
+                   keep replaced modules alive
     words          the layer's options as texts, when ranks last compared them
-    padded_kinds   the kinds of calls with padded rows that ranks have compared
+    padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
                    measurements. Each key holds everything on which its value depends
+    counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
+                   rows for them. Empty before the first call
     """
 
     differed: bool | None = None
@@ -45,11 +49,16 @@ class LayerCache:
     words: dict[str, str] = field(default_factory=dict)
     padded_kinds: set[PaddedCallKey] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
+    counted: tuple[int, ...] = ()
 
     def forget_ranks(self) -> None:
-        """Makes the ranks compare experts and padded calls again, because they have a new process group."""
+        """Makes the ranks compare their experts and their calls with padded rows again.
+
+        It is called when the ranks have a new process group.
+        """
         self.differed = None
         self.padded_kinds.clear()
+        self.counted = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +94,29 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def without_shared_expert(self) -> LayerModules:
-        """A copy of this record without the shared expert.
+        """A copy of this record without the shared expert, for a schedule that does not compute it.
 
-        It is for calls that call the shared expert as a module instead of computing it in the schedule.
+        It is used if the layer calls the shared expert as a module, beside the schedule.
         """
         return replace(self, shared_expert=None)
 
     @property
     def scheduled(self) -> LayerModules:
-        """The modules that tasks of the schedule compute.
+        """The modules that tasks of the schedule compute: all, or all but the shared expert.
 
-        A shared expert that is called as a module is not among them.
+        The shared expert is left out if the layer calls it as a module (`calls_shared_expert`).
         """
         return self.without_shared_expert if self.calls_shared_expert else self
 
     @property
     def calls_shared_expert(self) -> bool:
-        """Whether the shared expert is called as a module, instead of computed by a task of the schedule.
+        """Whether the shared expert is called as a module, instead of being computed by a task of the
+        schedule.
 
-        It is called if it or the experts have hooks or a wrapper. Its own hooks must run, and hooks of the
-        experts must not see the shared expert's part of the sum. The property is not cached, because hooks
-        may come between calls. Ranks may differ in it, because no message depends on it.
+        This is so if the shared expert or the other experts have hooks or a wrapper: hooks of the shared
+        expert must run, and hooks of the other experts must not see the shared expert's part of the sum. The
+        property is not cached, because hooks may be added between calls. Ranks may differ in it, because no
+        message depends on it.
         """
         modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
@@ -113,9 +124,9 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
-        """The layer's options and the classes of its modules.
+        """The layer's options and the classes of its modules, by which a change between two calls is noticed.
 
-        If they change between two calls, the ranks compare their options again.
+        After a change the ranks compare their options again.
         """
         modules = (self.experts, self.gate, self.shared_expert, self.order, self.dispatch, self.combine)
         kinds = tuple(type(module) for module in modules)
@@ -130,16 +141,17 @@ class LayerModules(PassModules):
     def reference_parameter(self) -> Tensor | None:
         """A floating-point parameter whose dtype and device the input must have; None if there is none.
 
-        Experts are asked before the gate, because routers are often kept in float32.
+        Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
         parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
         reference = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-        return None if reference is None else local_part(reference)
+        is_distributed = hasattr(reference, "to_local")
+        return local_part(reference) if is_distributed and reference is not None else reference
 
     def no_loss(self) -> Tensor:
-        """Returns the value of l_aux before any call: zero, a scalar.
+        """Returns the value of the auxiliary loss (l_aux) before any call: zero, a scalar.
 
-        Its dtype is float32, or float64 if the parameters have it, as gates return l_aux.
+        Its dtype is the one in which gates return l_aux: float64 if the parameters are float64, else float32.
         """
         like = self.reference_parameter
         if like is None:
@@ -148,7 +160,7 @@ class LayerModules(PassModules):
         return torch.zeros((), dtype=dtype, device=like.device)
 
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
-        """Returns whether a call wants gradients of any of its tensors or parameters.
+        """Returns whether autograd needs gradients of any tensor or parameter of a call.
 
         tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Parameters of
             experts and callbacks are looked up here.
@@ -191,27 +203,67 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def sequential(self) -> bool:
-        """Whether every task waits for the task before it: the baseline of overlap measurements."""
+        """Whether every task waits for the task before it, so that nothing overlaps: a baseline of
+        measurements.
+        """
         return self.options.switches.sequential
+
+    def bins_for(self, degrees: Sequence[int]) -> int:
+        """Returns F, the number of bins in which row counts are exchanged: equal ranges of a rank's tokens.
+
+        A chunk consists of neighbouring bins. If chunks take turns in ring slots (buffers of fixed size),
+        bins are finer than chunks: under skewed routing, the batch may have to be cut into more chunks than
+        were chosen.
+
+        degrees: the numbers of chunks that may be chosen for the call. Each divides F.
+        """
+        if not self.options.rotates:
+            return math.lcm(*degrees)
+        return num_bins(degrees, self.ranks.size, self.options.num_experts)
 
     @functools.cached_property
     def num_bins(self) -> int:
-        """F, the number of bins in which row counts are exchanged: equal ranges of a rank's tokens.
+        """F for all numbers of chunks that may be chosen (`bins_for`). Not for ``pipeline="solve"``."""
+        return self.bins_for(self.options.degrees)
 
-        A chunk is a run of neighbouring bins. If chunks take turns in ring slots, bins are finer than chunks,
-        because skewed routing may need more chunks than were chosen.
+    @property
+    def counted_degrees(self) -> tuple[int, ...]:
+        """The numbers of chunks for which the next call counts its rows, the same on all ranks.
+
+        They are all numbers that may be chosen. With ``pipeline="solve"`` the least common multiple of these
+        is too large. So rows are counted for the numbers of the last call, and counted again if the solver
+        then takes others.
         """
-        if not self.options.rotates:
-            return math.lcm(*self.options.degrees)
-        return num_bins(self.options.degrees, self.ranks.size, self.options.num_experts)
+        if not self.options.solves:
+            return self.options.degrees
+        return self.cache.counted or (TRIED if self.ranks.size > 1 else (1,))
+
+    def degree_pairs(self, restore: Restore) -> tuple[tuple[int, int], ...]:
+        """Returns the numbers of chunks that ``pipeline="solve"`` may take, as pairs (forward, backward).
+
+        Both passes have the same chunks in these cases: chunks have memory of their own (no ring slots), a
+        token is sent only once to a rank, or callbacks are inside the layer. If experts are modules whose
+        saved tensors are kept, each chunk of backward consists of whole chunks of forward, because a saved
+        graph cannot be split. With ``pad_to_capacity``, bins are few, because each may add an empty row.
+
+        restore: the restore pair, which says what is kept for backward.
+        """
+        options = self.options
+        pairs = solver_pairs(
+            MAX_DEGREE if options.pad_to_capacity else max(MAX_DEGREE, max_bins(options.num_experts)),
+            same_chunks=not options.rotates or options.send_once or self.hooks is not None,
+            whole_chunks=self.experts.are_modules and restore.hidden != "recompute",
+        )
+        # With a budget, rows are counted for the degrees among which the budget chooses.
+        return tuple(pair for pair in pairs if options.solves or set(pair) <= set(options.degrees))
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
         """The restore pairs to choose from: how backward may get the experts' input and hidden activation.
 
-        If backward has more chunks than forward and the experts are modules, only pairs that recompute the
-        hidden activation are left. A module's saved graph belongs to a whole chunk of forward, and cannot be
-        split.
+        If backward has more chunks than forward and the experts are a user's own modules, only pairs that
+        recompute the hidden activation are left. The autograd graph that a module saves belongs to a whole
+        chunk of forward, and cannot be split.
         """
         pairs = self.options.pairs
         if len(pairs) > 1 and self.options.splits_backward and self.experts.are_modules:
@@ -220,9 +272,9 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def may_run_on_one_rank(self) -> bool:
-        """Whether the layer allows the kernels that run all stages on a single rank.
+        """Whether the layer's options allow the kernels that run all stages on a single rank.
 
-        The tensors of a call are checked later.
+        The dtype, shape and device of a call's tensors are checked later.
         """
         if self.ranks.size > 1 or (self.options.rotates and not self.options.fused):
             return False  # `refusal` says the same, but would first compute the features of the layer
@@ -231,11 +283,11 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
-        """The features of the layer that a layer with default options does not have."""
+        """The features that the layer has and a layer with default options does not have."""
         return features_of(self)
 
     def refusal(self, taker: str) -> str | None:
-        """Returns why a part of pmoe refuses this layer: a text about a feature that it does not support.
+        """Returns why a part of pmoe cannot take this layer: a text about a feature that it does not support.
 
         Returns None if the part supports all features of the layer.
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, get_args
 
 from pmoe.arguments import check_count, check_flag, check_kind, check_number, check_positive, plain_int
-from pmoe.planner.degree import DEGREES, SolveName, check_backward, check_pipeline
+from pmoe.planner.degree import (
+    DEGREES,
+    SOLVE,
+    SOLVER_DEGREES,
+    SolveName,
+    check_backward,
+    check_pipeline,
+)
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, StrategyName, parse_restore
 from pmoe.text import parse_bytes
 
@@ -18,10 +25,10 @@ FusedName = Literal["forward", "persistent", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """Switches by which a benchmark or a test turns parts of a layer off, to measure what they are worth.
+    """Switches that turn parts of a layer off, so that benchmarks and tests can measure without them.
 
-    bypass_local: whether rows stay on this rank, without being sent, if their expert is on it. False sends
-        them by the all-to-all, too.
+    bypass_local: whether rows whose expert is on this rank stay there. False sends them by the all-to-all,
+        like all others.
     sequential: whether every task waits for the task before it: the baseline of overlap measurements.
     one_lane: whether collectives inside a node and between nodes wait for each other: the baseline that FSMoE
         is measured against.
@@ -42,9 +49,9 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The checked options of a `pmoe.MoELayer`, by the names of its arguments.
+    """The checked options of a `pmoe.MoELayer`. Each field has the name of the layer's argument.
 
-    Setting an option on a built layer replaces this record.
+    Setting an option on a built layer replaces this record by a new one.
 
     Raises ValueError or TypeError that names the argument, its value and the rule.
     """
@@ -109,19 +116,24 @@ class LayerOptions:
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:
-        """The number of chunks of the forward pass, if ``pipeline`` fixes it; else None.
-
-        None means that the number is chosen for each size of batch.
-        """
+        """The number of chunks of the forward pass; None if pmoe chooses it for each size of batch."""
         if self.pipeline is True or isinstance(self.pipeline, str):
             return None
         return int(self.pipeline) or 1
 
     @functools.cached_property
+    def solves(self) -> bool:
+        """Whether FSMoE's solver chooses the numbers of chunks: ``pipeline="solve"`` without a memory budget.
+
+        With a budget, n and the restore pair are chosen together, from predicted seconds and bytes.
+        """
+        return self.pipeline == SOLVE and self.memory_budget is None
+
+    @functools.cached_property
     def rotates(self) -> bool:
         """Whether chunks take turns in a few buffers (ring slots), instead of each having memory of its own.
 
-        They do with ``memory_reuse``, under a memory budget, and if backward has another number of chunks
+        This is so with ``memory_reuse``, under a memory budget, and if backward has another number of chunks
         than forward.
         """
         has_two_degrees = self.pipeline_backward not in (None, self.fixed_degree)
@@ -130,20 +142,22 @@ class LayerOptions:
     @functools.cached_property
     def degrees(self) -> tuple[int, ...]:
         """All numbers of chunks that may be chosen for forward or backward."""
+        if self.solves:
+            return SOLVER_DEGREES
         forward = DEGREES if self.fixed_degree is None else (self.fixed_degree,)
         backward = () if self.pipeline_backward is None else (self.pipeline_backward,)
         return tuple(dict.fromkeys((*forward, *backward)))
 
     @functools.cached_property
     def splits_backward(self) -> bool:
-        """Whether backward has more chunks than forward, so that forward's chunks are split."""
+        """Whether backward has more chunks than forward, so that chunks of forward are split in backward."""
         return (self.pipeline_backward or 1) > (self.fixed_degree or 1)
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
         """The restore pairs to choose from: how backward may get the experts' input and hidden activation.
 
-        Experts that are modules exclude some of them (`LayerModules.pairs`).
+        If the experts are a user's own modules, some of these may not be possible (`LayerModules.pairs`).
         """
         if isinstance(self.memory_reuse, Restore):
             return (self.memory_reuse,)
@@ -161,7 +175,7 @@ class _HasSpec(Protocol):
 def option(name: str) -> Any:
     """Returns a property of a layer that reads the option of this name from the layer's ``options``.
 
-    The property has no setter, because ``MoELayer.__setattr__`` stores new values.
+    Assignments do not use the property: ``MoELayer.__setattr__`` stores the new value. So it has no setter.
     """
 
     def read(layer: _HasSpec) -> Any:

@@ -1,4 +1,4 @@
-"""The records of a routed call: the checked routing, and the tokens with their routing."""
+"""The records of a routed call: the checked result of the gate, and the tokens with it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pmoe.gates.base import Routing
 class CheckedRouting:
     """The checked routing of a call. Activation checkpointing keeps this record for its second pass.
 
-    routing    the gate's routing. ``keep`` is True for the choices within the capacity
+    routing    the gate's result. ``keep`` is True for choices that the expert's capacity allows
     fault      the `Fault` of this rank's input or routing, such as NaN in the gate's logits; or its number as
-               an int64 scalar, if it was found on the device
+               an int64 scalar, if the fault was found on the device
     is_again   whether activation checkpointing has routed the same tokens before
     """
 

@@ -20,7 +20,8 @@ INFERENCE = {"_forward_metadata_inference", "_shape_inference"}
 def is_shape_run() -> bool:
     """Returns whether the layer may be running on unwritten tensors, so that values must not be checked.
 
-    The check looks into a dictionary. If torch's pipelining is loaded, it also searches the call stack.
+    It is True inside the shape inference of torch.distributed.pipelining. Without that module loaded, the
+    function only looks into ``sys.modules``; with it, the function also searches the call stack.
     """
     if STAGE not in sys.modules:
         return False

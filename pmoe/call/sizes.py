@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -18,12 +19,13 @@ from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
-def splits_of(modules: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCounts:
+def splits_of(modules: LayerModules, num_tokens: int, top_k: int, degrees: Sequence[int]) -> PaddedRowCounts:
     """Returns how many padded rows a rank with ``num_tokens`` tokens sends under pad_to_capacity=True.
 
-    Every expert gets ``capacity`` rows of the rank, with zeros for those that are missing.
+    The rank sends every expert exactly ``capacity`` rows: those of its tokens, then rows of zeros.
 
     top_k: the number of choices of each token.
+    degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
     assert options.capacity_factor is not None
@@ -31,20 +33,23 @@ def splits_of(modules: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCo
     return PaddedRowCounts(
         num_experts=options.num_experts,
         capacity=min(capacity, num_tokens),  # a token's experts are distinct: no expert gets more rows
-        bins=math.lcm(*options.degrees),
+        bins=math.lcm(*degrees),
     )
 
 
-def rows_of_call(modules: LayerModules, num_tokens: int) -> CallRows:
-    """Returns the numbers of rows of a call with ``num_tokens`` tokens on this rank.
+def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int]) -> CallRows:
+    """Returns the numbers of input rows and of (row, expert) pairs of a call on this rank, before dispatch.
 
-    They follow from the layer's options alone, so they hold for any routing.
+    These numbers are fixed by the layer's options and ``num_tokens``. They do not depend on the routing,
+    which only decides to which experts the rows go.
+
+    degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
     top_k = modules.options.top_k
     slots = num_tokens * top_k
     if options.pad_to_capacity:
-        rows = splits_of(modules, num_tokens, top_k).num_rows
+        rows = splits_of(modules, num_tokens, top_k, degrees).num_rows
         return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="padded")
     if not getattr(modules.router, "picks_tokens", False):
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=top_k)
@@ -57,8 +62,8 @@ def rows_of_call(modules: LayerModules, num_tokens: int) -> CallRows:
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
-    rows_TM: (T, M), rows of a call, from which the dtype and the device are taken; None takes them from the
-        parameters.
+    rows_TM: (T, M), rows of T tokens with M = d_model columns. The dtype and the device are taken from them,
+        or from the parameters if it is None.
     """
     options = modules.options
     parameter = modules.reference_parameter

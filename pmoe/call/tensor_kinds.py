@@ -1,4 +1,4 @@
-"""The kinds of tensors that a layer accepts as its input, and the reasons why it refuses other kinds."""
+"""The kinds of tensors that a layer accepts as its input, and the error texts for other kinds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PLAIN = (Tensor, nn.Parameter)
-"""The classes of tensors that leave all operators as they are."""
+"""The classes of tensors that do not change what operators do."""
 
 NO_DISPATCH: tuple[object, ...] = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-"""The values of a class's ``__torch_dispatch__`` that leave operators as they are."""
+"""The values of a tensor class's ``__torch_dispatch__`` with which the class does not change operators."""
 
 
 def is_jagged(x: object) -> bool:
@@ -33,8 +33,8 @@ def is_dtensor(x: object) -> bool:
 def refused_kind(x: Tensor, d_model: int) -> str | None:
     """Returns why a layer refuses a tensor of this kind, and what to pass instead; None if it accepts it.
 
-    x: of any shape. Only the class, the layout and DTensor placements are checked; dtype, shape and device
-        are not.
+    x: of any shape. Only the class, the layout and the placements of a DTensor are checked; dtype, shape and
+        device are not.
     """
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:

@@ -81,7 +81,8 @@ def checkpoint_contexts(
 class _Both(AbstractContextManager[None]):
     """Two context managers combined into one that enters ``outer`` first and leaves it last.
 
-    It may be entered any number of times, because a retained graph may be recomputed several times.
+    It may be entered any number of times: with retain_graph=True, backward may run, and recompute, several
+    times.
     """
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
@@ -252,10 +253,12 @@ class _First(AbstractContextManager[None]):
 
 
 class _Second(AbstractContextManager[None]):
-    """The context of a checkpoint's recomputation: calls of layers repeat their calls in the forward pass.
+    """The context of a checkpoint's recomputation, in which layer calls take their recorded decisions.
 
-    A retained graph may go backward several times. Each time this context is entered again, and the calls of
-    the forward pass are repeated from the first one on.
+    The i-th call of a layer uses the routing and the other decisions of the i-th call in the forward pass.
+
+    With retain_graph=True, backward may run several times. Each time this context is entered again, and the
+    records are read from the first one on.
     """
 
     def __init__(self, first: _First) -> None:
@@ -326,10 +329,11 @@ class _RunningAgain:
 
 
 def routing_is_kept() -> bool:
-    """Whether the present call is in a forward pass whose recomputation is sure to repeat its routing.
+    """Whether the current call's routing need not be checked, because its recomputation will repeat it.
 
-    True if the innermost checkpoint uses `checkpoint_contexts`, and no other saved-tensor hooks are active
-    around or inside of that checkpoint. The routing then needs no comparison with that of the recomputation.
+    The call must be in a forward pass. True if the innermost checkpoint uses `checkpoint_contexts`, and no
+    other saved-tensor hooks are active around or inside of that checkpoint: they may belong to another
+    checkpoint, which recomputes the routing.
     """
     last = next(reversed(_contexts.get()), None)
     return isinstance(last, _First) and not last.is_inside and not _in_another_checkpoint(last.hooks)
@@ -462,9 +466,10 @@ def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
 
 
 class _Hold(torch.autograd.Function):
-    """An autograd function that saves a tensor and computes nothing, so its backward never runs.
+    """An autograd function that only saves a tensor: the layer's input, for the gate's backward (`Ticket`).
 
-    Its node gives a checkpoint a saved tensor to drop and to recompute.
+    The checkpoint drops the saved tensor, and recomputes it when `Ticket.tensor` reads it from the node. No
+    backward is defined, because the function's result is empty and is never used.
     """
 
     @staticmethod
@@ -476,7 +481,8 @@ class _Hold(torch.autograd.Function):
 def hold(x_TM: Tensor) -> Any:
     """Returns an autograd node that has saved x_TM, the layer's input (T, M): T tokens, M = d_model.
 
-    The tensor is saved through the saved-tensor hooks that are active now, such as a checkpoint's.
+    The tensor is saved through the saved-tensor hooks that are active now, such as a checkpoint's. So the
+    node does not keep the tensor in memory, but can give it back in backward.
     """
     empty: Tensor = _Hold.apply(make_anchor(x_TM), x_TM.detach())  # type: ignore[no-untyped-call]
     return empty.grad_fn
@@ -508,7 +514,8 @@ def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
     tensor: detached from its graph, with the requires_grad that it had in the forward pass.
     x_TM: (T, M), the layer's input in the recomputation: T tokens, M = d_model.
 
-    The result has the same values and requires_grad. It is plainly detached if gradients are disabled now.
+    The result has the same values and the same requires_grad. If gradients are disabled now, or the tensor
+    needs none, the result is ``tensor.detach()``.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()

@@ -92,7 +92,7 @@ def hidden_from_checkpoints() -> AbstractContextManager[None]:
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    """Turns off checkpoints for the block: selective ones' dispatch modes, and all saved-tensor hooks."""
+    """A context without the dispatch modes of selective checkpoints, and without saved-tensor hooks."""
     with ExitStack() as hidden:
         hidden.enter_context(hidden_from_selective_checkpoints())
         if top_hooks() is not None:

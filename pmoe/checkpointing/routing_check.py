@@ -1,8 +1,9 @@
 """Detects routing that changed when an activation checkpoint recomputed a layer, by comparing hashes.
 
 It checks checkpoints that do not use `pmoe.checkpoint_contexts`, which repeats the routing by itself. If
-tokens were routed differently in the recomputation, gradients would belong to another output. Each call that
-may be recomputed stores a hash of 8 bytes. The hash of a recomputed call must equal one of these.
+tokens were routed differently in the recomputation, gradients would belong to another output. Each call of a
+layer in a forward pass that may be recomputed stores a hash of its routing, of 8 bytes. A call in a
+recomputation computes the hash of its own routing, which must be among the stored ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ REMEMBERED_AT_FIRST = 128
 
 
 class _Remembered:
-    """The hashes of a layer's routing in its last calls that may be recomputed.
+    """Hashes of a layer's routing in its last forward passes that a checkpoint may recompute.
 
     hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest one.
     num_tokens: number of tokens of each of these calls, on the host.
@@ -61,23 +62,25 @@ _remembered: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKey
 
 
 def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) -> Tensor | None:
-    """Compares the routing of a recomputed call of ``layer`` with the routing of its earlier calls.
+    """Checks whether a recomputed call of ``layer`` routes tokens differently than the forward pass did.
 
     num_tokens: number of tokens of the call.
     routing: the tensors of the routing; None in place of those that a gate does not return.
 
-    Returns an int64 scalar on the routing's device: 1 if no earlier call had the same routing, else 0.
-    Nothing waits for the device. Returns None if the call is not a recomputation. A call outside of backward
-    also stores the hash of its routing, except in inference mode, while a CUDA graph is captured, or if the
-    only checkpoint around the call repeats the routing anyway.
+    There are two cases, because the code cannot see checkpoints:
 
-    Must only be called if `pmoe.checkpointing.replay.may_run_again` is True. A call is then a recomputation
-    if it runs inside of backward, in training mode, with as many tokens as some earlier call. So a layer that
-    a hook calls inside of backward with new tokens is mistaken for a recomputation if an earlier call had as
-    many.
+    - The call runs outside of backward: it is a forward pass. The hash of its routing is stored, and None is
+      returned. Nothing is stored in inference mode, while a CUDA graph is captured, or if the only checkpoint
+      around the call repeats the routing anyway.
+    - The call runs inside of backward, in training mode, with as many tokens as some stored call: it is taken
+      for a recomputation. Returns an int64 scalar on the routing's device: 1 if no stored call had the same
+      routing, else 0. The host does not wait for the device. (A hook may call the layer inside of backward
+      with new tokens. That is also taken for a recomputation if a stored call had as many tokens.)
 
-    In eval mode nothing is detected, because a checkpoint with use_reentrant=True then leaves no sign of its
-    forward pass.
+    In all other cases None is returned. So in eval mode nothing is detected: there a checkpoint with
+    use_reentrant=True leaves no sign that its forward pass may be recomputed.
+
+    Must only be called if `pmoe.checkpointing.replay.may_run_again` is True.
     """
     is_in_backward = torch._C._current_graph_task_id() != -1
     has_grad = torch.is_grad_enabled()

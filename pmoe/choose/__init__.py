@@ -4,11 +4,12 @@ A chunk is a micro-batch, n the number of chunks. The restore pair says what bec
 T_DI and of the hidden activation T_M between forward and backward: kept, offloaded to the host, or made
 again.
 
-    choose        `choose`: takes what the options fix; asks open_choice for the rest
-    open_choice   by a memory budget; or the pair by a cost model, then n by search or solve
+    choose        `choose`: takes what the options fix, and lets open_choice choose the rest
+    open_choice   with a memory budget chooses both together; otherwise the pair by a cost model, then n
     search        n by trials (MPipeMoE, Algorithm 1), and the tables that store their results
     solve         n by FSMoE's solver
     trials        measures both passes of a batch for several choices
-    slots         limits for received rows, which ranks compare when they exchange row counts
+    part_of_batch the same on the first tokens of a batch, if all tokens would need too much memory
+    slots         limits for received rows, which ranks check when they exchange row counts
     dispatch      the all-to-all of dispatch="auto", chosen when a layer is built
 """

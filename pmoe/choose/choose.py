@@ -9,7 +9,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.choose.slots import without_host_offload
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
@@ -20,6 +20,7 @@ def choose(
     inputs: Inputs,
     orders: SortedSlots,
     restore: Restore | None = None,
+    rows_for: RowsFor | None = None,
 ) -> Choice:
     """Returns the numbers of chunks of both passes and the restore pair. Collective if it measures.
 
@@ -31,8 +32,10 @@ def choose(
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call, with which trials run.
-    orders: the routing of the call, from which plans for trials are made.
+    orders: the routing of the call. Trials need it to cut the batch into chunks.
     restore: the pair, if the caller has chosen it; None if the options decide.
+    rows_for: returns the row counts for other numbers of chunks, with ``pipeline="solve"``; None if
+        ``counts`` suit all numbers that the options allow.
     """
     options = modules.options
     n = options.fixed_degree
@@ -45,7 +48,9 @@ def choose(
         with inputs.autocast_for(modules.experts):  # trials compute in the dtype that the call will use
             open_choice.measure_products_of(modules, counts, inputs)
             if is_open:
-                return open_choice.choose_among(TrialBatch(modules, counts, inputs, orders), restore)
+                return open_choice.choose_among(
+                    TrialBatch(modules, counts, inputs, orders, rows_for), restore
+                )
     assert n is not None
     restore = restore or modules.pairs[0]
     if counts.host_shortage:

@@ -17,12 +17,13 @@ from pmoe.planner.profile import Profile
 from pmoe.warn import log
 
 TOKENS = 4096
-"""Tokens of a rank for which the choice is made, in 4 chunks unless the options fix another number.
+"""Number of tokens of a rank for which the all-to-alls are compared, because the layer has no batch yet.
 
-`pmoe plan` compares all-to-alls for any number of tokens."""
+They are cut into 4 chunks (micro-batches) unless the options fix another number. `pmoe plan` compares
+all-to-alls for any number of tokens."""
 
 ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
-"""Options that need the flat all-to-all, which sends each row straight to its rank."""
+"""Options that need the flat all-to-all, which sends each row straight to its destination."""
 
 
 def fastest_dispatch(
@@ -30,8 +31,9 @@ def fastest_dispatch(
 ) -> ExchangeName:
     """Returns the name of the fastest all-to-all, the same on every rank. Collective.
 
-    Ranks compare on which nodes they are. Rank 0 then chooses by its stored profile, and the reason is
-    logged. "flat" (each row travels straight to its rank) is taken in these cases:
+    Ranks tell each other on which nodes they are. Rank 0 then chooses by its stored profile (the speeds of
+    links that `pmoe profile` measured), and the reason is logged. The flat all-to-all, in which each row is
+    sent directly to its rank, is taken in these cases:
 
     - there is one node, or each node has one rank, or nodes have different numbers of ranks;
     - another option needs it (`ONLY_FLAT`);
@@ -40,7 +42,7 @@ def fastest_dispatch(
     spec: the options of the layer.
     grid: the ranks of the layer.
     nodes: the layer's argument ``nodes``, which says on which node each rank is.
-    device, dtype: of the rows.
+    device, dtype: device and dtype of the rows.
 
     Raises ValueError or TypeError on every rank if ``nodes`` is wrong.
     """

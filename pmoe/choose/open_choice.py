@@ -12,9 +12,18 @@ budget, the pair is chosen first, then n:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
+import torch
+
 from pmoe.call.modules import LayerModules
+from pmoe.choose.part_of_batch import (
+    MIN_TOKENS,
+    first_tokens,
+    measure_in_little_memory,
+    share_of_tokens,
+)
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
@@ -33,21 +42,23 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 WRONG = 2.0
-"""Largest factor between the measured and the predicted seconds of a step, either way.
+"""Largest factor by which the measured and the predicted seconds of a step may differ, up or down.
 
-Beyond it, the profile from which the seconds were predicted is wrong."""
+If they differ more, the profile from which the seconds were predicted counts as wrong.
+"""
 
 HOST_SECONDS = 2e-3
-"""Seconds that the work of the host may add to a predicted step."""
+"""Seconds that a step may take beyond `WRONG` times the prediction, for work of the host (not predicted)."""
 
 _compared: set[str] = set()
-"""Profiles that were compared with a measured step already, by the time when they were made."""
+"""Profiles that were already compared with a measured step. A profile is named by the time when it was made.
+"""
 
 
 def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
     """Measures which kernels compute the experts' products fastest, if that was not done before.
 
-    Collective if something is measured. Nothing is measured on the CPU, where there is only one way.
+    Collective if something is measured. Nothing is measured on the CPU, which has only one implementation.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
@@ -99,49 +110,67 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """Returns the object that chooses by predicted costs for a layer's options and dtype of rows.
+    """Returns the object that chooses the number of chunks and the restore pair by predicted seconds.
 
-    Its earlier choices are stored in it, so the same choice is not made twice.
+    The object is kept in the layer's cache, one for each set of options and dtype of rows. It remembers its
+    choices, so the same choice is not made twice.
     """
     modules = batch.modules
     options = modules.options
-    new_chooser = Chooser(
-        pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=modules.num_bins
-    )
+    # The solver chooses among numbers of chunks that have no common bins.
+    bins = None if options.solves else modules.bins_for(options.degrees)
+    new_chooser = Chooser(pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=bins)
     key = ("predicted", options, batch.inputs.x_TM.dtype)
     chooser: Chooser = modules.cache.choosers.setdefault(key, new_chooser)
     return chooser
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured seconds of both passes with each choice; None if trials must not run.
+    """Returns the measured (forward, backward) seconds of each choice; None if no trials could run.
 
-    Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
-    layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
+    The seconds are infinite for a choice for which any rank has too little memory. The result is None if
+    `TrialBatch.may_try` is False, if too few tokens fit into the memory that trials may take
+    (`measure_in_little_memory`), or if every choice runs out of memory.
     """
-    if not batch.trials_allowed or batch.modules.gradients is not None or batch.counts.host_shortage:
-        return None  # on a rank with too little host memory, a choice that offloads would fail
-    return measure_trials(batch, choices)
+    if not batch.may_try:
+        return None
+    batch = batch.counted_for(choices)
+    try:
+        measured = measure_in_little_memory(batch, choices)
+    except torch.OutOfMemoryError:  # on every rank: the prediction decides
+        return None
+    if not measured:
+        return None
+    seconds = {choice: (timed.forward, timed.backward) for choice, timed in measured.items()}
+    return [seconds.get(choice, (math.inf, math.inf)) for choice in choices]
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     """Compares the predicted and the measured time of a step with this choice, and returns the choice.
 
-    The prediction uses a profile, the measured rates of this machine. If prediction and step are far apart,
-    rank 0 warns that the profile may be wrong, once for each profile. Collective.
+    The prediction uses a profile, the measured rates of this machine. If the two times are far apart, rank 0
+    warns that the profile may be wrong, once for each profile. Collective.
     """
-    counts = batch.counts
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
-    if profile is None or profile.when in _compared or (measured := _tried(batch, [choice])) is None:
+    if profile is None or profile.when in _compared or not batch.may_try:
         return choice
     _compared.add(profile.when)
+    batch = batch.counted_for([choice])
+    counts = batch.counts
+    share = share_of_tokens(batch, [choice])
+    if share * counts.max_tokens < MIN_TOKENS:
+        return choice
+    if share < 1.0:
+        batch = first_tokens(batch, share)
+        counts = batch.counts
+    timed = measure_trials(batch, [choice])[choice]
     seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.
     seconds *= rows / (batch.rows * batch.modules.grid.esp.size)
-    took = sum(measured[0])
+    took = timed.forward + timed.backward
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(
             f"the profile of {profile.when} is contradicted by the first steps, so choices may be wrong: "
@@ -173,7 +202,7 @@ def _within_budget(batch: TrialBatch) -> Choice:
     kept, offloaded or made again for backward.
 
     Raises ValueError on every rank if no choice is within the budget. The message names the smallest budget
-    that would do.
+    that would be enough.
     """
     options = batch.modules.options
     counts = batch.counts

@@ -1,11 +1,13 @@
 """The search by trials for the number of chunks n (MPipeMoE, Algorithm 1), used by ``pipeline=True``.
 
-Layers on one process group that agree in everything that changes their seconds (`key_of_degrees`) share their
-results. If $PMOE_CACHE is set, rank 0 also keeps the results in a file for later runs.
+A chunk is a micro-batch. Layers on one process group share the results of their trials if everything that
+changes the seconds of a step is equal (`key_of_degrees`). If $PMOE_CACHE is set, rank 0 also keeps the
+results in a file for later runs.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,13 +20,17 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.trials import TrialBatch, adaptive_degree, measure_trials
+from pmoe.choose.part_of_batch import measure_in_little_memory, with_room
+from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
 from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json, save_or_warn
-from pmoe.planner.degree import Choice
-from pmoe.planner.granularity import GranularityTable, PassDegrees
+from pmoe.planner.degree import Choice, all_choices
+from pmoe.planner.degree_trials import times_by_trials
+from pmoe.planner.granularity import GranularityTable, PassDegrees, points_of
+from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.schedule.restore import Restore
 from pmoe.warn import log
 
@@ -34,10 +40,10 @@ from pmoe.warn import log
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     """Returns the number of chunks n of both passes for this batch: known, measured by trials, or by a rule.
 
-    1. If earlier trials give the answer for this number of tokens, that answer is returned.
-    2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded,
-       and kept in a file.
-    3. Otherwise `adaptive_degree` gives n from the number of rows, the same for both passes.
+    1. If earlier trials give n for this number of tokens, their n is returned.
+    2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
+       for later batches, and kept in a file if $PMOE_CACHE is set.
+    3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -47,16 +53,15 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     """
     modules = batch.modules
     options = batch.modules.options
-    table = GranularityTable()
     learned = learned_degrees(modules) if batch.trials_allowed else modules.cache.choosers.get(_name(modules))
-    if learned is not None:
-        table = learned.table(restore, batch.inputs.x_TM.dtype)
+    table = GranularityTable() if learned is None else learned.table(batch.inputs.x_TM.dtype)
     degrees = table.lookup(batch.counts.max_tokens)
     if degrees is None and learned is not None and batch.trials_allowed:
         degrees = search(
             table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
         )
-        learned.keep()
+        if degrees is not None:
+            learned.keep()
     if degrees is None:
         n = adaptive_degree(batch.rows, 2 if options.rotates else modules.ranks.size)
         degrees = PassDegrees(n, n)
@@ -64,61 +69,98 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
 
 def search(
-    known: GranularityTable, batch: TrialBatch, restore: Restore, candidates: Sequence[int], *, apart: bool
-) -> PassDegrees:
+    known: GranularityTable, batch: TrialBatch, restore: Restore, numbers: Sequence[int], *, apart: bool
+) -> PassDegrees | None:
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
-    First each n of ``candidates`` runs in both passes. If forward is fastest with another n than backward,
-    and ``apart`` is true, one more trial runs forward and backward each with its own fastest n.
+    `pmoe.planner.degree_trials` says which numbers are tried.
 
     known: the table in which the result is recorded, for the tokens of the rank that has most.
     batch: the routed batch, on which the trials run.
     restore: the restore pair of all trials: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
-    candidates: the numbers of chunks to try.
+    numbers: the numbers of chunks to choose from, in rising order.
     apart: whether forward and backward may have different n.
+
+    Returns None if no trial could run, because too few tokens fit into the memory of a step
+    (`measure_in_little_memory`). If all trials run out of memory, larger numbers of chunks are tried, which
+    need less memory. If these run out of memory too, the number that needs least memory is returned without
+    being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
     """
     max_tokens = batch.counts.max_tokens
-    seconds = dict[PassDegrees, tuple[float, float]]()  # (forward, backward)
-    log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, candidates)), max_tokens)
+    predicted = predicted_seconds(batch, restore, numbers)
 
-    def measure(tried: Sequence[PassDegrees]) -> None:
-        choices = [Choice(**vars(degrees), restore=restore) for degrees in tried]
-        seconds.update(zip(tried, measure_trials(batch, choices), strict=True))
+    too_large: list[PassDegrees] = []
 
-    equal_degrees = [PassDegrees(n, n) for n in candidates]
-    measure(equal_degrees)
-    fastest_forward, fastest_backward = (
-        min(equal_degrees, key=lambda degrees: seconds[degrees][pass_index]) for pass_index in (0, 1)
-    )
-    combined = PassDegrees(fastest_forward.forward, fastest_backward.backward)
-    if apart and combined not in seconds:
-        measure([combined])
-    step_seconds = {degrees: sum(both_passes) for degrees, both_passes in seconds.items()}
-    best = known.record(max_tokens, step_seconds)
-    timings = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in step_seconds.items())
-    log.info(
-        "pipeline=True takes n=%d/%d for %d tokens a rank (%s)",
-        best.forward,
-        best.backward,
-        max_tokens,
-        timings,
-    )
+    def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
+        log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
+        choices = {degrees: Choice(**vars(degrees), restore=restore) for degrees in tried}
+        try:
+            measured = measure_in_little_memory(batch, list(choices.values()), most_rounds)
+        except torch.OutOfMemoryError:
+            too_large.extend(tried)
+            return {}
+        return {degrees: measured[choice] for degrees, choice in choices.items() if choice in measured}
+
+    def where_there_is_room(times: Mapping[PassDegrees, PassTimes]) -> dict[PassDegrees, PassTimes]:
+        measured = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
+        try:
+            left = with_room(batch, measured)
+        except torch.OutOfMemoryError:
+            too_large.extend(times)
+            return {}
+        return {PassDegrees(choice.forward, choice.backward): timed for choice, timed in left.items()}
+
+    times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
+    times = where_there_is_room(times)
+    if not times and too_large:
+        # More chunks need less memory.
+        most = max(degrees.forward for degrees in too_large)
+        larger = [PassDegrees(n, n) for n in numbers if n > most]
+        times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
+        if not times:
+            least = smallest_with_room(batch, all_choices([(n, n) for n in numbers], [restore]))
+            return PassDegrees(least.forward, least.backward)
+    if not times:
+        return None
+    best = known.record(max_tokens, times)
+    timings = ", ".join(f"{degrees}: {timed.step * 1e3:.3g} ms" for degrees, timed in times.items())
+    log.info("pipeline=True takes n=%s for %d tokens a rank (%s)", best, max_tokens, timings)
     return best
+
+
+def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int]) -> dict[int, float] | None:
+    """Returns the simulated seconds of a step by number of chunks, with equal numbers in both passes.
+
+    Returns None if no profile (measured rates of this machine) is stored. A profile is not measured for this,
+    because that would take longer than the trials.
+
+    batch: the routed batch.
+    restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
+        or made again for backward.
+    numbers: the numbers of chunks.
+
+    Collective the first time for these ranks and this dtype.
+    """
+    profile = batch.stored_profile()
+    if profile is None:
+        return None
+    simulated = functools.partial(step_seconds, batch.sizes, profile, batch.counts.max_tokens)
+    return {n: simulated(Choice(forward=n, backward=n, restore=restore)) for n in numbers}
 
 
 # ---- results of trials, shared by layers with equal keys
 
 
 def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
-    """Returns the results of trials that hold for this layer: the fastest number of chunks by tokens.
+    """Returns the results of trials for this layer: the fastest numbers of chunks by number of tokens.
 
-    Layers on one process group share the results if they have the same `key_of_degrees`, which holds
-    everything that changes the seconds.
+    Layers on one process group share the results if they have the same `key_of_degrees`, which contains
+    everything that changes the seconds of a step.
 
     modules: the modules and options of the layer.
     path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). None takes the
-        results that this process has, or else those of the file in $PMOE_CACHE.
+        results that this process has. If it has none, None takes the results of the file in $PMOE_CACHE.
 
     Collective with a ``path``, and the first time without one. Raises OSError or ValueError on every rank if
     rank 0 cannot use ``path``.
@@ -142,9 +184,10 @@ def _name(modules: LayerModules) -> tuple[object, ...]:
 def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
     """Returns everything that changes the seconds of a layer's trials, as values that JSON can hold.
 
-    Layers with equal keys share the results of trials. The restore pair and the dtype of the rows also change
-    the seconds, but are not in the key: each key has a table of results for each of them
-    (`LearnedDegrees.table`).
+    Layers with equal keys share the results of trials. Two things change the seconds but are not in the key:
+
+    - the dtype of the rows, because there is a table of results for each dtype (`LearnedDegrees.table`);
+    - the restore pair that ``memory_reuse=True`` chooses. `LearnedDegrees.table` says why.
     """
     reference = torch.empty(0) if modules.reference_parameter is None else modules.reference_parameter
     options = options_in_words(modules, of_users=True)
@@ -159,22 +202,28 @@ def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
     }
 
 
-# ---- the file of results: one table for each restore pair and dtype of the rows
+# ---- the file of results: one table for each dtype of the rows
 
 
-FORMAT = 2
-"""Version of the file's format. Files of other versions are refused.
+FORMAT = 3
+"""Version of the file's format.
 
-Version 1 held one table, and its key did not hold everything that changes the seconds."""
+Files of all versions are read:
+
+    1   one table of measured points; a key that did not hold everything that changes the seconds
+    2   a table of measured points for each restore pair and dtype of the rows
+    3   a table of ranges for each dtype of the rows
+"""
 
 Tables = dict[str, GranularityTable]
-"""Type of the tables of results, by a text that names the restore pair and the dtype of the rows."""
+"""Type of the tables of results, by the dtype of the rows as a text."""
 
 
-def stored_path(key: Mapping[str, Any]) -> Path | None:
+def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
     """Returns the file in $PMOE_CACHE that keeps the results of trials with this key between runs.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
+    version: version of the file's format. Version 1 was never kept in $PMOE_CACHE.
 
     Returns None if $PMOE_CACHE is not set.
     """
@@ -187,13 +236,13 @@ def stored_path(key: Mapping[str, Any]) -> Path | None:
         f"torch {key['versions']['torch']}",
     ]
     key_text = json.dumps(dict(key), sort_keys=True)
-    return cache_path(["degrees", *machine, f"{digest([key_text]):x}", f"v{FORMAT}"])
+    return cache_path(["degrees", *machine, f"{digest([key_text]):x}", f"v{version}"])
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
     """Writes results of trials and their key to a file, completely or not at all. Leaves out empty tables.
 
-    tables: for each restore pair and dtype of rows, the fastest number of chunks by tokens.
+    tables: for each dtype of rows, the fastest numbers of chunks by tokens.
     path: the file.
     key: everything that changes the seconds of trials, such as the device, the ranks and the options
         (`key_of_degrees`). `load_degrees` refuses the file for a layer with another key.
@@ -201,14 +250,14 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
     Raises OSError if the file cannot be written, and TypeError if JSON cannot hold the key.
     """
     check_path(path=path)
-    table_fields = {name: table.to_fields() for name, table in tables.items() if table.points}
+    table_fields = {name: table.to_fields() for name, table in tables.items() if table.ranges}
     save_json(path, {"format": FORMAT, "key": dict(key), "tables": table_fields})
 
 
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
     """Returns the results of trials that `save_degrees` wrote to ``path``, if the file has the same key.
 
-    path: the file.
+    path: the file, of any version of the format.
     key: everything that changes the seconds of trials (`key_of_degrees`).
     candidates: numbers of chunks that the tables may contain; None allows all.
 
@@ -220,23 +269,75 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
     expected_key = json.loads(json.dumps(dict(key)))
 
     def parse(fields: Mapping[str, Any]) -> Tables:
-        if fields.get("format") != FORMAT:
-            raise ValueError(f"format ({fields.get('format')!r}) must be {FORMAT}")
-        _check_key(fields.get("key"), expected_key)
-        tables = fields.get("tables")
-        if not isinstance(tables, dict):
-            raise ValueError(f"no granularity table: tables ({tables!r}) must be an object")
-        parsed = {name: GranularityTable.from_fields(table) for name, table in tables.items()}
-        for degrees in (point for table in parsed.values() for point in table.points.values()):
+        version = fields.get("format")
+        if version == 1:
+            parsed = _tables_of_version_1(fields, expected_key)
+        elif version in (2, FORMAT):
+            _check_key(fields.get("key"), expected_key)
+            tables = fields.get("tables")
+            if not isinstance(tables, dict):
+                raise ValueError(f"no granularity table: tables ({tables!r}) must be an object")
+            parsed = (
+                _tables_of_version_2(tables)
+                if version == 2
+                else {name: GranularityTable.from_fields(table) for name, table in tables.items()}
+            )
+        else:
+            raise ValueError(f"format ({version!r}) must be 1, 2 or {FORMAT}")
+        for degrees in (degrees for table in parsed.values() for degrees in table.all_degrees()):
             if candidates is not None and not {degrees.forward, degrees.backward} <= set(candidates):
-                raise ValueError(f"found {degrees}, expected degrees among {tuple(candidates)}")
+                raise ValueError(f"found n={degrees}, expected numbers among {tuple(candidates)}")
         return parsed
 
     return load_json(path, parse, "save_degrees, or trials, write it")
 
 
+def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
+    """Returns one table for each dtype, from those of version 2 for each restore pair and dtype.
+
+    If restore pairs had different fastest numbers of chunks for the same number of tokens, the new table
+    lists all of these numbers as equally fast.
+
+    tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}. B is the number of tokens,
+        forward and backward are the numbers of chunks of the two passes.
+    """
+    by_dtype: dict[str, dict[int, set[PassDegrees]]] = {}
+    for name, table in tables.items():
+        merged = by_dtype.setdefault(name.rpartition(", ")[2], {})
+        for B, fastest in points_of(table).items():
+            merged.setdefault(B, set()).add(fastest)
+    return {dtype: GranularityTable.from_points(points) for dtype, points in by_dtype.items()}
+
+
+def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> Tables:
+    """Returns the table of a file of version 1, under the dtype of this layer.
+
+    The key in such a file contains sizes, experts, parameters and the strategy, but not the machine. Only the
+    entries that the file's key has are compared with the key of this layer.
+
+    fields: {"key": ..., "points": [[B, forward, backward], ...]}. B is the number of tokens, forward and
+        backward are the numbers of chunks of the two passes.
+    key: the key of this layer. Raises ValueError if the key in the file differs.
+    """
+    old_key = fields.get("key")
+    if not isinstance(old_key, dict):
+        raise ValueError(f"key ({old_key!r}) must be an object")
+    here = dict(key)
+    if "d_model" in key:  # the key of a layer
+        rotates = key["memory_reuse"] != "False" or key["memory_budget"] != "None"
+        bypass_local = "bypass_local=True" in key["switches"]
+        here["sizes"] = [int(key[name]) for name in ("d_model", "d_hidden", "num_experts", "top_k")]
+        here["sizes"] += [key["num_ranks"]]
+        here["experts"] = key["experts"].partition("(")[0]
+        here["parameters"] = f"torch.{key['dtype']} on {key['device_type']}"
+        here["strategy"] = f"{key['memory_reuse']}, rotates={rotates}, bypass_local={bypass_local}"
+    _check_key(old_key, {name: value for name, value in here.items() if name in old_key})
+    points = {B: {fastest} for B, fastest in points_of(fields).items()}
+    return {f"torch.{key.get('dtype', 'float32')}": GranularityTable.from_points(points)}
+
+
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:
-    """Raises ValueError if the key of a file is not this layer's. The message has the first two differences.
+    """Raises ValueError, with the first two differences, if the key in a file is not the key of this layer.
 
     found: the key in the file: everything that changes the seconds of trials (`key_of_degrees`).
     here: the key of this layer.
@@ -256,7 +357,7 @@ class LearnedDegrees:
     Layers of one process group with equal keys share one object. All ranks of the group hold equal tables.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    tables: for each restore pair and dtype of the rows, the fastest n of both passes by number of tokens.
+    tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
     """
@@ -265,16 +366,23 @@ class LearnedDegrees:
     tables: Tables = field(default_factory=dict)
     path: Path | None = None
 
-    def table(self, restore: Restore, dtype: torch.dtype) -> GranularityTable:
+    def table(self, dtype: torch.dtype) -> GranularityTable:
         """Returns the table with the fastest number of chunks by number of tokens, at first an empty one.
 
-        There is one table for each restore pair (whether dispatched rows and hidden activation are kept,
-        offloaded or made again for backward) and dtype of the rows.
+        There is one table for each dtype of the rows, because the dtype changes the seconds of messages and
+        of matrix products by different factors.
+
+        All restore pairs share a table. (The restore pair says whether dispatched rows and hidden activation
+        are kept, offloaded or made again for backward.) With ``memory_reuse=True`` the pair follows from the
+        number of tokens. At the number of tokens where the pair changes, both pairs take nearly the same
+        time. If a pair runs with the n that was found for the other pair, a step takes 1.5 % longer on
+        average, and mostly no longer (bench/bench_search.py). Searching for each pair would need several
+        times as many trials.
         """
-        return self.tables.setdefault(f"{restore}, {dtype}", GranularityTable())
+        return self.tables.setdefault(str(dtype), GranularityTable())
 
     def keep(self) -> None:
-        """Writes the tables to the file, if there is one. Warns if they cannot be written.
+        """Writes the tables to the file `path`, if this rank has one. Warns if they cannot be written.
 
         An OSError is not raised, because it would stop rank 0 while the other ranks go on.
         """
@@ -297,8 +405,8 @@ def load_learned(
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
-    path: the file to load. None takes the results that rank 0's process has, or else those of the file in
-        $PMOE_CACHE (`stored_path`).
+    path: the file to load. None takes the results that rank 0's process has. If it has none, None takes the
+        results of the file in $PMOE_CACHE (`stored_path`).
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
     $PMOE_CACHE cannot be used, only warns: the next trials replace it.
@@ -341,8 +449,14 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 
     Warns about a file that cannot be used.
 
-    path: the file, or None. key: everything that changes the seconds of trials (`key_of_degrees`). A file
-    with another key is not used. candidates: numbers of chunks that the file may contain.
+    path: the file, or None. If it is missing, the file of version 2 is read.
+    key: everything that changes the seconds of trials (`key_of_degrees`). A file with another key is not
+        used.
+    candidates: numbers of chunks that the file may contain.
     """
     about = "what trials found before is not used, and measured again"
-    return {} if path is None else read_or_default({}, about, lambda: load_degrees(path, key, candidates))
+    if path is None:
+        return {}
+    older = stored_path(key, 2)
+    source = older if older is not None and older.exists() and not path.exists() else path
+    return read_or_default({}, about, lambda: load_degrees(source, key, candidates))

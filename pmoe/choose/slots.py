@@ -1,7 +1,7 @@
-"""Limits for received rows, which ranks compare when they exchange row counts.
+"""Limits for received rows, which ranks check when they exchange row counts.
 
-Chunks (micro-batches) share a few buffers, the ring slots. A ring slot has room for a fixed number of rows,
-and the host has room for a limited number of offloaded rows.
+Chunks (micro-batches) take turns in a few buffers, the ring slots. A ring slot has room for a fixed number of
+rows, and the host's memory has room for a limited number of offloaded rows.
 """
 
 from __future__ import annotations
@@ -15,43 +15,41 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 
-def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
-    """Returns the limits for received rows that are compared in the exchange of row counts.
+def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[int, ...]) -> Slots:
+    """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    The comparison answers two questions: into how many more chunks the batch must be cut so that each chunk
-    fits into a ring slot on every rank, and whether the host memory of every rank has room for an offloaded
-    T_DI (the dispatched rows). Chunks are micro-batches; ring slots are the buffers that they share.
+    Only layers whose chunks (micro-batches) share buffers have limits. Two things are limited. A chunk must
+    fit into a ring slot, a buffer of fixed size that chunks share: if it does not fit on every rank, all
+    ranks cut the batch into more chunks. And the dispatched rows (T_DI) must fit into the free host memory of
+    every rank if they are offloaded.
 
     modules: the modules and options of the layer.
     routed: the batch after the gate.
-
-    Returns None if the layer's chunks share no buffers: then there are no limits.
+    degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
     x_TM = routed.x_TM
-    if not options.rotates:
-        return None
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
         # In each bin (the smallest possible chunk), rows that travel and rows that stay each begin on an
         # aligned address, so up to two alignments are lost.
-        free = pool(x_TM.device).host.free_bytes - 2 * modules.num_bins * ALIGNMENT
+        free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
     return Slots(
         slack=options.slack,
         top_k=options.top_k * modules.grid.esp.size,
-        degrees=options.degrees,
+        degrees=degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
     )
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """Returns the restore pair, changed if it would offload dispatched rows and a host lacks memory.
+    """Returns the restore pair, changed to send T_DI again if any rank lacks host memory to offload it.
 
-    The restore pair says whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept,
-    offloaded or made again for backward. If any rank lacks host memory for T_DI, all ranks send T_DI again in
-    backward instead.
+    T_DI are the dispatched rows. The restore pair says whether T_DI and the hidden activation (T_M) are kept,
+    offloaded or made again for backward. If the pair offloads T_DI and any rank lacks host memory for it, all
+    ranks send T_DI again in backward instead, and a warning says so.
 
     restore: the restore pair.
     counts: the row counts, which also say whether any rank lacks host memory.

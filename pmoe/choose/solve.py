@@ -1,66 +1,246 @@
 """FSMoE's solver (Section 4) for the numbers of chunks of ``pipeline="solve"``, on measured costs.
 
-The costs are measured on this machine, for evenly routed tokens. A part of the tokens stays on its rank. The
-costs are seconds of
+The costs are measured on this machine, for evenly routed tokens, of which some stay on their rank. They are
+seconds of
 
-- the all-to-all among nodes;
+- the all-to-all among nodes, of the kind that the layer has;
 - the all-gather and the reduce-scatter inside a node;
-- the experts: their products. If experts are a user's modules, whole modules are timed (Section 3.2).
+- the experts: their products. If experts are a user's modules, whole modules are timed (Section 3.2);
+- the layer's order and gate, which are timed as modules, too.
+
+Every pair of numbers of chunks that the layer allows is simulated, with the costs of each pass.
 
 Letters: B tokens of the rank that has most, K choices of a token, P ranks across nodes, L ranks inside a
-node, M = d_model.
+node, M = d_model. n and m are the numbers of chunks of forward and of backward.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from pmoe.call.module_calls import is_watched
+from pmoe.call.modules import LayerModules
+from pmoe.call.sizes import memory_shape
 from pmoe.choose.trials import TrialBatch
-from pmoe.comm.agreement import largest
+from pmoe.comm.agreement import digest, largest
+from pmoe.comm.base import Exchange, FlatAllToAll
+from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
+from pmoe.comm.hierarchical import HierarchicalExchange
+from pmoe.measure.layer_modules import ROWS, gate_lines, order_lines
 from pmoe.measure.module_cost import profile_module
+from pmoe.measure.operations import measure_exchange
 from pmoe.measure.profile import load_or_measure
-from pmoe.planner.costs import LayerCosts, LineCost
-from pmoe.planner.degree import DEGREES
-from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
+from pmoe.planner.costs import FREE, LayerCosts, LineCost
+from pmoe.planner.degree import TRIED
+from pmoe.planner.degree_search import (
+    ScheduleOptions,
+    StepCosts,
+    best_degree,
+    first_of_fastest,
+    pass_seconds,
+)
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.priced_choices import TriedBy
+from pmoe.planner.priced_choices import TriedBy, rounded_up
 from pmoe.planner.profile import Operations, alphas
 from pmoe.schedule.restore import Restore
-from pmoe.warn import log
-
-BLACK_BOX_ROWS = (64, 256, 1024)
-"""Numbers of rows with which an expert is timed if it is a user's module."""
-
-TRIED = (1, 8)
-"""Two numbers of chunks for trials. The difference of their seconds gives the fixed cost of a chunk."""
+from pmoe.warn import log, warn_once
 
 HALVINGS = 24
 """Steps of the bisection that finds the fixed cost of a chunk (`with_chunk_cost`)."""
 
-_operations: dict[tuple[str, str, torch.device, torch.dtype], Operations] = {}
+# ---- measured costs
 
 
-def operations_of(grid: Grid, device: torch.device, dtype: torch.dtype) -> Operations:
+_operations: dict[tuple[object, ...], Operations] = {}
+
+
+def operations_of(
+    grid: Grid, device: torch.device, dtype: torch.dtype, exchanges: Mapping[str, Exchange] | None = None
+) -> Operations:
     """Returns the measured costs of FSMoE's operations, as lines alpha + beta * size, for these ranks.
 
     The operations are products and collectives. Their costs are read from a stored profile, or measured.
-    Collective the first time for these ranks, device and dtype.
+    Collective the first time for these ranks, device, dtype and exchanges.
 
     grid: the ranks of the layer, across nodes and inside a node.
     device, dtype: of the rows.
+    exchanges: all-to-alls other than the flat one, by name, whose costs are wanted, too.
     """
-    key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype)
+    key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype, *sorted(exchanges or ()))
     if key not in _operations:
-        profile = load_or_measure(grid.all, device, dtype, operations=True, across=grid.ep, inside=grid.esp)
+        profile = load_or_measure(
+            grid.all,
+            device,
+            dtype,
+            operations=True,
+            across=grid.ep,
+            inside=grid.esp,
+            exchanges=exchanges,
+        )
         assert profile.operations is not None
         _operations[key] = profile.operations
     return _operations[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleLines:
+    """Measured costs of a layer's own modules, as lines alpha + beta * size. All ranks have the same.
+
+    dispatch, combine: seconds of an all-to-all by the bytes that a rank has for other ranks; None if it is
+        flat.
+    order, restore: seconds of copying tokens to rows, and of summing rows to tokens, by the number of rows.
+    sort: seconds of sorting rows by chunk and expert, by the number of rows.
+    gate: seconds of the gate's forward and backward pass, by the number of tokens. 0 for a gate that cannot
+        be timed apart (`_gate_costs`).
+    expert: seconds of an expert's forward and backward pass by its number of rows, if it is a user's module;
+        None for pmoe's own experts.
+    """
+
+    dispatch: LineCost | None = None
+    combine: LineCost | None = None
+    order: LineCost = FREE.line
+    restore: LineCost = FREE.line
+    sort: LineCost = FREE.line
+    gate: tuple[LineCost, LineCost] = (FREE.line, FREE.line)
+    expert: tuple[LineCost, LineCost] | None = None
+
+
+def module_lines(modules: LayerModules, rows_TM: Tensor) -> tuple[Operations, ModuleLines]:
+    """Returns the measured costs of FSMoE's operations and of a layer's own modules.
+
+    Collective the first time for a layer and a dtype of rows.
+
+    modules: the modules and options of the layer.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
+    """
+    own_exchanges = {side: getattr(modules, side) for side in ("dispatch", "combine")}
+    names = {side: exchange_name(exchange) for side, exchange in own_exchanges.items()}
+    stored = {name: own_exchanges[side] for side, name in names.items() if name}
+    operations = operations_of(modules.grid, rows_TM.device, rows_TM.dtype, stored)
+    key = ("module lines", rows_TM.dtype)
+    if key not in modules.cache.choosers:
+        order, restore, sort = _agreed(modules.grid, rows_TM.device, _order_costs(modules, rows_TM))
+        gate_forward, gate_backward = _agreed(modules.grid, rows_TM.device, _gate_costs(modules, rows_TM))
+        experts = modules.experts.as_modules()
+        messages: dict[str, LineCost | None] = {}
+        for side, exchange in own_exchanges.items():
+            name = names[side]
+            if name is None:
+                measured = measure_exchange(
+                    modules.ranks, rows_TM.device, rows_TM.dtype, exchange, modules.options.d_model
+                )
+                messages[side] = measured.line
+            else:
+                messages[side] = operations.exchanges[name].line if name else None
+        modules.cache.choosers[key] = ModuleLines(
+            **messages,
+            order=order,
+            restore=restore,
+            sort=sort,
+            gate=(gate_forward, gate_backward),
+            expert=black_box(experts[0], rows_TM, modules.grid) if experts else None,
+        )
+    lines: ModuleLines = modules.cache.choosers[key]
+    return operations, lines
+
+
+def exchange_name(exchange: Exchange) -> str | None:
+    """Returns the name under which a profile keeps the costs of an all-to-all.
+
+    Returns "" for one that sends each row straight to its rank, whose costs every profile has; None for a
+    user's own, whose costs are not stored.
+
+    Example: "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b".
+    """
+    if isinstance(exchange, FlatAllToAll):
+        return ""
+    if not isinstance(exchange, HierarchicalExchange):
+        return None
+    topology = exchange.topology
+    if topology.is_level:
+        return ""
+    return f"{type(exchange).__name__} on {topology.num_nodes} nodes, {digest([repr(topology.members)]):x}"
+
+
+def _order_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]:
+    """Returns this rank's costs of copying tokens to rows, of summing rows to tokens, and of sorting rows.
+
+    Each is a line over the number of rows (`pmoe.measure.layer_modules.order_lines`).
+    """
+    options = modules.options
+    with publishing_failures(modules.ranks, "timing the order"):
+        return order_lines(modules.order, rows_TM, options.top_k, options.num_experts)
+
+
+def _gate_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]:
+    """Returns this rank's costs of the gate's forward and backward pass, as lines over its tokens.
+
+    The costs are 0 if the gate cannot be timed apart from a call of the layer: its routing comes from
+    outside, its parameters are DTensors, or it has hooks or a wrapper, which may communicate. They are also 0
+    if a user's gate raises an error for random tokens; a warning then says so.
+    """
+    gate = modules.gate
+    is_spread = any(hasattr(parameter, "to_local") for parameter in gate.parameters())
+    is_outside = getattr(modules.router, "has_external_routing", False)
+    if is_spread or is_outside or gate is not modules.router or is_watched(gate):
+        return FREE.line, FREE.line
+    if modules.trusts_gate:
+        with publishing_failures(modules.ranks, "timing the gate"):
+            return gate_lines(gate, rows_TM)
+    try:
+        return gate_lines(gate, rows_TM)
+    except Exception as error:  # no rank waits for another here
+        warn_once(
+            f"the gate ({type(gate).__name__}) could not be timed with random tokens, and counts as free in "
+            f'the step that pipeline="solve" predicts: {type(error).__name__}: {error}'
+        )
+        return FREE.line, FREE.line
+
+
+def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:
+    """Measures a user's expert. Returns the seconds of its forward and backward pass as lines over its rows.
+
+    A line is alpha + beta * rows. Each alpha and each beta is the largest of any rank, so all ranks return
+    the same lines. Collective.
+
+    module: the expert.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
+    grid: the ranks that agree.
+    """
+
+    def make(count: int) -> Tensor:
+        return torch.randn(count, rows_TM.shape[1], dtype=rows_TM.dtype, device=rows_TM.device)
+
+    with publishing_failures(grid.all, "timing an expert"):
+        fits = profile_module(module, ROWS, make)
+    forward, backward = _agreed(grid, rows_TM.device, [fit.line for fit in fits])
+    return forward, backward
+
+
+def _agreed(grid: Grid, device: torch.device, lines: Sequence[LineCost]) -> list[LineCost]:
+    """Returns lines of which each alpha and each beta is the largest of any rank. Collective.
+
+    grid: the ranks that agree.
+    device: of the rows.
+    lines: this rank's lines, equally many on every rank.
+    """
+    numbers = [number for line in lines for number in (line.alpha_seconds, line.beta_seconds)]
+    agreed = largest(grid.all, device, numbers, stage="agreeing on the seconds of the layer's modules")
+    return [LineCost(alpha, beta) for alpha, beta in zip(agreed[::2], agreed[1::2], strict=True)]
+
+
+# ---- costs of a step
 
 
 def layer_costs(
@@ -69,6 +249,7 @@ def layer_costs(
     num_tokens: int,
     device_type: str,
     expert: LineCost | None = None,
+    lines: ModuleLines = ModuleLines(),
 ) -> LayerCosts:
     """Returns the seconds of each stage of a forward pass as lines alpha + beta * fraction.
 
@@ -78,12 +259,14 @@ def layer_costs(
         all-to-all                  B K (P - 1) / P * M elements
         all-gather, reduce-scatter  B K (L - 1) * M elements
         experts                     B K L rows
+        order, its inverse          B K rows
 
     shape: sizes of the layer.
     operations: measured costs of single operations.
     num_tokens: B.
     device_type: "cpu" or "cuda".
     expert: seconds of one expert by its number of rows, if it is a user's module; None for pmoe's experts.
+    lines: measured costs of the layer's own modules.
     """
     esp_size = shape.esp_size
     ep_size = shape.ep_size
@@ -102,101 +285,69 @@ def layer_costs(
         expert_line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
         expert_size = gathered_rows * row_multiply_adds
     node_bytes = rows * (esp_size - 1) * row_bytes
+    sent_bytes = rows * (ep_size - 1) / ep_size * row_bytes
+    flat = operations.all_to_all.line
     return LayerCosts(
-        a2a=operations.all_to_all.line.shared(rows * (ep_size - 1) / ep_size * row_bytes),
+        a2a=(lines.dispatch or flat).shared(sent_bytes),
         ag=operations.all_gather.line.shared(node_bytes),
         rs=operations.reduce_scatter.line.shared(node_bytes),
         exp=expert_line.shared(expert_size),
+        combine=(lines.combine or flat).shared(sent_bytes),
+        order=lines.order.shared(rows),
+        restore=lines.restore.shared(rows),
     )
 
 
-def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
-    """Returns the number of chunks n of both passes with the fewest predicted seconds.
+def step_costs(modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore: Restore) -> StepCosts:
+    """Returns the costs of both passes of a layer, as the solver and the partition of gradients price them.
 
-    n is chosen for the number of tokens of the rank that has most. The layer remembers the answer.
+    Collective the first time for a layer and a dtype of rows.
 
-    batch: the routed batch. The answer depends only on numbers that all ranks share, so all get the same n.
-    restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
-        or made again for backward.
-    tried: function that measures both passes for some numbers of chunks. It returns None if trials must not
-        run.
+    modules: the modules and options of the layer.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
+    num_tokens: number of tokens of the rank that has most.
+    restore: the restore pair: whether dispatched rows and hidden activation are kept, offloaded or made again
+        for backward.
 
-    Collective the first time.
+    If trials have found the fixed cost of a chunk for these tokens (`measure_chunk_cost`), it is included.
     """
-    modules = batch.modules
-    options = batch.modules.options
-    x_TM = batch.inputs.x_TM
-    max_tokens = batch.counts.max_tokens
-    if modules.ranks.size == 1:
-        return PassDegrees(1, 1)
-    t_gar = 0.0 if modules.gradients is None else modules.gradients.t_gar
-    key = ("solved", options, restore, x_TM.dtype, max_tokens, t_gar)
-    solved = modules.cache.choosers
-    if key not in solved:
-        solved[key] = _solved(batch, restore if options.rotates else None, t_gar, tried)
-        log_values = (solved[key].forward, solved[key].backward, max_tokens)
-        log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *log_values)
-    degrees: PassDegrees = solved[key]
-    return degrees
-
-
-def _solved(batch: TrialBatch, restore: Restore | None, t_gar: float, tried: TriedBy[int]) -> PassDegrees:
-    """Returns the numbers of chunks n with the fewest simulated seconds, from measured costs.
-
-    batch: the routed batch.
-    restore: the restore pair (whether dispatched rows and hidden activation are kept, offloaded or made again
-        for backward); None if chunks share no buffers. Without shared buffers both passes have the same
-        chunks, so one n is chosen for the sum of their seconds.
-    t_gar: seconds of the all-reduce of other layers' gradients, which runs inside the backward pass.
-    tried: function that measures both passes for some numbers of chunks. It returns None if trials must not
-        run.
-    """
-    modules = batch.modules
-    x_TM = batch.inputs.x_TM
-    sizes = batch.sizes
-    operations = operations_of(modules.grid, x_TM.device, x_TM.dtype)
-    expert_forward, expert_backward = _black_box_of(batch)
-    make_costs = functools.partial(layer_costs, sizes, operations, batch.counts.max_tokens, x_TM.device.type)
-    forward = make_costs(expert_forward)
-    backward = forward.backward() if expert_backward is None else make_costs(expert_backward)
+    options = modules.options
+    operations, lines = module_lines(modules, rows_TM)
+    sizes = memory_shape(modules, rows_TM)
+    make_costs = functools.partial(layer_costs, sizes, operations, num_tokens, rows_TM.device.type)
+    if lines.expert is None:
+        forward = make_costs(lines=lines)
+        backward = forward.backward()
+    else:
+        forward, backward = (make_costs(expert, lines) for expert in lines.expert)
     make_options = functools.partial(
-        ScheduleOptions, one_lane=modules.options.switches.one_lane, restore=restore, stays=sizes.stays
+        ScheduleOptions,
+        one_lane=options.switches.one_lane,
+        restore=restore if options.rotates else None,
+        stays=sizes.stays,
     )
-    forward_options = make_options(direction="forward")
-    backward_options = make_options(direction="backward")
-    seconds = tried(TRIED)
-    if seconds is not None:
-        forward_few, forward_many, backward_few, backward_many = (
-            trial[pass_index] for pass_index in (0, 1) for trial in seconds
-        )
-        forward = with_chunk_cost(forward, forward_options, forward_many - forward_few)
-        backward = with_chunk_cost(backward, backward_options, backward_many - backward_few)
-
-    def step(n: int) -> float:
-        return pass_seconds(forward, n, forward_options) + pass_seconds(backward, n, backward_options, t_gar)
-
-    if restore is None:
-        best = min(DEGREES, key=step)
-        return PassDegrees(best, best)
-    forward_n = best_degree(forward, forward_options, degrees=DEGREES)
-    return PassDegrees(forward_n, best_degree(backward, backward_options, t_gar, DEGREES))
+    rows = num_tokens * sizes.top_k
+    # Of each row, backward copies T_DI and T_M, if they are kept: M and H columns.
+    kept = [1.0] * (restore.dispatched == "keep")
+    kept += [sizes.columns.hidden / sizes.d_model] * (restore.hidden == "keep")
+    local_experts = sizes.num_experts // sizes.ep_size * (1 + (sizes.stays > 0))
+    found = modules.cache.choosers.get(_chunk_key(modules, rows_TM, num_tokens, restore), (0.0, 0.0))
+    return StepCosts(
+        forward=_with_fixed(forward, found[0]),
+        backward=_with_fixed(backward, found[1]),
+        forward_options=make_options(direction="forward"),
+        backward_options=make_options(direction="backward"),
+        copy_of_block=lines.order.alpha_seconds * len(kept) * local_experts,
+        copy_of_rows=lines.order.beta_seconds * sum(kept) * rows * sizes.esp_size,
+        sort=lines.sort(rows),
+        gate=(lines.gate[0](num_tokens), lines.gate[1](num_tokens)),
+    )
 
 
-def _black_box_of(batch: TrialBatch) -> tuple[LineCost | None, LineCost | None]:
-    """Returns the seconds of an expert's forward and backward pass if it is a user's module.
-
-    The seconds of each pass are a line over the expert's number of rows, alpha + beta * rows. Returns (None,
-    None) if the experts are pmoe's own. Measured once for each layer and dtype of the rows. Collective if it
-    measures.
-    """
-    modules = batch.modules
-    rows_TM = batch.inputs.x_TM
-    expert_modules = modules.experts.as_modules()
-    key = ("black box", rows_TM.dtype)
-    if expert_modules and key not in modules.cache.choosers:
-        modules.cache.choosers[key] = black_box(expert_modules[0], rows_TM, modules.grid)
-    lines: tuple[LineCost | None, LineCost | None] = modules.cache.choosers.get(key, (None, None))
-    return lines
+def _with_fixed(costs: LayerCosts, seconds: float) -> LayerCosts:
+    """Returns the costs of a pass with a fixed cost added to each chunk of the experts."""
+    return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:
@@ -216,11 +367,8 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
     """
     few, many = TRIED
 
-    def with_more(seconds: float) -> LayerCosts:
-        return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
-
     def differ(seconds: float) -> float:
-        fixed_costs = with_more(seconds)
+        fixed_costs = _with_fixed(costs, seconds)
         return pass_seconds(fixed_costs, many, options) - pass_seconds(fixed_costs, few, options)
 
     # The difference grows with the fixed cost, which many chunks pay more often than few. `high` is enough:
@@ -232,26 +380,101 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if differ(middle) < measured else (low, middle)
-    return with_more(high)
+    return _with_fixed(costs, high)
 
 
-def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:
-    """Measures a user's expert. Returns the seconds of its forward and backward pass as lines over its rows.
+def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> bool:
+    """Finds the fixed cost of a chunk by trials, for both passes. Returns whether it is known afterwards.
 
-    A line is alpha + beta * rows. Each alpha and each beta is the largest of any rank, so all ranks return
-    the same lines. Collective.
+    The layer remembers the costs for this size of batch, and `step_costs` includes them. Trials run without
+    the gradients that a `pmoe.GradientReducer` sends inside the backward pass. If a trial runs out of memory,
+    or if none has room, a chunk costs nothing. Collective the first time.
 
-    module: the expert.
-    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
-        used.
-    grid: the ranks that agree.
+    batch: the routed batch, on which trials run.
+    restore: the restore pair of the call.
+    tried: function that measures both passes for some numbers of chunks. It returns None if no trial ran, and
+        infinite seconds for a trial that ran out of memory.
     """
+    modules = batch.modules
+    rows_TM = batch.inputs.x_TM
+    key = _chunk_key(modules, rows_TM, batch.counts.max_tokens, restore)
+    if key in modules.cache.choosers:
+        return True
+    if not batch.may_try:
+        return False
+    seconds = tried(TRIED)
+    fixed = (0.0, 0.0)
+    if seconds is not None and all(map(math.isfinite, itertools.chain(*seconds))):
+        costs = step_costs(modules, rows_TM, batch.counts.max_tokens, restore)
+        forward_few, forward_many, backward_few, backward_many = (
+            trial[pass_index] for pass_index in (0, 1) for trial in seconds
+        )
+        forward = with_chunk_cost(costs.forward, costs.forward_options, forward_many - forward_few)
+        backward = with_chunk_cost(costs.backward, costs.backward_options, backward_many - backward_few)
+        fixed = (
+            forward.exp.alpha_seconds - costs.forward.exp.alpha_seconds,
+            backward.exp.alpha_seconds - costs.backward.exp.alpha_seconds,
+        )
+    modules.cache.choosers[key] = fixed
+    return True
 
-    def make(count: int) -> Tensor:
-        return torch.randn(count, rows_TM.shape[1], dtype=rows_TM.dtype, device=rows_TM.device)
 
-    lines = [fit.line for fit in profile_module(module, BLACK_BOX_ROWS, make)]
-    numbers = [number for line in lines for number in (line.alpha_seconds, line.beta_seconds)]
-    stage = "agreeing on the seconds of an expert"
-    alpha, beta, alpha_back, beta_back = largest(grid.all, rows_TM.device, numbers, stage=stage)
-    return LineCost(alpha, beta), LineCost(alpha_back, beta_back)
+def _chunk_key(
+    modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore: Restore
+) -> tuple[object, ...]:
+    """Returns the key of `LayerCache.choosers` for the fixed cost of a chunk. Similar batches share it."""
+    return ("chunk cost", modules.options, restore, rows_TM.dtype, rounded_up(num_tokens))
+
+
+# ---- the answer
+
+
+def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
+    """Returns the numbers of chunks n and m of both passes with the fewest predicted seconds.
+
+    They are chosen for the number of tokens of the rank that has most, rounded up to three significant binary
+    digits, so that similar batches have the same n and m. The layer remembers the answer. Every allowed pair
+    is simulated (`LayerModules.degree_pairs`); of equally fast pairs the lowest is taken. Without a backward
+    pass, n is the best of the forward pass alone.
+
+    batch: the routed batch. The answer depends only on numbers that all ranks share, so all get the same n
+        and m.
+    restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
+        or made again for backward.
+    tried: function that measures both passes for some numbers of chunks. It returns None if trials must not
+        run.
+
+    Collective the first time.
+    """
+    modules = batch.modules
+    options = modules.options
+    x_TM = batch.inputs.x_TM
+    if modules.ranks.size == 1:
+        return PassDegrees(1, 1)
+    needs_grad = batch.counts.needs_grad
+    tokens = rounded_up(batch.counts.max_tokens)
+    t_gar = 0.0 if modules.gradients is None or not needs_grad else modules.gradients.t_gar
+    has_chunk_cost = measure_chunk_cost(batch, restore, tried)
+    key = ("solved", options, restore, x_TM.dtype, tokens, t_gar, needs_grad, has_chunk_cost)
+    solved = modules.cache.choosers
+    if key not in solved:
+        costs = step_costs(modules, x_TM, tokens, restore)
+        if needs_grad:
+            seconds = costs.seconds(modules.degree_pairs(restore), t_gar)
+            n, m = first_of_fastest(seconds)
+            predicted = seconds[n, m]
+        else:
+            n = m = best_degree(costs.forward, costs.forward_options, degrees=options.degrees)
+            predicted = costs.gate[0] + pass_seconds(costs.forward, n, costs.forward_options)
+        solved[key] = PassDegrees(n, m)
+        log.info(
+            'pipeline="solve" takes n=%d/%d for up to %d tokens a rank: %.3g ms predicted, %.3g ms of them '
+            "in the gate",
+            n,
+            m,
+            tokens,
+            predicted * 1e3,
+            (sum(costs.gate) if needs_grad else costs.gate[0]) * 1e3,
+        )
+    degrees: PassDegrees = solved[key]
+    return degrees

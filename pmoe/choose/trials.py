@@ -7,39 +7,47 @@ plan that the layer itself would make with the choice. Nothing in the layer chan
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import memory_shape
+from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.agreement import largest
-from pmoe.comm.counts import RankCounts
-from pmoe.engine.autograd import Runner
+from pmoe.comm.counts import RankCounts, cuts
+from pmoe.comm.failures import publishing_failures
+from pmoe.engine.buffers.arena import pool
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import SortedSlots
-from pmoe.measure.profile import profile_of
-from pmoe.measure.timing import begin_together, clock_of, median_seconds
-from pmoe.planner.degree import DEGREES, Choice
+from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
+from pmoe.engine.plan.plan import Plan
+from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
+from pmoe.measure.profile import profile_of, stored_profile_of
+from pmoe.measure.timing import begin_together, clock_of, in_turns
+from pmoe.planner.degree import DEGREES, MAX_DEGREE, Choice, all_choices
 from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
-from pmoe.runners.pipeline import PipelineRunner
+from pmoe.planner.rows_per_pass import counted_rows
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes, timed_rounds
+from pmoe.runners.pipeline import make_backward, make_forward
+from pmoe.warn import warn_once
 
 MIN_ROWS = 1024
-"""Smallest number of rows of a chunk. With fewer, small products cost more than better overlap saves.
+"""Smallest number of rows of a chunk. Smaller products lose more time than better overlap would save.
 
-bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best."""
+Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
+"""
 
-REPEATS = 3
-"""Timed runs of each choice."""
+MEASURING_SHARE = 0.4
+"""Fraction of the smallest step's peak that a measurement may take. The call already holds some memory."""
 
-CLOSE = 1.15
-"""Choices that take at most this many times the fastest choice's seconds are timed again."""
-
-MORE = 7
-"""Timed runs of each choice that is close to the fastest, after the first ones."""
+T = TypeVar("T")
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
@@ -59,17 +67,20 @@ class TrialBatch:
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
-    orders: the routing of the call, from which plans are made.
+    orders: the routing of the call. A trial needs it to cut the batch into chunks (micro-batches).
+    rows_for: returns the row counts and the routing for given numbers of chunks, with ``pipeline="solve"``;
+        None if ``counts`` suit all numbers that the options allow.
     """
 
     modules: LayerModules
     counts: RankCounts
     inputs: Inputs
     orders: SortedSlots
+    rows_for: RowsFor | None = None
 
     @property
     def rows(self) -> int:
-        """Number of rows (tokens times choices) of the rank that has most."""
+        """Number of rows (tokens times choices of a token) of the rank with most tokens."""
         return self.counts.max_tokens * self.modules.options.top_k
 
     @property
@@ -80,9 +91,27 @@ class TrialBatch:
     def profile(self) -> Profile:
         """Returns the profile of this device and group: measured rates of products and messages.
 
+        If it must be measured, that takes less memory than any step of the layer. Collective the first time.
+        """
+        x_TM = self.inputs.x_TM
+        return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
+
+    def stored_profile(self) -> Profile | None:
+        """Returns the profile (measured rates) of this device and group, or None if none was ever measured.
+
         Collective the first time.
         """
-        return profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+        return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+
+    @functools.cached_property
+    def measuring_bytes(self) -> float:
+        """Bytes that measuring the profile may allocate, the same on every rank. Collective.
+
+        `MEASURING_SHARE` of the predicted peak of the layer's smallest step (the choice with the lowest
+        peak), so that measuring never needs more memory than a step.
+        """
+        choices = all_choices([(n, n) for n in self.degrees], self.modules.pairs)
+        return MEASURING_SHARE * min(predicted_peaks(self, choices))
 
     @property
     def trials_allowed(self) -> bool:
@@ -99,57 +128,286 @@ class TrialBatch:
         are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
         return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
-    def runner(self, choice: Choice) -> Runner:
-        """Returns the runner that computes this batch with the given numbers of chunks and restore pair."""
-        return PipelineRunner(self.orders.plan(self.counts, choice))
+    @property
+    def may_try(self) -> bool:
+        """Whether trials may run on this batch.
+
+        They may not run if `trials_allowed` is False, or if any rank has too little free host memory: a
+        choice that offloads would fail there.
+        """
+        return self.trials_allowed and not self.counts.host_shortage
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The numbers of chunks for which the batch can be cut with its row counts.
+
+        They are all numbers that may be chosen. With ``pipeline="solve"``, they are those of them for which
+        rows were counted.
+        """
+        options = self.modules.options
+        if not options.solves:
+            return options.degrees
+        bins = self.counts.send.shape[0]
+        return tuple(n for n in options.degrees if bins % n == 0 and n in (self.counts.depth or {n}))
+
+    def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
+        """Returns this batch with row counts for some choices.
+
+        Rows are counted again only with ``pipeline="solve"``; that is a collective. If all numbers of chunks
+        divide the largest one, they are counted for that one, too: a step in so many chunks needs the least
+        memory (`pmoe.choose.part_of_batch.share_of_tokens`).
+
+        choices: the numbers of chunks and restore pairs.
+        """
+        if self.rows_for is None:
+            return self
+        degrees = tuple(dict.fromkeys(n for choice in choices for n in choice.degrees))
+        if all(MAX_DEGREE % n == 0 for n in degrees):
+            degrees = tuple(dict.fromkeys((*degrees, MAX_DEGREE)))
+        counts, orders = self.rows_for(degrees)
+        return replace(self, counts=counts, orders=orders)
+
+    @functools.cached_property
+    def _orders(self) -> SortedSlots:
+        """The routing for trials, whose backward passes do not reduce gradients of other layers.
+
+        Beside a `pmoe.GradientReducer` the layer's own backward passes do. A trial must not touch gradients.
+        """
+        orders = self.orders
+        if orders.modules.gradients is not None:
+            assert isinstance(orders.modules, LayerModules)
+            orders = copy.copy(orders)
+            orders.modules = replace(orders.modules, gradients=None)
+        return orders
+
+    def plan(self, choice: Choice) -> Plan:
+        """Returns the plan that the layer would make for this batch with a choice: its chunks and their rows.
+
+        choice: the numbers of chunks and the restore pair.
+        """
+        return self._orders.plan(self.counts, choice)
 
 
-def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
-    """Returns the median seconds of forward and backward with each choice. Collective.
+def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
+    """Returns the predicted peak of both passes with each choice, in bytes, on the rank that needs most.
 
-    1. Each choice runs one step that is not timed.
-    2. All choices run in turns and are timed.
-    3. Choices close to the fastest are timed again, because two equal steps on a CPU may differ by a tenth.
+    The gate's memory is not counted, because trials do not route. The gradients of the experts' parameters
+    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). Collective.
+    """
+    modules = batch.modules
+    counts = batch.counts
+    own_peaks = []
+    for choice in choices:
+        counted = choice.degrees if modules.options.solves else modules.options.degrees
+        call = rows_of_call(modules, batch.inputs.x_TM.shape[0], counted)
+        sizes = replace(batch.sizes, rotates=batch.sizes.rotates or choice.rearranged)
+        # Skewed routing is cut into more chunks than were asked for.
+        degrees = [
+            cuts(n, counts.send.shape[0])[counts.depth.get(n, 0)] for n in (choice.forward, choice.backward)
+        ]
+        forward, backward = (
+            counted_rows(sizes, counts, modules.ranks.rank, n, modules.grid.esp.rank) for n in degrees
+        )
+        is_rearranged = degrees[0] != degrees[1]
+        memory = predict(sizes, call, forward, backward, choice.restore, rearranged=is_rearranged)
+        own_peaks.append(float(max(memory.forward_peak, memory.backward_peak)))
+    device = batch.inputs.x_TM.device
+    return largest(modules.ranks, device, own_peaks, stage="comparing the predicted memory of choices")
 
-    Each median is the largest of any rank, so all ranks time the same choices again. The bytes that trials
-    send do not count as traffic of the model.
+
+DROPPED = (math.inf, math.inf)
+"""The seconds of a choice for which a rank had too little memory."""
+
+
+def measure_trials(
+    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+) -> dict[Choice, PassTimes]:
+    """Returns the seconds of forward and backward with each choice. Collective.
+
+    Each choice runs one step that is not timed. Then the choices run in turns and are timed, until it is
+    clear which one is the fastest (`pmoe.planner.timed_rounds`). After each round the ranks agree on the
+    seconds of the slowest rank, so all ranks time the same choices again. The bytes that trials send do not
+    count as traffic of the model.
+
+    If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
+    warns once.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs to try.
+    choices: the numbers of chunks and restore pairs to try, each once.
+    most_rounds: largest number of timed rounds.
+
+    Raises OutOfMemoryError on every rank if no choice is left.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
     traffic = batch.modules.traffic
     traffic_before = replace(traffic)
-    clock = clock_of(device)
-    runs = [functools.partial(_run_both, batch.runner(choice), batch.inputs, clock) for choice in choices]
-    agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")
-    timed = functools.partial(median_seconds, begin=begin_together(ranks), agree=agree)
-    medians = timed(runs, REPEATS)
-    fastest = min(map(sum, medians))
-    close = [index for index, median in enumerate(medians) if sum(median) <= CLOSE * fastest]
-    if len(close) > 1:
-        again = timed([runs[index] for index in close], MORE, warm_up=0)
-        for index, median in zip(close, again, strict=True):
-            medians[index] = median
+    trials = {choice: Trial(batch, choice) for choice in choices}
+
+    def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
+        """Runs each choice once. Returns the seconds of (forward, backward) of each, on the slowest rank."""
+        runs = [trials[choice].run for choice in round_choices]
+        turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks))
+        own_seconds = [seconds for [passes] in turns for seconds in passes]
+        agreed = largest(ranks, device, own_seconds, stage="agreeing on the seconds of trials")
+        return list(zip(agreed[::2], agreed[1::2], strict=True))
+
+    times = timed_rounds(choices, run_round, most_rounds)
     vars(traffic).update(vars(traffic_before))
-    return [(forward, backward) for forward, backward in medians]
+    warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
+    return times
 
 
-@torch.no_grad()
-def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
-    """Runs both passes once, and returns the seconds of each.
+class Trial:
+    """Runs both passes of a batch with one choice. All ranks learn if any rank runs out of memory.
 
-    The output T_O serves as its own gradient in backward.
-
-    runner: computes both passes.
-    inputs: the rows and parameters of the call.
-    now: a clock in seconds.
+    batch: the routed batch.
+    choice: the numbers of chunks and the restore pair.
+    has_failed: whether any rank ran out of memory. If so, this choice is not run again.
+    failure: the out-of-memory error of this rank; None if this rank has none.
     """
-    start = now()
-    y_TM, saved = runner.forward(inputs, keep=True)
-    middle = now()
-    assert saved is not None
-    wanted = [tensor is not None and tensor.requires_grad for tensor in inputs.all]
-    saved.backward(saved.tensors, wanted, y_TM)
-    return middle - start, now() - middle
+
+    def __init__(self, batch: TrialBatch, choice: Choice) -> None:
+        self.batch = batch
+        self.choice = choice
+        self.has_failed: bool = False
+        self.failure: Exception | None = None
+
+    @torch.no_grad()
+    def run(self) -> tuple[float, float]:
+        """Runs both passes once, and returns the seconds of each; `DROPPED` if the choice has failed.
+
+        Each pass first allocates its buffers. Then the ranks compare whether one of them ran out of memory,
+        so that no rank waits for a message of a rank that has not begun. A rank that runs out of memory later
+        still takes part in all messages of the pass (`pmoe.engine.variants.trial`). The layer's output serves
+        as the gradient with which the backward pass begins, because only the time matters.
+        """
+        if self.has_failed:
+            return DROPPED
+        inputs = self.batch.inputs
+        with publishing_failures(self.batch.modules.ranks, "a trial"):
+            # Made for each run: the plans of all choices together would take more memory than a step.
+            plan, _ = self._timed(lambda: self.batch.plan(self.choice))
+            forward, made = self._timed(lambda: make_forward(_some(plan), inputs, True, TrialForward))
+            if self._any_failed() or forward is None:
+                return DROPPED
+            y_TM, ran = self._timed(forward.run)
+            self.failure = self.failure or forward.failure
+            forward_seconds = made + ran
+            backward, made = self._timed(lambda: self._backward(forward, _some(y_TM)))
+            if self._any_failed() or backward is None:
+                return DROPPED
+            _, ran = self._timed(backward.run)
+            self.failure = self.failure or backward.failure
+            backward_seconds = made + ran
+            if self._any_failed():
+                return DROPPED
+        return forward_seconds, backward_seconds
+
+    @torch.no_grad()
+    def has_room(self, num_bytes: float) -> bool:
+        """Returns whether every rank has enough memory for a step with the choice. Collective.
+
+        The memory is allocated and freed again. The forward pass allocates its buffers as in a step. The rest
+        of ``num_bytes`` is allocated in blocks as large as the layer's input.
+
+        num_bytes: the predicted bytes of the step.
+        """
+        rows_TM = self.batch.inputs.x_TM
+        memory = pool(rows_TM.device).device
+        plan, _ = self._timed(lambda: self.batch.plan(self.choice))
+        forward, _ = self._timed(lambda: make_forward(_some(plan), self.batch.inputs, True, TrialForward))
+        if forward is not None:
+            num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // max(rows_TM.nbytes, 1)
+            self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
+            forward.arena.close()
+        return not self._any_failed()
+
+    def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
+        """Returns the backward pass that follows a forward pass, with its buffers allocated.
+
+        forward: the forward pass, after it has run.
+        grad_TM: (T, M), the gradient of the layer's output: T tokens, M = d_model.
+        """
+        state = forward.left
+        state.wanted = [tensor is not None and tensor.requires_grad for tensor in self.batch.inputs.all]
+        return make_backward(forward.plan, grad_TM, state, TrialBackward)
+
+    def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
+        """Calls a function. Returns (its result, its seconds), or (None, 0) if this rank is out of memory.
+
+        The function is not called if an earlier call ran out of memory, so that `failure` is set. If this
+        call runs out of memory, its error is stored in `failure`. All other errors are raised.
+        """
+        if self.failure is not None:
+            return None, 0.0
+        now = clock_of(self.batch.inputs.x_TM.device)
+        start = now()
+        try:
+            result = function()
+            return result, now() - start
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.failure = error.with_traceback(None)  # its frames would keep tensors alive
+            return None, 0.0
+
+    def _any_failed(self) -> bool:
+        """Returns whether any rank has run out of memory. Collective."""
+        ranks = self.batch.modules.ranks
+        own = [float(self.failure is not None)]
+        [failed] = largest(
+            ranks, self.batch.inputs.x_TM.device, own, stage="agreeing on the memory of a trial"
+        )
+        self.has_failed = bool(failed)
+        return self.has_failed
+
+
+def _some(value: T | None) -> T:
+    """Returns a value that is not None."""
+    assert value is not None
+    return value
+
+
+def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
+    """Warns on rank 0 of choices that are not used, because some rank has too little memory for them.
+
+    batch: the routed batch.
+    dropped: the trials of these choices, the same on every rank.
+    num_trials: the number of choices that were tried. If all were dropped, OutOfMemoryError is raised on
+        every rank.
+    """
+    if not dropped:
+        return
+    choices = [trial.choice for trial in dropped]
+    listed = ", ".join(f"n={choice.forward} {choice.restore}" for choice in choices)
+    if batch.modules.ranks.rank == 0:
+        warn_once(f"a trial ran out of memory on some rank, so these choices are not used: {listed}")
+    if len(dropped) == num_trials:
+        own = next((trial.failure for trial in dropped if trial.failure is not None), None)
+        raise torch.OutOfMemoryError(
+            f"some rank has too little memory for every tried choice: {listed}"
+        ) from own
+
+
+def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
+    """Returns the choice with the fewest predicted bytes, after checking that every rank has the memory.
+
+    It is used if every choice ran out of memory in trials. Collective.
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs to choose from.
+
+    Raises OutOfMemoryError, with the bytes that would be enough, on every rank if any rank has too little
+    memory for the choice.
+    """
+    peaks = predicted_peaks(batch, choices)
+    least, num_bytes = min(zip(choices, peaks, strict=True), key=lambda pair: pair[1])
+    trial = Trial(batch, least)
+    if not trial.has_room(num_bytes):
+        raise torch.OutOfMemoryError(
+            "some rank has too little memory for these tokens, with every number of chunks. The least is of "
+            f"n={least.forward} with {least.restore}: about {num_bytes / 2**20:.1f} MiB beside the model "
+            "and the layer's input. Free memory, pass fewer tokens, or use more ranks"
+        ) from trial.failure
+    return least

@@ -4,7 +4,7 @@
     pmoe plan --d-model 1024 --d-hidden 4096 --num-experts 64 --tokens 8192 --ranks 8 --budget 2GiB
     torchrun --nproc-per-node 8 -m pmoe profile
     pmoe profile --kernels --d-model 4096 --d-hidden 14336 --num-experts 8 --top-k 2 --virtual-ranks 8
-    pmoe simulate fsmoe-table5 --contention 1.25
+    pmoe simulate fsmoe --contention 1.25
 
 Each subcommand prints text, or with --json one JSON object and nothing else. Bad arguments end with exit
 code 2 and one message.
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _quiet_on_closed_pipe() -> Iterator[None]:
-    """Ends the block without an error if the reader of stdout closed the pipe, as in ``pmoe plan | head``."""
+    """A context that ends without an error if the reader of stdout closes it, as in ``pmoe plan | head``."""
     try:
         try:
             yield

@@ -55,8 +55,10 @@ def byte_count(text: str) -> int:
 
 
 def restore_pair(text: str) -> Restore:
-    """Converts text to a restore pair, for argparse: how the dispatched rows (T_DI) and the hidden activation
-    (T_M) get from forward to backward.
+    """Converts text to a restore pair, for argparse.
+
+    A restore pair says how the dispatched rows (T_DI) and the hidden activation (T_M) get from forward to
+    backward.
 
     text: a name from the MPipeMoE paper, "S1" to "S4", or a pair such as "keep/recompute".
 
@@ -101,7 +103,7 @@ def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) ->
 
 @contextmanager
 def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns errors of the block into a ValueError, which `pmoe` prints as a message about wrong arguments.
+    """A context that turns errors into a ValueError, which `pmoe` prints as a message about arguments.
 
     rule: the beginning of the message; the text of the error follows.
     errors: the classes of errors to turn into a ValueError.

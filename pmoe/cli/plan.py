@@ -171,8 +171,9 @@ def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> 
 def _conclusions(way: Advice) -> list[str]:
     """Returns lines of text: the decision, its reason, and the fastest candidate.
 
-    The fastest candidate is left out if it is the decision. It is another one if it exceeds the budget, or if
-    the decision was made by the paper's Eq. 10.
+    The fastest candidate is left out if it is the decision. The decision is another candidate if the fastest
+    one exceeds the memory budget, or if the restore pair was chosen by Eq. 10 of the MPipeMoE paper and not
+    by simulated times.
 
     way: the chosen all-to-all and ESP degree, with its candidates.
     """

@@ -213,9 +213,11 @@ def _divisions(found: DivisionTable) -> str:
 
 
 def _division_cells(entry: Entry) -> Sequence[str]:
-    """Returns the cells of one kernel in the table of `_divisions`.
+    """Returns the texts of one row of the table of fastest divisions, for one kernel.
 
-    entry: the kernel's measurements.
+    A division says how many thread blocks communicate, and how many columns are sent together.
+
+    entry: the kernel's sizes, its fastest division, and the measured seconds of all divisions.
     """
     shape = entry.sizes
     division = entry.division

@@ -12,31 +12,53 @@ from typing import Any
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.cluster import load_cluster, tomllib
 from pmoe.cli.output import Output, by_key
-from pmoe.papers import comet_figures, fsmoe_table5, lancet_figures
+from pmoe.papers import (
+    comet_figures,
+    comet_layers,
+    flashdmoe_figures,
+    fsmoe_models,
+    fsmoe_table5,
+    lancet_figures,
+    mpipemoe_figures,
+)
 from pmoe.papers.assumptions import assumptions, wrapped
-from pmoe.papers.flashdmoe_table62 import table62
 from pmoe.papers.scale import ScaledModel, scaling, scaling_ends
 from pmoe.text import table
+from pmoe.warn import warn_once
 
 Simulation = Mapping[str, Sequence[Mapping[str, Any]]]
 
 ABOUT = "simulate a paper's experiment, or large models on many ranks, from stated task costs"
 TOLD = {
-    "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
-    "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
-    "flashdmoe": "FlashDMoE's Table 6.2: bytes of the symmetric tensor",
-    "lancet": "Lancet's section 7: a step of GPT-2 by system",
+    "mpipemoe": "MPipeMoE's Fig. 8 and 12: three systems, and the best n by batch size",
+    "fsmoe": "FSMoE's Table 5 (1,458 layers, Testbed B) and Fig. 6 to 8 (whole models)",
+    "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and layers by system (Fig. 10 to 14)",
+    "flashdmoe": "FlashDMoE's Table 6.2 and Fig. 6.1 to 6.5: one persistent kernel beside other layers",
+    "lancet": "Lancet's section 7, Fig. 2 and 6: a step of GPT-2 by system and by what is cut",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
 """The name and a description of each experiment, for the help."""
 
+OLD_NAMES = {"fsmoe-table5": "fsmoe"}
+"""Earlier names of experiments, which work until pmoe 0.2."""
+
+
+def experiment(name: str) -> str:
+    """Returns the name of an experiment. For an old name it warns, and returns the new one."""
+    if name not in OLD_NAMES:
+        return name
+    message = f"the experiment {name} is called {OLD_NAMES[name]} now: the old name goes with pmoe 0.2"
+    warn_once(message, FutureWarning)
+    return OLD_NAMES[name]
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {about}" for name, about in TOLD.items()))
-    both = "fsmoe-table5: how many times as long collectives take while both lanes send"
+    about = "; ".join(f"{name}: {text}" for name, text in TOLD.items())
+    add("experiment", type=experiment, choices=list(TOLD), help=about)
+    both = "fsmoe: how many times as long collectives take while both lanes send"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {fsmoe_table5.CONTENTION})")
-    drawn = "comet: draw the fused layer beside the chunked one, as a PNG in this file"
+    drawn = "comet, flashdmoe: draw the simulated kernel beside others, as a PNG in this file"
     add("--draw", type=Path, metavar="FILE", help=drawn)
     add("--assumptions", action="store_true", help="print the assumptions and simulate nothing")
 
@@ -48,8 +70,8 @@ def run_command(args: argparse.Namespace) -> Output:
     """
     name = args.experiment
     picture = args.draw
-    if name != "fsmoe-table5" and args.contention is not None:
-        raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for {name}")
+    if name != "fsmoe" and args.contention is not None:
+        raise ValueError(f"--contention ({args.contention:g}) is for fsmoe, not for {name}")
     if picture is not None and (name not in FIGURES or args.assumptions):
         raise ValueError(f"--draw ({picture}) is for {', '.join(FIGURES)}, without --assumptions")
     assumed = assumptions(name)
@@ -108,10 +130,24 @@ def _scale() -> Simulation:
     return simulation
 
 
+def _fsmoe(contention: float = fsmoe_table5.CONTENTION) -> Simulation:
+    """Returns the tables of the experiment "fsmoe".
+
+    contention: how many times as long collectives take while both lanes send.
+    """
+    return {**fsmoe_table5.tables(contention), **fsmoe_models.tables(contention)}
+
+
+def _comet() -> Simulation:
+    """Returns the tables of the experiment "comet"."""
+    return {**comet_figures.tables(), **comet_layers.tables()}
+
+
 TABLES: Mapping[str, Callable[..., Simulation]] = {
-    "fsmoe-table5": fsmoe_table5.tables,
-    "comet": comet_figures.tables,
-    "flashdmoe": lambda: {"table62": table62()},
+    "mpipemoe": mpipemoe_figures.tables,
+    "fsmoe": _fsmoe,
+    "comet": _comet,
+    "flashdmoe": flashdmoe_figures.tables,
     "lancet": lancet_figures.tables,
     "scale": _scale,
 }
@@ -119,5 +155,8 @@ TABLES: Mapping[str, Callable[..., Simulation]] = {
 
 A table is a list of rows, and a row maps column names to values.
 """
-FIGURES = {"comet": comet_figures.beside_figure}
+FIGURES: Mapping[str, Callable[[], Any]] = {
+    "comet": comet_figures.beside_figure,
+    "flashdmoe": flashdmoe_figures.actors_figure,
+}
 """Functions that draw an experiment as a matplotlib figure, by the experiment's name."""

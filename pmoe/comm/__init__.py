@@ -9,7 +9,7 @@ Letters that the files of this folder use in shapes:
     W   ranks that share the layer's experts
     L   ranks that share each expert: each holds a part of its hidden columns; 1 unless experts are sharded
     P   ranks among which rows are dispatched, W / L
-    F   bins: equal ranges of a rank's tokens, by which rows are counted. A chunk (micro-batch) is a run of
+    F   bins: equal ranges of a rank's tokens, by which rows are counted. A chunk (micro-batch) consists of
         neighbouring bins
     A   nodes
 """
@@ -29,7 +29,7 @@ __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 ExchangeName = Literal["flat", "hierarchical_1d", "hierarchical_2d"]
 """Names that MoELayer's arguments ``dispatch`` and ``combine`` accept.
 
-Both arguments also accept modules, and ``dispatch`` also accepts "auto".
+Instead of a name, both accept a module. ``dispatch`` also accepts "auto".
 """
 
 NAMES: tuple[ExchangeName, ...] = get_args(ExchangeName)

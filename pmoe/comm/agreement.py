@@ -30,7 +30,8 @@ float64, so they come back exactly.
 def digest(parts: Iterable[str]) -> int:
     """Returns 48 bits of a hash of texts, as a number. Ranks compare this number instead of the texts.
 
-    It has 48 bits because ranks compare numbers as float64 (`same`), which holds integers of 48 bits exactly.
+    It has 48 bits because ranks compare numbers as float64 (`same`): float64 holds integers of 48 bits
+    exactly.
     """
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
 
@@ -100,7 +101,7 @@ def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
 def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
     """Raises on every rank if the block raises on any rank. A collective at the end of the block.
 
-    The failed rank raises its own error. Every other rank raises an error with the number of the failed rank
+    The failed rank raises its own error. Every other rank raises an error that has the failed rank's number
     and the text of its error. The class of this second error is
 
     - TypeError, ValueError or ImportError if the first error is an instance of one of these;

@@ -27,8 +27,9 @@ class Traffic:
     counts: bytes of row counts, and of the numbers that ranks reduce together with the counts.
     rows: bytes of token rows, between nodes and inside a node.
     scalars: bytes of tensors with one number for each row, such as routing weights.
-    inside: the bytes among ``rows`` and ``scalars`` that went to ranks of the same node. Only exchanges that
-        know the nodes count them: hierarchical all-to-alls, and the collectives of sharded experts.
+    inside: the bytes among ``rows`` and ``scalars`` that went to ranks of the same node. Hierarchical
+        all-to-alls and the collectives of sharded experts count them. Flat all-to-alls do not, because they
+        do not know the nodes.
     """
 
     counts: int = 0
@@ -62,7 +63,7 @@ class Traffic:
 
 
 class Exchange(abc.ABC):
-    """An irregular all-to-all: each rank sends every rank a number of rows of its own, which may be zero.
+    """An irregular all-to-all: each rank sends every rank a number of rows, which may differ and may be zero.
 
     Subclass `Dispatch` for rows that go to experts, `Combine` for results that come back, or both. The two
     have the same methods; the class says in which direction a layer may use the module.
@@ -79,8 +80,8 @@ class Exchange(abc.ABC):
     in_steps = False
     """Whether `exchange` runs several collectives, each of which needs the result of the collective before.
 
-    If so, the engine runs `exchange` in a thread of its own on the CPU, and calls `relay_counts` in each call
-    of the layer.
+    For such an exchange, the engine runs `exchange` in a thread of its own on the CPU, and calls
+    `relay_counts` in each call of the layer.
     """
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
@@ -95,15 +96,14 @@ class Exchange(abc.ABC):
         self.traffic = traffic
 
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
-        """Returns how many rows this rank will pass on for other ranks, (F, X) int64.
+        """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.
 
-        The result is None if the rank passes on none. An exchange in several steps sends rows by way of other
-        ranks. These ranks must know how many rows to expect, so such an exchange overrides this method and
-        sends them the numbers.
+        Only an exchange in several collectives overrides this method. It sends rows by way of other ranks,
+        which must know how many rows to expect.
 
-        Rows are counted in F bins, which are equal ranges of a rank's tokens. X is up to the exchange. A
-        chunk (micro-batch) is a run of neighbouring bins, so its numbers are sums over its bins. `exchange`
-        gets the X sums of its chunk as the argument ``relayed``.
+        Rows are counted in F bins, which are equal ranges of a rank's tokens. The subclass decides what its X
+        numbers for each bin are. A chunk (micro-batch) consists of neighbouring bins, and the layer adds
+        their numbers: `exchange` gets the X sums of its chunk as the argument ``relayed``.
 
         A collective. It is called after the exchange of row counts and before the host reads any count, so
         all tensors are on the rows' device.
@@ -122,8 +122,8 @@ class Exchange(abc.ABC):
         """Sends every rank a block of ``rows``, and writes the block that every rank sent into ``out``.
 
         Args:
-            rows: contiguous (N,) or (N, M), of any dtype. The block for rank 0 comes first, then the block
-                for rank 1, and so on.
+            rows: contiguous (N,) or (N, M), of any dtype: N rows of M columns. The block for rank 0 comes
+                first, then the block for rank 1, and so on.
             send_rows: send_rows[r] is the number of rows for rank r.
             out: contiguous, of the width and dtype of ``rows``. Takes the received blocks in order of rank.
             recv_rows: recv_rows[r] is the number of rows from rank r.
@@ -173,8 +173,8 @@ def all_to_all(
 ) -> dist.Work:
     """Starts one irregular all-to-all and returns its Work. ``out`` may be read after its wait().
 
-    rows: contiguous (N,) or (N, M). The block for rank 0 of the group comes first, then the block for rank 1,
-        and so on.
+    rows: contiguous (N,) or (N, M): N rows of M columns. The block for rank 0 of the group comes first, then
+        the block for rank 1, and so on.
     send_rows, recv_rows: the number of rows for each rank of the group, and from each rank.
     out: contiguous, of the width and dtype of ``rows``. Takes the received blocks in order of rank.
 

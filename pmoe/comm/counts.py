@@ -29,6 +29,7 @@ Letters:
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -52,7 +53,7 @@ class Fault(enum.IntEnum):
 
     Without the number, the other ranks would wait for rows that the faulty rank never sends.
 
-    text: what is wrong on the faulty rank, as the errors of the other ranks say it after "rank 3: ".
+    text: what is wrong on the faulty rank. The errors of the other ranks have this text after "rank 3: ".
     """
 
     text: str
@@ -119,8 +120,8 @@ class RankCounts:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
-        depth            depth[n]: how often n chunks must be doubled until no chunk brings any rank more rows
-                         than a ring slot holds (`slot_rows`), or until the bins allow no finer cut
+        depth            depth[n]: how often n chunks must be cut finer (`cuts`) until no chunk brings any
+                         rank more rows than a ring slot holds (`slot_rows`), or each chunk is a bin
         host_shortage    whether any rank lacks host memory for the rows that it receives
         max_rows         largest number of rows that any rank receives, rows from itself included; None if
                          not asked for, or if some rank does not have exactly one row for each choice of its
@@ -158,13 +159,13 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy without device memory: its ``..._device`` fields hold the host's tensors, too."""
+        """Returns a copy without device memory: its ``..._device`` fields have the host's tensors instead."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once)
 
     def travelling(self, rank: int) -> RankCounts:
         """Returns the counts of the rows that leave this rank or come to it: rows to itself count as 0.
 
-        rank: this rank, and so the index of its own rows among the P and W ranks.
+        rank: this rank's number, which is also the index of its own rows in the counts.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -183,7 +184,7 @@ class RankCounts:
     def joined(self, n: int) -> RankCounts:
         """Returns the counts of the same rows for n chunks instead of F bins.
 
-        Bins are equal ranges of a rank's tokens. Each chunk is a run of F / n neighbouring bins, and its
+        Bins are equal ranges of a rank's tokens. Each chunk consists of F / n neighbouring bins, and its
         counts are sums over these bins. n must divide F.
         """
         if n == self.send.shape[0]:
@@ -218,7 +219,8 @@ class Slots:
                    are the rows of one of n chunks under even routing
         top_k      rows that a rank receives for each of its tokens under even routing: the choices of a
                    token, times the number of ranks that share an expert
-        degrees    the numbers of chunks n for which `RankCounts.depth` is wanted
+        degrees    the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number
+                   of bins
         own_rank   this rank, if rows from it to itself are not sent and so are not counted; None counts all
         host_rows  number of received rows for which this rank has host memory; None checks nothing
     """
@@ -230,34 +232,56 @@ class Slots:
     host_rows: int | None = None
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns, for each n in ``degrees``, how often n must be doubled for this rank, as device scalars.
+        """Returns, for each n in ``degrees``, how often n chunks are cut finer for this rank: device scalars.
 
-        Each doubling halves the chunks. n is doubled until no chunk brings this rank more rows than a ring
-        slot holds, a buffer of fixed size; or until 2 n does not divide the number of bins F. Bins are equal
-        ranges of a rank's tokens, by which rows are counted.
+        n chunks are cut finer (`cuts`) until no chunk brings this rank more rows than a ring slot holds, a
+        buffer of fixed size; or until each chunk is a bin. Bins are equal ranges of a rank's tokens, by which
+        rows are counted.
 
-        recv_FWE: (F, W, E_local) int64 on the device: the rows in each bin from each of W ranks for each
-            expert.
+        recv_FWE: (F, W, E_local) int64 on the device: the rows in each of F bins from each of W ranks for
+            each expert.
         max_tokens: int64 scalar on the device, the largest number of tokens of any rank.
         """
         by_source = recv_FWE.sum(2)
         rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
-        # Rows of the largest of n chunks. Kept, because doubling one degree may give another degree.
+        # Rows of the largest of n chunks. Kept, because cutting one degree finer may give another degree.
         largest: dict[int, Tensor] = {}
         depths = []
         for n in self.degrees:
             # In float64, as `slot_rows` does on the host. float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
             depth = torch.zeros_like(max_tokens)
-            # Finer chunks never have more rows, and the limit stays. So the first cuts of the chain n, 2 n,
-            # 4 n, ... overflow and the later ones fit: the number of those that overflow is the depth.
-            while rows_F.shape[0] % (2 * n) == 0:
-                if n not in largest:
-                    largest[n] = rows_F.view(n, -1).sum(1).max()
-                depth = depth + (largest[n] > limit)
-                n *= 2
+            # Finer chunks never have more rows, and the limit stays. So the first cuts overflow and the later
+            # ones fit: the number of those that overflow is the depth. The last cut is not tested, because
+            # none is finer.
+            for chunks in cuts(n, rows_F.shape[0])[:-1]:
+                if chunks not in largest:
+                    largest[chunks] = rows_F.view(chunks, -1).sum(1).max()
+                depth = depth + (largest[chunks] > limit)
             depths.append(depth)
         return depths
+
+
+@functools.lru_cache(maxsize=1024)
+def cuts(n: int, bins: int) -> tuple[int, ...]:
+    """Returns the numbers of chunks into which n chunks may be cut, in rising order: n, ..., ``bins``.
+
+    Each number divides the next, so every cut refines the one before. From one to the next it grows by the
+    smallest prime factor of what is left of ``bins / n``: it is doubled as long as possible.
+
+    n: number of chunks. It divides ``bins``.
+    bins: number of bins, the equal ranges of a rank's tokens by which rows are counted.
+
+    Example: 4 chunks, 48 bins -> (4, 8, 16, 48).
+    """
+    chunks = [n]
+    factor = 2
+    while chunks[-1] < bins:
+        if bins // chunks[-1] % factor:
+            factor += 1
+        else:
+            chunks.append(chunks[-1] * factor)
+    return tuple(chunks)
 
 
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
@@ -274,10 +298,10 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
 def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
     """Returns F = lcm(degrees) * 2**k, the number of bins in which rows are counted.
 
-    Bins are equal ranges of a rank's tokens, and a chunk is a run of bins. Finer bins allow finer chunks. k
-    grows until F >= lcm(degrees) * num_ranks. Then even a batch that sends all rows to one rank can be cut
-    into chunks that fit into buffers of fixed size (ring slots). k stops earlier where F would exceed
-    `MAX_BINS`, or F * num_experts `MAX_COUNTS`, so that the message of counts stays small.
+    Bins are equal ranges of a rank's tokens, and a chunk consists of neighbouring bins. Finer bins allow
+    finer chunks. k grows until F >= lcm(degrees) * num_ranks. Then even a batch that sends all rows to one
+    rank can be cut into chunks that fit into buffers of fixed size (ring slots). k stops earlier where F
+    would exceed `MAX_BINS`, or F * num_experts `MAX_COUNTS`, so that the message of counts stays small.
 
     degrees: the numbers of chunks that may be chosen.
 
@@ -285,10 +309,14 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
     """
     finest = math.lcm(*degrees)
     bins = finest
-    max_bins = min(MAX_BINS, MAX_COUNTS // num_experts)
-    while bins < finest * num_ranks and 2 * bins <= max_bins:
+    while bins < finest * num_ranks and 2 * bins <= max_bins(num_experts):
         bins *= 2
     return bins
+
+
+def max_bins(num_experts: int) -> int:
+    """Returns the largest number of bins that `num_bins` gives degrees whose lcm is not larger itself."""
+    return min(MAX_BINS, MAX_COUNTS // num_experts)
 
 
 MAX_BINS, MAX_COUNTS = 256, 2**16
@@ -304,12 +332,13 @@ HEADER = 4
 
     tokens       number of its tokens
     fault        number of its `Fault`
-    mode         bits such as TRAINING, plus LIFE times the life of its process group (`GroupRecord.life`)
+    mode         bits such as TRAINING, plus LIFE times `GroupRecord.life`, which tells a process group from a
+                 destroyed one of the same name
     type, layer  index of the rows' dtype in TYPES, plus LAYER times the layer's number (`Ranks.number`)
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that have a number in a header: their index. All other dtypes have the number len(TYPES)."""
+"""The dtypes that have a number in a header: the index in this tuple. Other dtypes have the number 4."""
 
 LIFE = 8
 LAYER = 8
@@ -347,8 +376,8 @@ def mode_of_call(*, needs_grad: bool, training: bool) -> int:
 class CountsExchange:
     """One exchange of row counts. It begins when the object is built and ends with `finish`.
 
-    The caller may work in between, such as sort rows. `finish` holds the only host synchronisation of a
-    layer's forward pass.
+    The caller may do other work in between, such as sort rows. `finish` holds the only host synchronisation
+    of a layer's forward pass.
 
     The message to each rank is int32. A rank's tokens are cut into F equal ranges, the bins. For each bin the
     message has X counts: the rows for each expert of the receiving rank, and one more number if a token is
@@ -379,23 +408,25 @@ class CountsExchange:
         asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
     ) -> None:
-        """Starts the exchange. A collective.
+        """Sends this rank's row counts to all ranks, without waiting for theirs. A collective.
 
         grid: the ranks of the layer.
-        counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins for each expert of all
-            ranks. Dropped rows are not counted.
+        counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins (equal ranges of its
+            tokens) for each of the E experts of all ranks. Dropped rows are not counted.
         num_tokens: number of this rank's tokens.
         fault: this rank's `Fault`, or its number as an int64 scalar on the rows' device.
         needs_grad: whether this rank wants gradients.
         training: whether the layer is in training mode.
         dtype: dtype of the rows that will be sent.
         traffic: where the bytes of the exchange are counted.
-        slots: limits to be checked; None checks nothing. It must be None on all ranks or on none.
+        slots: limits of the rows that a rank may receive: room in ring slots (buffers of fixed size) and on
+            the host. `finish` returns whether all ranks stay within them. None checks nothing. It must be
+            None on all ranks or on none.
         once_FP: (F, P) int64 on the rows' device: rows for each of P ranks, if a token is sent only once to a
             rank (`RankCounts.sent_once`); else None.
         exchanges: dispatch and combine, in case they send rows by way of other ranks; else ().
         bypass_local: whether rows from a rank to itself are not sent.
-        asks_max_rows: whether `RankCounts.max_rows` is wanted; the same on all ranks.
+        asks_max_rows: whether `RankCounts.max_rows` is computed; the same on all ranks.
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If some rank
             has not, `RankCounts.max_rows` is None on all ranks.
         """
@@ -494,11 +525,11 @@ class CountsExchange:
         )
 
     def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Splits off the last of X counts for each rank: the number of rows that are sent only once.
+        """Separates the rows for each expert from the number of rows that are sent only once.
 
-        counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. There are
-            E_local counts of rows for each expert. One more count follows if a token is sent only once to a
-            rank that holds several of its experts.
+        counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. The first
+            E_local of X counts are rows for each expert of a rank. One more count follows if a token is sent
+            only once to a rank that holds several of its experts.
 
         Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once; None if a token
         is sent for each of its experts.
@@ -539,7 +570,7 @@ class CountsExchange:
 
         host shortage: 1 if host memory lacks for the received rows.
         irregular: 1 if a rank does not have exactly one row for each choice of its tokens.
-        depth: how often each number of chunks must be doubled (`Slots.depths`).
+        depth: how often each number of chunks must be cut finer (`Slots.depths`).
 
         Every rank has received all headers, so their maximum needs no communication. The other numbers follow
         from the counts, so a reduction must come after the counts; it is left out if neither `Slots` nor
@@ -574,10 +605,10 @@ class CountsExchange:
 def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
     """Raises FaultError, on every rank, if the ranks do not make the same call.
 
-    Each rank has sent a header in front of its row counts. Only warns if some ranks are in training mode and
-    others are not. Also sets this rank's `GroupRecord.life` to the largest of all ranks.
+    Each rank has sent a header in front of its row counts. If some ranks are in training mode and others are
+    not, the function only warns. It also sets this rank's `GroupRecord.life` to the largest of all ranks.
 
-    modes: the third number of each rank's header: bits such as TRAINING, and the life of its group.
+    modes: the third number of each rank's header: bits such as TRAINING, and `GroupRecord.life`.
     kinds: the fourth number of each rank's header: the rows' dtype and the layer's number.
     """
     ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
@@ -637,9 +668,10 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Returns a list of ranks as a text for messages; "" for no ranks. It names eight and counts the rest.
+    """Returns a list of ranks as a text for messages; "" for no ranks.
 
-    Example: (0, 2, 3) -> "ranks 0, 2, 3"; (1,) -> "rank 1".
+    The text names at most eight ranks, and says how many more there are. Example: (0, 2, 3) -> "ranks 0, 2,
+    3"; (1,) -> "rank 1".
     """
     if not ranks:
         return ""

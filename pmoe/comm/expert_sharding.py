@@ -48,7 +48,7 @@ class ShardCollectives:
     def all_gather(self, rows: Tensor, out: Tensor, counts: Sequence[int], copies: Tensor) -> None:
         """Writes the rows of all L ranks that share experts into ``out``, in order of rank.
 
-        rows: (N, M) or (N,), this rank's rows.
+        rows: (N, M) or (N,), this rank's N rows, M columns each.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
         copies: scratch memory for the number of rows that the method `copies` returns for N rows.
@@ -72,8 +72,8 @@ class ShardCollectives:
 
         The sum is taken in order of rank and rounded once.
 
-        rows: (sum(counts), M) or (sum(counts),), this rank's partial results for the rows of all ranks, in
-            order of rank.
+        rows: (sum(counts), M) or (sum(counts),), this rank's partial results of M columns for the rows of all
+            ranks, in order of rank.
         out: (counts[own rank], M) or (counts[own rank],).
         counts: counts[r] is the number of rows of rank r.
         parts: scratch memory for L times the elements of ``out``, into which the ranks send their partial

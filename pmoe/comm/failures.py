@@ -48,14 +48,17 @@ LIFE is `GroupRecord.life`, RANK a global rank, and GROUP the name of a process 
 """
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
-"""How long a rank waits for a collective before it reads the failure reports, and between two readings."""
+"""Time after which a waiting rank reads the failure reports, and between two readings."""
 
 failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Cleared by its next call that `enter_call` accepts."""
 
 
 class PeerError(RuntimeError):
-    """The error of a rank that stops waiting because a peer has published a failure, which it quotes."""
+    """The error of a rank that stops waiting because a peer has published a failure.
+
+    Its text quotes the failure.
+    """
 
 
 def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
@@ -87,9 +90,11 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 def tell(standing: GroupRecord) -> None:
     """Publishes in the store the error with which this rank has left a pass over a group.
 
-    The error is stored under two keys (`FAILED`). Under the key with the group's name it stays, because ranks
-    that wait in that group wait in vain until the group is destroyed. The other key is for ranks that wait
-    for this rank in any other group; this rank's next call empties it.
+    The error is stored under two keys (`FAILED`):
+
+    - One key has the group's name and is never emptied. It is for ranks that wait in that group, which can no
+      longer be used.
+    - The other key is for ranks that wait for this rank in any other group. This rank's next call empties it.
 
     standing: this rank's record of the group.
     """
@@ -133,12 +138,12 @@ A peer that waits for a collective leaves after about a second, because it reads
 def settle(ranks: Ranks) -> bool:
     """Returns whether a group may be used again, after this rank has left a pass over it in the middle.
 
-    It may if all ranks left that pass by errors of their own and after the same collectives: then no rank
-    waits for a collective that another rank did not start. The function reads in the store where the other
-    ranks left, for at most `PATIENCE_SECONDS`. If the result is True, it clears this rank's record of
+    It may be used if all ranks left that pass by errors of their own and after the same collectives: no rank
+    then waits for a collective that another rank did not start. The function reads in the store where the
+    other ranks left, for at most `PATIENCE_SECONDS`. If the result is True, it clears this rank's record of
     leaving.
 
-    After False, the caller must call `tell` again. It then publishes an empty `GroupRecord.left_at`, from
+    After False, the caller must call `tell` again. `tell` then publishes an empty `GroupRecord.left_at`, from
     which the other ranks see that the group cannot be used, and stop waiting.
     """
     group = ranks.group
@@ -169,8 +174,8 @@ _to_take_back: set[str] = set()
 def withdraw_failures() -> None:
     """Empties this rank's reports of failures in the store, because the rank goes on with another call.
 
-    It leaves the reports about groups that this rank left in the middle of a pass: ranks that still wait in
-    such a group wait in vain (`tell`).
+    Reports stay if they are about a group that this rank left in the middle of a pass (`tell` wrote them):
+    ranks that still wait in this group read them, and then stop waiting.
     """
     failure_published.clear()
     if dist.is_initialized():
@@ -240,8 +245,8 @@ def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Waits for a collective on the CPU, and checks in between whether peers have published a failure.
 
-    Raises PeerError if a published failure shows that the collective will not end. A thread reads the store,
-    because the store may never answer.
+    Raises PeerError if a published failure shows that the collective will not end. The store is read in a
+    thread, because the store may never answer.
     """
     reports = list[str]()
     looker = None
@@ -261,15 +266,15 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
 def _look(group: dist.ProcessGroup, told: list[str]) -> None:
     """Adds to ``told`` the reasons, as texts, why a collective of the group will not end.
 
-    The reasons are failures that ranks of the group have published. If there are none, they are peers that
-    wait in a meeting to which this rank will not come (`pmoe.comm.meeting`).
+    The reasons are failures that ranks of the group have published. If there are none, the reasons are peers
+    that wait for this rank before a call that this rank will not make (`pmoe.comm.meeting`).
     """
     with contextlib.suppress(RuntimeError):
         told += failures(group) or left_out(record_of_group(group), group.rank(), range(group.size()))
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """Returns the published errors because of which waiting for a collective of the group is in vain.
+    """Returns the published errors that show that a collective of the group will not end.
 
     Three kinds of errors of the group's ranks are returned:
 
@@ -336,10 +341,10 @@ def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextM
     """Returns a context that publishes an error of its block: this rank then leaves a pass in the middle.
 
     It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
-    it. Errors that all ranks raise together must not be published: no rank waits, and a report would end the
-    next call of the peers.
+    that rank. Errors that all ranks raise together must not be published: no rank waits, and a report would
+    end the next call of the peers.
 
-    stage: what the block does, in words. The error of this rank's next call has it.
+    stage: what the block does, in words. The error of this rank's next call quotes it.
     """
     return contextlib.nullcontext() if ranks.size == 1 else _telling(ranks, stage)
 
@@ -405,8 +410,9 @@ def check_whole(ranks: Ranks) -> None:
     """Raises RuntimeError if this rank has left an earlier pass over the group in the middle.
 
     The collectives of the next pass would be paired with other collectives of the peers. The failure is
-    published, so that the peers raise too. It does not raise if all ranks left that pass by errors of their
-    own and after the same collectives; to find that out, it may wait some seconds (`settle`).
+    published, so that the peers raise too. There is one exception: if all ranks left that pass by errors of
+    their own and after the same collectives, the group can be used again. To find that out, the function may
+    wait some seconds (`settle`).
     """
     if ranks.size == 1 or not ranks.standing.left:
         return
@@ -447,7 +453,7 @@ def meet(ranks: Ranks, why: str) -> None:
     """Waits until all ranks of the group have come to the same call of a layer (`pmoe.comm.meeting`).
 
     why: why this rank waits, as the end of a sentence that begins with "rank 3". Errors of the peers quote
-        it.
+        the text.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs
     another pass instead finds this rank's entry in the store, and publishes a failure.

@@ -25,14 +25,14 @@ class Grid:
     all: the W ranks. They exchange row counts.
     ep: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
     esp: the L ranks that hold different columns of the same experts. Rows are gathered among them.
-    order: (W,), the number in ``all`` of the rank at each place of the grid, line by line. After the
+    order: (W,), the rank (its number in ``all``) at each place of the grid, line by line. After the
         gathering, rows lie in this order of their source ranks.
 
-    Example: P = 3, L = 2. The place of a rank in ``order`` is inside.rank * P + across.rank:
+    Example: P = 3, L = 2. The place of a rank in ``order`` is esp.rank * P + ep.rank:
 
-        inside 0    order[0]   order[1]   order[2]
-        inside 1    order[3]   order[4]   order[5]
-                    across 0   across 1   across 2
+        esp 0    order[0]   order[1]   order[2]
+        esp 1    order[3]   order[4]   order[5]
+                 ep 0       ep 1       ep 2
     """
 
     all: Ranks
@@ -55,7 +55,7 @@ class Grid:
         """Turns counts for P ranks into counts for the W = P * L ranks that hold the same experts.
 
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
-            ranks across the nodes.
+            ranks among which rows are dispatched.
 
         Returns (F, W, X). L ranks hold parts of the same experts, so all L of them get the same counts.
         """
@@ -85,8 +85,8 @@ class Grid:
         arrival_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in the order that `by_arrival` returns.
 
-        Returns (F, P, X). The rows of the W - P other ranks are dispatched to the other ranks inside the
-        node, which share this rank's experts, and are gathered from them.
+        Returns (F, P, X). The W - P other ranks dispatch their rows to the ranks that share this rank's
+        experts, and this rank gathers the rows from them.
         """
         start = self.esp.rank * self.ep.size
         return arrival_FWX[:, start : start + self.ep.size]
@@ -113,9 +113,9 @@ class Grid:
 
 @functools.lru_cache(maxsize=64)
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns places as an int64 tensor on a device.
+    """Returns numbers as an int64 tensor on a device. Equal arguments return the same tensor.
 
-    Tensors are cached, because each copy from the host to a GPU would be a synchronisation.
+    The tensors are cached, because each copy from the host to a GPU would be a synchronisation.
     """
     return torch.tensor(places, device=device)
 

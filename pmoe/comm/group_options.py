@@ -12,7 +12,7 @@ import torch.distributed as dist
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of a group's collectives; None if it cannot be read.
 
-    It is for new groups, which would otherwise get torch's default timeout instead of the user's.
+    New groups are made with this timeout. Otherwise they would get torch's default instead of the user's.
     """
     timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
     return timeout

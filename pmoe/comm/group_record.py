@@ -22,9 +22,9 @@ class GroupRecord:
     in the middle, by an error, leaves collectives undone for which its peers wait.
 
     name: the group's name, the same on all its ranks.
-    life: the number of the default group under which the group was made, counted over this job. torchrun's
-        store outlives a group that is destroyed and made again under the same name. This number in the keys
-        of the store separates a new group from an old one.
+    life: the number of the default group under which the group was made: 1 for the first one that layers used
+        in this job, 2 for the second. torchrun's store outlives a group that is destroyed and made again
+        under the same name; this number in the keys of the store tells the two groups apart.
     left: why this rank left a pass in the middle; "" while the group is whole.
     left_with: the text of that error, as peers get it.
     left_at: `place` at the moment when this rank left by an error of its own; "" if a peer or a collective
@@ -39,9 +39,8 @@ class GroupRecord:
         ordered set.
     backward_of: the number of the call that has its backward pass running; 0 if there is none.
     backward_of_layer: the name of that call's layer.
-    meetings: how many meetings this rank has come to: waits for all ranks before a call
-        (`pmoe.comm.meeting`).
-    last_meeting: the number of the call that followed the last meeting.
+    meetings: how often this rank has waited for all ranks before a call (`pmoe.comm.meeting`).
+    last_meeting: the number of the call that followed the last of these waits.
     """
 
     name: str = ""
@@ -126,10 +125,13 @@ def names_of_left_groups() -> set[str]:
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""The life (`GroupRecord.life`) of each default group."""
+"""Maps each default group to its number among the default groups of this job (`GroupRecord.life`)."""
 
 MOST_LIVES = 1 << 10
-"""Lives are counted modulo this number, because a header of row counts has few bits for them."""
+"""The numbers of default groups (`GroupRecord.life`) are taken modulo this number.
+
+A header of row counts has only a few bits for them.
+"""
 
 
 def _life() -> int:

@@ -59,9 +59,9 @@ class HierarchicalExchange(Dispatch, Combine):
     def connect(self) -> NodeGroups:
         """Returns this rank's process groups inside its node and across nodes.
 
-        The first call makes the groups, and is a collective. The groups are looked up each time and not
-        stored in this object, so that layers can be copied and pickled. An unpickled layer makes its groups
-        at its first exchange of row counts.
+        The first call makes the groups, and is a collective. This object does not store them, and looks them
+        up each time, so that layers can be copied and pickled. An unpickled layer makes its groups at its
+        first exchange of row counts.
         """
         assert self.ranks.group is not None
         return connect(self.ranks.group, self.topology)
@@ -74,10 +74,12 @@ class HierarchicalExchange(Dispatch, Combine):
 
     @abc.abstractmethod
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """Returns how many rows this rank will pass on for others, (F, X) int64 (`Exchange.relay_counts`).
+        """Returns how many rows this rank will pass on for other ranks, (F, X) int64.
 
-        A collective, called only if there are several nodes and a node has several ranks. X is up to the
-        subclass.
+        `relay_counts` returns the same numbers, but None if this rank passes on no rows.
+
+        A collective, called only if there are several nodes and a node has several ranks. The subclass
+        decides what its X numbers for each bin are.
 
         send_FW, recv_FW: (F, W) int64, for each of F bins (equal ranges of a rank's tokens) the numbers of
             rows to and from each of W ranks.
@@ -92,10 +94,11 @@ class HierarchicalExchange(Dispatch, Combine):
         It is called only if there are several nodes and a node has several ranks. The arguments are those of
         `exchange`:
 
-        rows, out: contiguous (N,) or (N, M), blocks of rows for each rank and from each rank, in order of
-            rank.
+        rows, out: contiguous (N,) or (N, M): N rows of M columns, in blocks for each rank and from each rank,
+            in order of rank.
         send_rows, recv_rows: the number of rows for each rank, and from each rank.
-        relayed: the X numbers that `relay` returned for these rows.
+        relayed: X numbers. `relay` returned X numbers for each bin; these are their sums over the bins of the
+            chunk that is exchanged.
         """
 
     def exchange(
@@ -103,8 +106,8 @@ class HierarchicalExchange(Dispatch, Combine):
     ) -> None:
         """Sends rows (N,) or (N, M) to all ranks in several collectives, as `Exchange.exchange` describes.
 
-        Returns after the last collective. On a GPU the current stream waits for the collectives, and the host
-        does not.
+        N is the number of rows, M their columns. The method returns after the last collective. On a GPU the
+        current stream waits for the collectives, and the host does not.
         """
         if rows.is_floating_point() and rows.element_size() == 1:
             rows = rows.view(torch.uint8)  # not every operator knows float8
@@ -138,7 +141,8 @@ class HierarchicalExchange(Dispatch, Combine):
     ) -> Tensor:
         """Runs one collective, inside the node or across nodes, and returns the received rows.
 
-        rows: (N,) or (N, M), blocks of rows for the ranks of the process group, in group order.
+        rows: (N,) or (N, M): N rows of M columns, in blocks for the ranks of the process group, in group
+            order.
         send_rows, recv_rows: the number of rows for each rank of the process group, and from each.
         out: takes the received rows, in group order; None allocates memory for them.
         across: True for the process group across nodes, False for the group inside the node.
@@ -171,7 +175,8 @@ class HierarchicalExchange(Dispatch, Combine):
         Rows arrive in the order of ``sources`` and are copied into ``out`` in order of rank. If both orders
         are the same, the collective writes straight into ``out``.
 
-        rows: (N,) or (N, M), blocks of rows for the ranks of the process group, in group order.
+        rows: (N,) or (N, M): N rows of M columns, in blocks for the ranks of the process group, in group
+            order.
         send_rows: the number of rows for each rank of the process group.
         recv_rows: the number of rows that come from each of the W ranks among which rows are exchanged.
         sources: the W ranks, in the order in which their rows arrive. Each rank of the process group delivers
@@ -195,7 +200,8 @@ def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tens
     order: the index of each block, in the new order.
     out: takes the result; None allocates memory for it.
 
-    Makes one copy. If no row moves, it makes none and returns ``rows``; ``out`` is not written then.
+    The rows are copied once. If no row moves, nothing is copied: the result is ``rows``, and ``out`` is not
+    written.
 
     Example: rows a bb c with sizes (1, 2, 1) in order (1, 0, 2) -> bb a c.
     """

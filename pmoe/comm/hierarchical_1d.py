@@ -1,8 +1,8 @@
 """1D hierarchical all-to-all: each node gathers its rows at a leader, and the leaders exchange them.
 
 It is HetuMoE's hierarchical all-to-all (Nie et al., arXiv 2203.14685), which FSMoE (section 3.1) calls 1DH.
-Between two nodes there is one message, as large as it can be. The price is two more trips inside each node,
-and memory on the leader for the rows of its whole node.
+Between two nodes there is one message, as large as it can be. In return rows are sent twice more inside a
+node, and the leader needs memory for the rows of its whole node.
 
 Rank (a, i) is the i-th rank of node a, and (a, 0) is the leader of node a:
 

@@ -3,10 +3,10 @@
 It is Tutel's 2DH all-to-all (Hwang et al., arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al.,
 arXiv 2201.05596). FSMoE, section 3.1, offers it beside the flat all-to-all.
 
-With L ranks on each node, there are L times fewer messages between nodes, each about L times larger. The
-price is one more trip inside the node. All ranks do the same work; none is a leader.
+With L ranks on each node, there are L times fewer messages between nodes, each about L times larger. In
+return rows are sent once more inside the node. All ranks do the same work; none is a leader.
 
-Rank (a, j) is at place j of node a:
+A rank's place is its number among the ranks of its node. Rank (a, j) is at place j of node a:
 
     step 1, inside:  (a, i) -> (a, j)   rows of (a, i) for (b, j), sorted by node b
     step 2, across:  (a, j) -> (b, j)   rows of (a, i) for (b, j), sorted by place i

@@ -4,8 +4,8 @@ A rank may skip the backward pass of a layer's last call and call the layer agai
 backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
 before the call detects this:
 
-- A rank comes to a meeting only if the backward pass of the layer's last call has not run on it. If all ranks
-  do the same, that pass has run on all of them or on none, so all ranks come to the meeting, or none.
+- A rank comes to a meeting only if it has not run the backward pass of the layer's last call. If all ranks
+  have run this pass, or none has, then all come to the meeting, or none does.
 - If a peer runs that backward pass while a rank waits in a meeting, the waiting rank has skipped the pass:
 
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
@@ -38,7 +38,7 @@ CURE = (
 
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which has run on other ranks: {CURE}"
-"""The argument ``why`` of a `Meeting` that is held because a backward pass has not run."""
+"""Text for a rank that waits because it has not run a backward pass; it follows "rank 3" in an error."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
 """The first and the longest pause between two readings of the store.
@@ -101,9 +101,9 @@ class Meeting:
         return True
 
     def publish(self) -> None:
-        """Writes into the store the call before which this rank waits, and why.
+        """Writes into the store which call this rank is about to make, and why it waits for the other ranks.
 
-        Peers read it with `left_out`.
+        Peers read this with `left_out`, and raise an error if they will not make that call.
         """
         if not self._is_published:
             numbers = ",".join(map(str, self._standing.open_calls))
@@ -119,10 +119,10 @@ class Meeting:
 
 
 def left_out(standing: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
-    """Returns a sentence about each peer that waits in a meeting to which this rank will not come.
+    """Returns a sentence about each peer that waits for this rank before a call that it will not make.
 
-    Each sentence proves that the peer and this rank do different things: this rank runs a backward pass that
-    the peer has skipped, or has already made the call for which the peer waits.
+    In each case the peer and this rank do different things: this rank runs a backward pass that the peer has
+    skipped, or this rank has already made the call for which the peer waits.
 
     standing: this rank's record of the group.
     own_rank: this rank's number in the group.

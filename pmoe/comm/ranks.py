@@ -14,8 +14,8 @@ from pmoe.comm.group_record import GroupRecord, collectives, is_known, record_of
 class Ranks:
     """The ranks that share a layer's experts, as one of them sees them: a process group, or one rank alone.
 
-    A single rank has no group and does not communicate. Copies share the group. Pickling leaves the group
-    out; `reconnect` then takes the default group.
+    A single rank has no group and does not communicate. A copy has the same group. A pickled object has no
+    group; after loading, `reconnect` takes the default group.
 
     group: None takes the default group if torch.distributed is initialised, else there is a single rank.
     size, rank: the number of ranks in the group, and this rank's number in it.

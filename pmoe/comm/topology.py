@@ -118,7 +118,9 @@ class Topology:
 
     @property
     def is_level(self) -> bool:
-        """Whether there is only one node, or only one rank on each node, so that one collective does all."""
+        """Whether there is only one node, or only one rank on each node, so that one flat collective does
+        all.
+        """
         return self.num_nodes == 1 or self.max_local == 1
 
     @cached_property
@@ -224,7 +226,8 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
     - If ``group`` has all processes, each process makes all groups in one order, because torch requires it.
     - If ``group`` has only some of the processes, its members make only their own groups
       (use_local_synchronization). Torch then names a group after its ranks and the number of groups that the
-      process is in. Ranks with different numbers would hang (pytorch issue 173608).
+      process is in. Processes with different numbers would use different names, and hang (pytorch issue
+      173608).
 
     The groups stay until torch.distributed is shut down: a second group of the same name would find the keys
     of the first one in the store.
@@ -266,7 +269,8 @@ def _make_groups(
 def _check_number_of_groups(ranks: Ranks) -> None:
     """Raises ValueError, on every rank, unless all processes are in equally many process groups.
 
-    A new group of some processes has this number in its name, so torch would hang with different numbers.
+    Torch puts this number into the name of a new group of some processes. With different numbers torch would
+    hang.
     """
     known = len(dist.distributed_c10d._world.pg_names)
     numbers = gathered(ranks, known, stage="comparing the numbers of process groups")

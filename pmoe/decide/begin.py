@@ -60,11 +60,11 @@ def check_ranks(modules: LayerModules) -> None:
     experts: each rank holds different experts, so a wrapper must not average or shard them.
     """
     ranks = modules.ranks
-    if modules.grid.reconnect():
-        modules.cache.forget_ranks()
     if ranks.size > 1:
         from pmoe.decide.rank_consistency import check_same_options
 
+        if modules.grid.reconnect():
+            modules.cache.forget_ranks()
         check_same_options(modules)
     else:
         enter_call(ranks)

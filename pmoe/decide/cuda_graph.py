@@ -1,5 +1,6 @@
-"""The check of calls during the capture of a CUDA graph: refuses, before any launch, what a graph cannot
-hold.
+"""Checks whether a CUDA graph can hold a call, while the graph is being captured.
+
+A call that it cannot hold raises an error before any kernel is launched.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ def check_capturable(call: Call) -> None:
     """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold the call.
 
     A graph cannot hold a call in which the host waits for the device, a call that measures times, or a call
-    that allocates something which is used after the graph.
+    that allocates tensors which are still used after the graph's replay.
     """
     modules = call.modules
     check_input(modules, call.x)

@@ -1,8 +1,8 @@
 """The checks of a gate that is a user's module: when the layer is built, and of its `Routing` in every call.
 
-Shapes and dtypes are checked on the host, and a wrong one raises at once. To check values on the host, the
-host would have to wait for the device. So values are checked on the device. A wrong value gives the number of
-a `Fault`, which the ranks exchange together with the row counts, so that all ranks raise.
+Shapes and dtypes are checked on the host, and a wrong one raises at once. Values are checked on the device,
+because reading them on the host would make it wait for the device. A wrong value gives the number of a
+`Fault`. The ranks exchange this number together with the row counts, so that all ranks raise.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ def check_gate(
 
 
 def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
-    """Returns the gate's routing with all indices inside their ranges, and the `Fault` of the original.
+    """Returns the gate's routing with all indices inside their ranges, and what was wrong with it before.
 
     Indices outside their range are clamped, so that no kernel reads outside its memory before the ranks have
-    exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens.
+    exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens. The second result
+    is the number of a `Fault` as an int64 scalar on the device, so that the host does not wait.
 
     routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).
-    x_TM: (T, M), the tokens.
+    x_TM: (T, M), the T tokens with M = d_model columns.
     num_experts: number of experts of all ranks.
-
-    The fault is its number as an int64 scalar on the device, so the host does not wait.
     """
     expert = routing.expert
     weight = routing.weight
@@ -84,7 +83,7 @@ def check_routing(modules: LayerModules, routing: object, x_TM: Tensor) -> None:
 
     modules: the modules and options of the layer.
     routing: the value that the gate returned; it must be a `Routing` of these tokens.
-    x_TM: (T, M), the tokens.
+    x_TM: (T, M), the T tokens with M = d_model columns.
 
     Raises TypeError or ValueError with the names of the gate and of the wrong field.
     """

@@ -14,14 +14,14 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 MOST_VALUES = 1 << 16
-"""The largest number of values of one tensor that a digest reads. The values are evenly spread over the
-tensor.
+"""The largest number of values of one tensor that a digest reads, evenly spread over the tensor.
 
-Few routers have more values than this number, so routers are mostly read in full. A shared expert is sampled.
+Few routers have more values than this number, so routers are mostly read in full. Of a shared expert only
+a sample is read.
 """
 
 DENSE = ("gate", "shared_expert", "shared_gate", "callbacks")
-"""The parts of a layer that are not sharded: every rank holds a copy, and all copies must be equal."""
+"""The parts of a layer that every rank holds as a whole. All ranks' copies must be equal."""
 
 SAME_VALUES = (
     "Build the model under the same torch.manual_seed on every rank, or wrap it by "
@@ -35,9 +35,9 @@ SAME_VALUES = (
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Returns a digest of the names, shapes, dtypes and values (bit by bit) of tensors; "" for no tensors.
 
-    The values are copied to the host, so the host waits for a GPU. For tensors without readable values only
-    the name, shape and dtype count: tensors on the meta device, uninitialised parameters, and tensor
-    subclasses that store values in their own format.
+    The values are copied to the host, so the host waits for a GPU. Some tensors have no readable values:
+    tensors on the meta device, uninitialised parameters, and tensor subclasses that store values in their own
+    format. For these the digest has only the name, shape and dtype.
     """
     if not tensors:
         return ""

@@ -45,11 +45,16 @@ class ExactCounts:
     orders: SortedSlots
     fuses: bool
     _exchange: LoadedExchange | None
+    _degrees: tuple[int, ...]
     _once_FP: Tensor | None
     _counts_FE: Tensor
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
         """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
+
+        call: the call.
+        degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all that
+            the options allow.
 
         n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
         uses the counts of the first pass.
@@ -69,8 +74,10 @@ class ExactCounts:
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
             if not call.replay.is_replay:
-                self._once_FP = self.orders.count_once(modules.num_bins)
-                self._counts_FE = self.orders.count(modules.num_bins)
+                self._degrees = degrees or modules.options.degrees
+                bins = modules.bins_for(degrees) if degrees else modules.num_bins
+                self._once_FP = self.orders.count_once(bins)
+                self._counts_FE = self.orders.count(bins)
                 self.fuses = self.kernels_may_take_it()
                 self._exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
             self.sort_early()
@@ -86,7 +93,7 @@ class ExactCounts:
         """Starts the exchange of row counts and returns it. Collective.
 
         Rows are counted in bins: parts of the batch that are smaller than chunks. Neighbouring bins can be
-        joined to the chunks of any n that may be chosen later.
+        joined to the chunks of any n (number of chunks) that may be chosen later.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -104,7 +111,7 @@ class ExactCounts:
             training=self.call.layer.training,
             dtype=routed.autocast or routed.x_TM.dtype,
             traffic=modules.traffic,
-            slots=requested_slots(modules, routed),
+            slots=requested_slots(modules, routed, self._degrees) if modules.options.rotates else None,
             once_FP=self._once_FP,
             exchanges=(modules.dispatch, modules.combine),
             bypass_local=modules.stages.local,
@@ -115,19 +122,20 @@ class ExactCounts:
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged, if the counts cannot change the number of chunks n.
 
-        The counts can change n in two cases: several n are possible, or the layer uses ring slots (buffers of
-        fixed size that chunks share), because a batch with skewed routing may be cut into more chunks.
+        The counts can change n in two cases. Either several n are possible, or the layer uses ring slots
+        (buffers of fixed size that chunks share): a batch with skewed routing may then be cut into more
+        chunks.
         """
-        options = self.call.modules.options
-        if len(options.degrees) == 1 and not options.rotates:
-            self.orders.slots(options.degrees[0])
-            self.orders.sent(options.degrees[0])
+        if not self.call.modules.rotates and len(self.call.modules.options.degrees) == 1:
+            (n,) = self.call.modules.options.degrees
+            self.orders.slots(n)
+            self.orders.sent(n)
 
     def finish_exchange(self) -> RankCounts:
         """Waits for the exchange of row counts and returns the counts.
 
-        Raises FaultError or ValueError on all ranks if any rank has a fault, or if two ranks hold equal
-        experts since a state dict was loaded (`LoadedExchange.finish`).
+        Raises FaultError or ValueError on all ranks in two cases: any rank has a fault, or a state dict was
+        loaded and two ranks now hold equal experts (`LoadedExchange.finish`).
         """
         exchange = self._exchange
         assert exchange is not None
@@ -137,8 +145,9 @@ class ExactCounts:
         return exchange.finish()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the row counts, then chooses n for both passes and the restore pair, the same on all
-        ranks.
+        """Waits for the row counts, then chooses n for both passes and the restore pair.
+
+        All ranks choose the same.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
         the experts received, and their hidden activation.

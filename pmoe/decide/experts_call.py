@@ -37,9 +37,9 @@ from pmoe.gates.base import at_least_float32
 def decide(source: CountsSource, modules: LayerModules, inputs: Inputs) -> Decision:
     """Decides how a routed call runs: row counts, number of chunks, restore pair, and runner.
 
-    The restore pair says how backward gets dropped activations back. The runner is the object that computes
-    both passes. All ranks agree on everything that changes the order of collectives. The second pass of an
-    activation checkpoint uses what the ranks agreed on in the first pass.
+    The restore pair says how backward gets the experts' input and hidden activation. The runner is the object
+    that computes both passes. All ranks agree on everything that changes the order of collectives. The second
+    pass of an activation checkpoint uses what the ranks agreed on in the first pass.
 
     A checkpoint raises an error if its two passes save different tensors. Time measurements and comparisons
     between ranks happen in one pass only, so the checkpoint's hooks are switched off for them.
@@ -56,8 +56,8 @@ def decide(source: CountsSource, modules: LayerModules, inputs: Inputs) -> Decis
 def run(decision: Decision) -> Tensor:
     """Sends the rows, computes the experts and combines the results, according to the decision.
 
-    Returns (T, M), one result for each token. A gate that routes mixtures of tokens (SoftMoE) has its results
-    mixed back to tokens.
+    Returns (T, M), one result for each of T tokens, with M = d_model columns. If the gate routed mixtures of
+    tokens (SoftMoE), the results of mixtures are first mixed back to tokens.
     """
     inputs = decision.inputs
     mix = decision.routed.gated.routing.mix
@@ -68,7 +68,7 @@ def run(decision: Decision) -> Tensor:
 
 
 class ExpertsCall:
-    """One call of the layer's experts as a module. Hooks of the experts enclose all of its work.
+    """One call of the layer's experts as a module: the experts' hooks run before and after all work.
 
     call       the call
     routed     its tokens with their routing
@@ -87,7 +87,7 @@ class ExpertsCall:
         self._had_grad = False  # whether gradients were enabled in the first run
 
     def __call__(self) -> tuple[Decision, Tensor]:
-        """Decides how the call runs, and runs it. Returns the decision and the results (T, M) of the tokens.
+        """Decides how the call runs, and runs it. Returns the decision, and (T, M): the results of T tokens.
 
         If a hook raises an error on this rank, the error is published to the other ranks, because they would
         wait for this rank.
@@ -134,11 +134,12 @@ class ExpertsCall:
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Decides and computes the call; the experts module runs this method inside its forward.
 
-        experts: the experts that run it. A wrapper may call another object than the layer's own experts.
-        x_TM: (T, M), the rows after the forward pre-hooks of the experts.
+        experts: the experts that run the method. A wrapper may call another object than the layer's own
+            experts.
+        x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts.
 
         Returns (T, M), the results of the tokens. A checkpoint around the experts may run this method a
-        second time, which computes once more by the decision of the first time.
+        second time. The second run takes the decision of the first.
         """
         call = self.call
         routed = self.routed
@@ -166,13 +167,14 @@ class ExpertsCall:
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
-    """Returns the rows that a forward pre-hook of the experts put in place of the layer's rows, checked.
+    """Checks the rows that a forward pre-hook of the experts has put in place of the layer's rows.
+
+    Returns these rows. The routing is decided before the hook runs, so a hook may only change values.
 
     x_TM: the value that the hook returned.
-    before_TM: (T, M), the rows that the layer passed to its experts.
+    before_TM: (T, M), the rows that the layer passed to its experts, for T tokens with M = d_model columns.
 
-    Raises ValueError if the new rows differ from the old ones in shape, dtype or device. The routing is
-    decided before the hook runs, so a hook may only change values.
+    Raises ValueError if the new rows differ from the old ones in shape, dtype or device.
     """
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
     if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
@@ -184,12 +186,13 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """Returns the layer's output: the results in the shape of the input, after the callbacks' last hook.
+    """Returns the layer's output: the results in the shape of the input, after ``before_moe_end``.
 
-    That hook is ``before_moe_end``. If the call has a mask, the rows of padding are added as zeros.
+    ``before_moe_end`` is the last hook of callbacks. If the call has a mask, rows of zeros are added for
+    padding.
 
     decision: the decision by which the call was run.
-    y_TM: (T, M), the results of the tokens.
+    y_TM: (T, M), the results of T tokens with M = d_model columns.
     """
     x = decision.routed.x
     call = decision.call
@@ -216,9 +219,10 @@ def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
 
 
 def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
-    """Returns the rows and parameters with which a call is computed, cast to autocast's dtype if it is on.
+    """Returns the rows and parameters with which a call is computed.
 
-    Parameters are read in every call, because the parameters of a module may be replaced between calls.
+    They are cast to autocast's dtype if autocast is on. Parameters are read in every call, because the
+    parameters of a module may be replaced between calls.
 
     call: the call.
     routed: its tokens with their routing.
@@ -251,14 +255,14 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
 
 def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
-    """Returns the parameters of experts in the form that products take, cast to autocast's dtype.
+    """Returns the parameters of experts in the form that matrix products take, cast to autocast's dtype.
 
-    Experts that are a user's modules run under autocast themselves, so their parameters are not cast.
+    Experts that are a user's own modules run under autocast themselves, so their parameters are not cast.
 
     dtype: autocast's dtype; None casts nothing.
-    rows_TM: (T, M), the rows, whose dtype and device the parameters must have.
+    rows_TM: (T, M), the rows. The parameters must have their dtype and device.
 
-    Raises ValueError if they have another dtype or device than the rows.
+    Raises ValueError if the parameters have another dtype or device than the rows.
     """
     values = experts.operands()
     if experts.runs_under_autocast:
@@ -274,12 +278,12 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
 
 
 def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
-    """Returns (T,), the factor of the shared expert's output for each token: sigmoid(shared_gate(x)).
+    """Returns (T,), the factor of the shared expert's output for each of T tokens: sigmoid(shared_gate(x)).
 
     The dtype is float32, or float64 for float64 rows. All factors are 1 if the layer has no gate for the
     shared expert.
 
-    x_TM: (T, M), the rows.
+    x_TM: (T, M), the rows, with M = d_model columns.
 
     Raises ValueError if the gate returns another shape than (T, 1).
     """
@@ -297,12 +301,12 @@ def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
 
 
 def shared_output(modules: LayerModules, x_TM: Tensor) -> Tensor:
-    """Returns (T, M), the output of the shared expert, times the factor of each token.
+    """Returns (T, M), the shared expert's output for T tokens, each multiplied by its factor.
 
     The shared expert is called as a module here, so that its hooks run. A factor is the sigmoid of the shared
     expert's gate, or 1 without a gate.
 
-    x_TM: (T, M), the rows.
+    x_TM: (T, M), the rows, with M = d_model columns.
 
     Raises ValueError if the module returns another shape than (T, M).
     """

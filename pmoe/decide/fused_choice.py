@@ -4,11 +4,11 @@ A fused kernel overlaps communication with the products of the experts inside on
 COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one persistent kernel for each pass
 (``fused="persistent"``).
 
-If the fused kernels refuse a call, all ranks run it in chunks (micro-batches) instead. pmoe then warns once
-for each reason, except with "auto".
+If the fused kernels cannot compute a call, all ranks run it in chunks (micro-batches) instead. pmoe then
+warns once for each reason, except with "auto".
 
-Three functions ask for reasons to refuse, in this order. Each one knows more than the one before, and gives
-the same answer on all ranks:
+Three functions look for a reason not to use fused kernels, in this order. Each one knows more than the one
+before, and gives the same answer on all ranks:
 
     layer_refusal   options and modules of the layer
     may_fuse        also the dtype and device of the rows
@@ -47,7 +47,7 @@ from pmoe.warn import warn_once
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why fused kernels refuse every call of this layer; None if they may compute some.
+    """Returns why fused kernels can compute no call of this layer; None if they may compute some.
 
     modules: the modules and options of the layer.
 
@@ -64,9 +64,10 @@ def is_persistent(modules: LayerModules) -> bool:
 
 
 def stacked(modules: LayerModules) -> StackedExperts:
-    """Returns the layer's experts as `StackedExperts`: all local experts' weights in one tensor each.
+    """Returns the layer's experts as `StackedExperts`, for type checkers.
 
-    Kernels compute only such experts, so the callers have checked their type before.
+    In such experts one tensor holds a weight of all experts of this rank. Kernels compute only these, so the
+    callers have checked the type before.
     """
     assert isinstance(modules.experts, StackedExperts)
     return modules.experts
@@ -76,8 +77,8 @@ def fused_pair(modules: LayerModules) -> Restore | None:
     """Returns the restore pair of calls by fused kernels: the first possible pair that does not offload.
 
     A restore pair says how backward gets two activations back: the rows that the experts received, and their
-    hidden activation. The result is None if all pairs that the options allow offload to the host, because
-    fused kernels cannot offload.
+    hidden activation. Fused kernels cannot offload to the host. If all pairs that the options allow offload,
+    the result is None.
     """
     return next((pair for pair in modules.pairs if not pair.offloads), None)
 
@@ -107,8 +108,8 @@ def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) ->
 def _warn_unfused(modules: LayerModules, why: str) -> None:
     """Warns that fused kernels do not compute a call. With fused="auto" there is no warning.
 
-    `warn_once` compares warnings up to the first colon. So a reason with numbers after a colon warns only
-    once.
+    `warn_once` compares only the text before the first colon with earlier warnings. So the same reason with
+    other numbers, written after a colon, does not warn a second time.
 
     why: the reason, which ends the sentence "... falls back to the unfused layer because".
     """
@@ -117,7 +118,7 @@ def _warn_unfused(modules: LayerModules, why: str) -> None:
 
 
 class _PromisedLogits(Logits):
-    """The logits x weight^T of a gate as a tensor without values, which a later kernel launch computes.
+    """The gate's logits, x weight^T, as a tensor without values that a later kernel launch fills.
 
     The tensor is on the autograd graph already, so gradients reach the gate's weight and x.
     """
@@ -135,15 +136,14 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     gate's product x weight^T if all of these hold: the rows and the gate's weight have the same 16-bit dtype,
     the number of experts is even, and the kernel can read the weight at its address.
 
-    Returns None if the layer needs the values earlier, so that the gate must be called first. Besides
-    unsupported options, there are two reasons: a checkpoint may run the call twice (it compares the routing
-    of both passes), or the gate has hooks (they must see the routing).
+    Returns None if the gate must be called first: an option is unsupported, the gate has hooks (they must see
+    the routing), or a checkpoint may run the call twice (it compares the routing of both passes).
 
-    Only for a layer that exchanges no row counts before the launch, because counting needs the routing's
-    values (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).
+    The function is only for layers that exchange no row counts before the launch, because counting needs the
+    routing's values (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).
 
     call: the call.
-    x_TM: (T, M), the rows.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
     modules = call.modules
     options = call.modules.options
@@ -175,10 +175,11 @@ def kernels_runner(
 ) -> KernelsRunner:
     """Returns the runner that computes a call by fused kernels, COMET's or the persistent one.
 
-    modules: the modules and options of the layer. steps: the operators that launch the kernels. chosen: the
-    experts that the gate chose, for the persistent kernel. fused_routing: returns the destinations of the
-    rows, for COMET's kernels; None for the persistent kernel, which
-        computes them itself.
+    modules: the modules and options of the layer.
+    steps: the operators that launch the kernels.
+    chosen: the experts that the gate chose, for the persistent kernel.
+    fused_routing: returns the destinations of the rows, for COMET's kernels. None for the persistent kernel,
+        which computes the destinations itself.
     """
     restore = fused_pair(modules) or KEEP  # None only without a backward pass, which restores nothing
     passes: dict[str, Any] = {"steps": steps, "activation": stacked(modules).activation, "restore": restore}
@@ -189,10 +190,10 @@ def kernels_runner(
 
 
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
-    """Returns the operators that launch fused kernels for a call; None if fused kernels refuse the call.
+    """Returns the operators that launch fused kernels for a call; None if these cannot compute the call.
 
-    If they refuse it, this warns of the reason, except with fused="auto". Collective at the first call with a
-    device, dtype and sizes, because all ranks must agree; the answer is then cached.
+    In that case the function also warns of the reason, except with fused="auto". The first call with a
+    device, dtype and sizes is collective, because all ranks must agree; the answer is then cached.
 
     modules: the modules and options of the layer.
     inputs: the rows and parameters of the call.

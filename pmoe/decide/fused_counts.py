@@ -1,7 +1,7 @@
-"""Exchanged row counts for a layer that asks for fused kernels. Calls that these refuse run in chunks.
+"""Exchanged row counts for a layer that asks for fused kernels, with chunks for all other calls.
 
-A row is a copy of a token for one of its experts. The row counts say how many rows each rank sends to each
-expert of the other ranks. A chunk is a micro-batch.
+Calls that fused kernels cannot compute run in chunks (micro-batches). A row is a copy of a token for one of
+its experts. The row counts say how many rows each rank sends to each expert of the other ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from pmoe.choose.choose import choose
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.exact_counts import ExactCounts
 from pmoe.decide.fused_choice import find_steps, fused_pair, is_persistent, kernels_runner, may_fuse
+from pmoe.decide.solver_counts import SolverCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.flashdmoe import RoutingInput
 from pmoe.ordering.sorted import SortedRows
+from pmoe.planner.degree import Choice
 from pmoe.runners import fused
 from pmoe.runners.fused import FusedForwardRunner, FusedRunner
+from pmoe.schedule.restore import Restore
 
 
 class FusedCounts(ExactCounts):
@@ -37,9 +40,9 @@ class FusedCounts(ExactCounts):
         None    set      pipeline engine    pipeline engine
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
         self._sorted: SortedRows | None = None
-        super().__init__(call)
+        super().__init__(call, degrees)
 
     def kernels_may_take_it(self) -> bool:
         """Returns whether fused kernels may compute the call, before its row counts are known."""
@@ -57,10 +60,9 @@ class FusedCounts(ExactCounts):
             super().sort_early()
 
     def _sort_for_kernels(self) -> SortedRows:
-        """Returns the (token, choice) slots sorted by expert, as COMET's kernels take them, dropped slots
-        last.
+        """Returns the (token, choice) slots sorted by expert, as COMET's kernels need them.
 
-        The result is computed once for a call.
+        Dropped slots are last. The slots of a call are sorted once.
         """
         if self._sorted is None:
             orders = self.orders
@@ -83,8 +85,16 @@ class FusedCounts(ExactCounts):
         if steps is not None and not (own_modules.options.fused == "forward" and counts.needs_grad):
             return AgreedChoice(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(own_modules)
-        choice = choose(own_modules, counts, inputs, self.orders, restore)
-        return AgreedChoice(counts=counts, steps=steps, choice=choice)
+        return AgreedChoice(counts=counts, steps=steps, choice=self.choose(counts, inputs, restore))
+
+    def choose(self, counts: RankCounts, inputs: Inputs, restore: Restore | None) -> Choice:
+        """Returns the numbers of chunks and the restore pair, if the pipeline engine computes a pass.
+
+        counts: the row counts, after the ranks have exchanged them.
+        inputs: the rows and parameters of the call.
+        restore: the pair that fused kernels have; None if the options decide.
+        """
+        return choose(self.call.modules, counts, inputs, self.orders, restore)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by fused kernels, by the pipeline engine, or by one for each pass.
@@ -117,7 +127,8 @@ class FusedCounts(ExactCounts):
         )
 
     def _journey(self, shared: RankCounts) -> FusedRouting:
-        """Returns the destinations of this rank's rows and the rows that it receives, for COMET's kernels.
+        """Returns where this rank's rows go and which rows it receives, in the form that COMET's kernels
+        need.
 
         shared: the exchanged row counts.
         """
@@ -129,7 +140,21 @@ class FusedCounts(ExactCounts):
             expert_TK=expert_TK.int(),
             position_TK=rows.position.view_as(expert_TK),
             slot_S=rows.slot[: int(shared.send.sum())],
-            send_WE=self.orders.count(modules.num_bins).sum(0).view(shared.recv.shape[1:]).int(),
+            send_WE=self.orders.count(shared.send.shape[0]).sum(0).view(shared.recv.shape[1:]).int(),
             recv_WE=shared.recv_device.sum(0).int(),
             num_received=int(shared.recv.sum()),
         )
+
+
+class FusedSolverCounts(SolverCounts, FusedCounts):
+    """The source of row counts of a layer with ``pipeline="solve"`` that asks for fused kernels.
+
+    The solver chooses the chunks if the pipeline engine computes a pass.
+    """
+
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
+        agreed = FusedCounts.agree(self, modules, inputs)
+        return agreed if agreed.choice is None else self.counted(agreed)
+
+    def choose(self, counts: RankCounts, inputs: Inputs, restore: Restore | None) -> Choice:
+        return choose(self.call.modules, counts, inputs, self.orders, restore, self.rows_for)

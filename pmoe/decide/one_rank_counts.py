@@ -55,9 +55,9 @@ class OneRankCounts:
 
         call: the call.
         x: (..., M), the input after the callbacks' ``before_moe_start``.
-        x_TM: (T, M), the rows of x.
-        agreed: which kernels compute the call: its ``steps`` launch the fused kernels; None stands for the
-            kernels of `pmoe.runners.one_rank`.
+        x_TM: (T, M), the T rows of x.
+        agreed: which kernels compute the call. Its ``steps`` launch the fused kernels; if ``steps`` is None,
+            the kernels of `pmoe.runners.one_rank` are used.
         """
         self.call = call
         modules = call.modules
@@ -75,7 +75,7 @@ class OneRankCounts:
     def of(call: Call) -> OneRankCounts | None:
         """Routes a call by the kernels of one rank, and returns the source of its row counts.
 
-        Returns None if the kernels refuse the call. Another source must then provide the counts on the host.
+        Returns None if these kernels cannot compute the call. Another source must then provide the counts.
         """
         modules = call.modules
         replay = call.replay
@@ -97,7 +97,7 @@ class OneRankCounts:
         return self._agreed
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by the kernels of one rank, or by fused kernels if the layer wants them.
+        """Builds the decision to run by the kernels of one rank, or by fused kernels if they were chosen.
 
         modules: not used, because the kernels take the layer's own experts.
         inputs: the rows and parameters of the call.
@@ -127,7 +127,7 @@ class OneRankCounts:
         )
 
     def _journey(self) -> FusedRouting:
-        """Returns the destinations of the call's rows, in the form that COMET's fused kernels take."""
+        """Returns where the call's rows go, in the form that COMET's fused kernels need."""
         routes = self._routes
         return FusedRouting(
             rank=0,
@@ -141,12 +141,12 @@ class OneRankCounts:
 
 
 def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
-    """Returns which kernels compute a call on one rank; None if all of them refuse it.
+    """Returns which kernels compute a call on one rank; None if no kernels can compute it.
 
-    ``steps`` of the result launch the fused kernels. ``steps`` is None for the kernels of
-    `pmoe.runners.one_rank`.
+    If the result has ``steps``, these launch the fused kernels. Otherwise the kernels of
+    `pmoe.runners.one_rank` are used.
 
-    x_TM: (T, M), the rows of the input.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
     modules = call.modules
     dtype = autocast_dtype(x_TM) or x_TM.dtype
@@ -164,10 +164,10 @@ def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
 
 
 def kernels_refusal(modules: LayerModules, x_TM: Tensor) -> str | None:
-    """Returns why the kernels of `pmoe.runners.one_rank` do not compute a call; None if they compute it.
+    """Returns why the kernels of `pmoe.runners.one_rank` cannot compute a call; None if they can.
 
     modules: the modules and options of the layer.
-    x_TM: (T, M), the rows of the input.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
     return modules.refusal("one rank") or one_rank.kernel_refusal(
         cast(TopKGate, modules.gate),
@@ -182,10 +182,10 @@ def kernels_refusal(modules: LayerModules, x_TM: Tensor) -> str | None:
 def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, DeferredRouting | None]:
     """Returns the routing of a call, and a `DeferredRouting` if the persistent kernel will compute it.
 
-    A deferred routing has tensors without values, which the launch of the persistent kernel fills. If the
-    second result is None, the gate's product and the routing are computed now.
+    The tensors of a deferred routing have no values until the persistent kernel is launched. If the second
+    result is None, this function has computed the gate's product and the routing.
 
-    x_TM: (T, M), the rows of the input.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
     agreed: which kernels compute the call.
     """
     if agreed.steps is not None and (deferred := defer_routing(call, x_TM)) is not None:

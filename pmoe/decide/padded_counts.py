@@ -69,24 +69,26 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call. If the persistent kernel is to compute the routing, its tensors have no values
-        yet.
+        """Routes the call, or prepares its routing for the persistent kernel.
+
+        If the persistent kernel is to compute the routing, the routing's tensors have no values yet.
         """
         self.call = call
         modules = call.modules
         self._deferred: DeferredRouting | None = None
         self._padded_rows: tuple[SortedSlots, Tensor] | None = None
+        self._degrees: tuple[int, ...] = ()
+        self._solves = modules.options.solves
         self.routed = route_batch(call, self._ask_gate)
-        expert_TK = self.routed.routing.expert
         self._device = self.routed.x_TM.device
         self._kind = kind_of(modules, self.routed.x_TM, self.routed.dtype)
-        self._splits = splits_of(modules, self._kind.num_tokens, top_k=expert_TK.shape[1])
+        self._pad_for(modules.counted_degrees)
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
-        """Returns the routing: the gate's, or tensors that the persistent kernel will fill when it is
+        """Returns the routing: that of the gate, or tensors that the persistent kernel fills when it is
         launched.
 
-        x_TM: (T, M), the rows.
+        x_TM: (T, M), the rows of T tokens with M = d_model columns.
         """
         if may_fuse(call.modules, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
             self._deferred = defer_routing(call, x_TM)
@@ -113,8 +115,17 @@ class PaddedCounts:
             steps = find_steps(own_modules, inputs, cells)
             if steps is not None:
                 return AgreedChoice(steps=steps)
-        orders, _ = self._padded(modules)
-        return AgreedChoice(choice=choose(own_modules, self._device_counts, inputs, orders))
+
+        def rows_for(degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
+            self._pad_for(degrees)
+            orders, _ = self._padded(modules)
+            return self._device_counts, orders
+
+        counts, orders = rows_for(self._degrees)
+        choice = choose(own_modules, counts, inputs, orders, rows_for=rows_for if self._solves else None)
+        if self._solves:
+            own_modules.cache.counted = choice.degrees
+        return AgreedChoice(choice=choice)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run in chunks of padded rows, or by the persistent kernel.
@@ -125,6 +136,7 @@ class PaddedCounts:
         """
         if agreed.choice is None:
             return self._by_kernels(inputs, agreed)
+        self._pad_for(agreed.choice.degrees)
         orders, kept_E = self._padded(modules)
         counts = self._device_counts
         totals = HostRowCounts(counts.on_host(), self._kind.num_tokens, kept_E)
@@ -172,17 +184,35 @@ class PaddedCounts:
         device: the device of `RankCounts.recv_device`; the other tensors are on the host.
         """
         splits = self._splits
-        max_tokens = -(-splits.num_rows // self.routed.routing.expert.shape[1])
+        # The solver's answer depends on this number, which must not depend on the answer by way of the bins.
+        num_rows = splits.num_experts * splits.capacity if self._solves else splits.num_rows
+        max_tokens = -(-num_rows // self.routed.routing.expert.shape[1])
         num_ranks = self.call.modules.ranks.size
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
+
+    def _pad_for(self, degrees: tuple[int, ...]) -> None:
+        """Makes the numbers of padded rows suit these numbers of chunks, each of which may be chosen.
+
+        With ``pipeline="solve"`` the solver may take other numbers than those of the last call. Otherwise the
+        numbers of padded rows suit all numbers of chunks that the options allow, and stay.
+        """
+        modules = self.call.modules
+        if self._degrees and not (self._solves and set(degrees) != set(self._degrees)):
+            return
+        self._degrees = degrees
+        top_k = self.routed.routing.expert.shape[1]
+        self._splits = splits_of(modules, self._kind.num_tokens, top_k, degrees)
+        self._padded_rows = None
+        for counts in ("_host_counts", "_device_counts"):
+            vars(self).pop(counts, None)
 
     def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
         """Returns the padded rows, ready to be sorted into chunks, and the number of real rows of each
         expert.
 
-        Both results are computed once for a call. The second has shape (E,) and does not count padding. If
-        the routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel
-        will not be launched.
+        Both results are computed once for a call. The second has shape (E,), for E experts, and does not
+        count padding. If the routing has no values yet (`defer_routing`), it is computed now, because the
+        persistent kernel will not be launched.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         """
@@ -197,11 +227,11 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
-    """Checks that the ranks' padded calls agree, and exchanges faults, unless they were compared before.
+    """Checks that the ranks' calls agree, and exchanges faults, unless earlier calls have done so.
 
-    On the CPU every call is compared. On CUDA the host waits for the exchange, so ranks compare only the
-    first call with the values of ``kind``, and a call in which a checkpoint routes the same tokens a second
-    time.
+    It is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host waits for
+    the exchange, so ranks compare only the first call with the values of ``kind``, and a call in which a
+    checkpoint routes the same tokens a second time.
 
     call: the call.
     routed: its tokens with their routing, and the fault of this rank.
@@ -240,8 +270,10 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
 
 
 def compares_always(device: torch.device) -> bool:
-    """Returns whether ranks compare every padded call, instead of the first with the same number of tokens.
+    """Whether ranks compare every call of a layer with ``pad_to_capacity``, or only the first of each kind.
 
-    True on the CPU. On CUDA the host would have to wait for the device in every call.
+    In these layers every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
+    They compare that number and report faults. On the CPU this happens in every call. On CUDA it would make
+    the host wait for the device, so only the first call with a number of tokens is compared.
     """
     return device.type != "cuda"

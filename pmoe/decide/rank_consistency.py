@@ -27,8 +27,8 @@ def check_same_options(modules: LayerModules) -> None:
     """Begins a call of several ranks, and compares the layer's options between ranks if they may differ.
 
     Ranks compare at the first call of a layer, at the next call after its options were set, and at the next
-    call after a new default process group has replaced a destroyed one. Only then is this function a
-    collective.
+    call after a new default process group has replaced a destroyed one. In these calls the function is a
+    collective; in all others it is not.
 
     modules: the modules and options of the layer.
 
@@ -51,15 +51,17 @@ def check_same_options(modules: LayerModules) -> None:
 
 
 def compare_options(modules: LayerModules) -> bool:
-    """Compares a layer between its ranks, and returns whether the ranks hold different experts. Collective.
+    """Compares a layer between its ranks.
+
+    Returns False if all ranks hold equal experts, else True. Collective.
 
     One reduction compares digests of the following on all ranks. Replicated parts are the gate, the shared
     expert and callbacks, which every rank holds:
 
         options                       must be the same; ValueError with the option, values and ranks if not
         values of replicated parts    must be the same; a warning if not
-        experts                       must differ, as when they were built; ValueError if the experts of one
-                                      rank have been copied to all ranks since
+        experts                       normally differ. They may be equal if they were built equal. ValueError
+                                      if they were built different and one rank's have overwritten all others
 
     If experts of any rank were loaded from a state dict, the ranks also compare the loaded experts, and
     ValueError is raised if two ranks hold the same.
@@ -113,9 +115,10 @@ def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> 
 
 
 def _values_that_differ(modules: LayerModules, part: str) -> str:
-    """Returns the warning for a replicated part of the layer whose values differ between ranks. Collective.
+    """Returns the warning for a replicated part of the layer that has different values on some ranks.
 
     The warning names the first tensor that differs, and which ranks have equal values of that tensor.
+    Collective.
 
     modules: the modules and options of the layer.
     part: the name of the part, such as "gate".

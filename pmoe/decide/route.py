@@ -26,29 +26,31 @@ from pmoe.gates.capacity import expert_capacity, within_capacity
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
     """Checks the input of a call and routes its tokens to experts.
 
-    ask: returns the checked routing of the rows (T, M) of the call; None calls the gate (`run_gate`).
+    ask: returns the checked routing of the rows (T, M) of the call, T tokens with M = d_model columns; None
+        calls the gate (`run_gate`).
 
     On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
     with the error, because it must still take part in the exchange of row counts: the exchange reports the
-    fault, and all ranks raise. The second pass of a checkpoint has no exchange, so an error is raised at once
-    there.
+    fault, and all ranks raise. The second pass of a checkpoint has no exchange, so it raises at once.
     """
     modules = call.modules
     try:
         x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, modules.options.d_model)
+        autocast = cast_dtype(modules, x_TM)
         gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM))
     except Exception as error:
         if modules.ranks.size == 1 or call.replay.is_replay:
             raise
         return _nothing_routed(modules, error)
-    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(modules, x_TM))
+    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=autocast)
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
     """Returns the checked input after the callbacks' ``before_moe_start``: (..., M), or (N, M) with a mask.
 
-    N is the number of tokens under the mask: callbacks and the gate do not get the rows of padding.
+    M is d_model, and N the number of tokens that the mask marks: callbacks and the gate do not get the rows
+    of padding.
 
     Raises TypeError or FaultError for a wrong input, and FaultError if a callback fails on one of several
     ranks.
@@ -67,7 +69,7 @@ def apply_start_callbacks(call: Call) -> Tensor:
 
 
 def _tokens_of(call: Call) -> Tensor:
-    """Returns the rows (N, M) of the input that are tokens: those where the mask of the call is True.
+    """Returns the rows of the input for which the mask of the call is True: (N, M), N tokens, M = d_model.
 
     Raises FaultError if the mask does not fit the input.
     """
@@ -91,7 +93,7 @@ def _tokens_of(call: Call) -> Tensor:
 def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """Calls the gate, checks its routing, and drops rows over the layer's capacity.
 
-    x_TM: (T, M), the rows.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
     Three checks on the device can give a fault, which the ranks exchange later, so the host does not wait. If
     several checks fail, the last one in this list is reported:
@@ -139,10 +141,10 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
     """Returns which (token, choice) slots are within the capacity, (T, K) bool; None keeps all slots.
 
-    If the gate itself decides which slots are kept, its answer is returned. With ``pad_to_capacity`` slots
-    are dropped later, when rows are padded.
+    If the gate itself decides which slots are kept, the gate's answer is returned. With ``pad_to_capacity``
+    slots are dropped later, when rows are padded.
 
-    x_TM: (T, M), the tokens.
+    x_TM: (T, M), the T tokens, each with K choices and M = d_model columns.
     """
     options = modules.options
     decides = bool(getattr(modules.router, "decides_capacity", False))
@@ -159,7 +161,7 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
 def _routing(call: Call, x_TM: Tensor) -> Routing:
     """Calls the gate with the rows, and also with the token ids if the gate routes by them.
 
-    x_TM: (T, M), the rows.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
     Raises ValueError if the gate needs token ids that are missing, or if one of pmoe's own gates returns
     scores for another number of experts than the layer has.
@@ -223,7 +225,7 @@ def _nothing_routed(modules: LayerModules, error: Exception) -> RoutedBatch:
 
 
 def is_fetched(modules: LayerModules) -> bool:
-    """Returns whether another library may load the experts' parameters when their modules are called.
+    """Returns whether another library may load the experts' parameters only when the experts are called.
 
     accelerate's offloading, for example, does so by hooks. Until the call, such a library keeps the
     parameters on the meta device, so their device must not be compared with the input's.

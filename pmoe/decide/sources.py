@@ -7,15 +7,16 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns the source of its row counts: the first that fits of four.
+    """Routes a call and returns the source of its row counts: the first of five that is possible.
 
-    Row counts say how many rows each rank sends to each expert. The four sources, in the order in which they
-    are asked:
+    Row counts say how many rows each rank sends to each expert. The five sources, in the order in which they
+    are tried:
 
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
+        SolverCounts    the layer has pipeline="solve": as ExactCounts, a second time if n changes
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
     """
     modules = call.modules
@@ -29,10 +30,19 @@ def counts_source(call: Call) -> CountsSource:
         from pmoe.decide.padded_counts import PaddedCounts
 
         return PaddedCounts(call)
-    if modules.options.fused:
-        from pmoe.decide.fused_counts import FusedCounts
-
-        return FusedCounts(call)
+    if modules.options.fused or modules.options.solves:
+        return _special_source(call)
     from pmoe.decide.exact_counts import ExactCounts
 
     return ExactCounts(call)
+
+
+def _special_source(call: Call) -> CountsSource:
+    """Returns the source of row counts of a layer that asks for fused kernels or has ``pipeline="solve"``."""
+    if call.modules.options.fused:
+        from pmoe.decide.fused_counts import FusedCounts, FusedSolverCounts
+
+        return (FusedSolverCounts if call.modules.options.solves else FusedCounts)(call)
+    from pmoe.decide.solver_counts import SolverCounts
+
+    return SolverCounts(call)

@@ -5,8 +5,8 @@ experts. Without checks, rank 0's file could be loaded on every rank, and every 
 experts. Three checks prevent this:
 
     state_dict()        records in ``_metadata`` which experts it holds        `_say_whose`
-                        refuses callers that write one file for all ranks      `_refuse_one_file`
-    load_state_dict()   refuses experts that the metadata says are another's   `_check_whose`
+                        raises if the caller writes one file for all ranks     `_refuse_one_file`
+    load_state_dict()   raises if the metadata names another rank's experts    `_check_whose`
     the next call       compares the ranks' experts, which must differ, if     `check_loaded`
                         any rank has loaded a state dict without metadata
                         (safetensors, or a dict made by hand)
@@ -126,7 +126,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
     prefix: the name of the module in the model, with a dot at the end.
     local_metadata: the metadata of the module, which is changed.
 
-    Raises ValueError if the caller will write this rank's state dict as the only file.
+    Raises ValueError if the caller will write a single file with the state dict of one rank, in which the
+    experts of other ranks would be missing.
     """
     place: ExpertPlace = experts.place
     if place.num_ranks > 1:
@@ -136,10 +137,13 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 
 @dataclass(frozen=True)
 class Writer:
-    """A function of another library that writes the state dict of one rank as the only file.
+    """A function of another library that saves a checkpoint by writing the state dict of a single rank.
+
+    The file would have only the experts of that rank, so such a checkpoint is refused.
 
     name: the name of the function in error messages.
-    on_all_ranks: whether it asks every rank for a state dict, or only the rank that writes.
+    on_all_ranks: True if the function calls ``state_dict()`` on every rank, False if only on the rank that
+        writes.
     """
 
     name: str
@@ -162,7 +166,7 @@ ONE_FILE = {
         )
     },
 }
-"""Functions that write the state dict of one rank as the only file, by (module, function).
+"""Functions that save a checkpoint by writing the state dict of a single rank, by (module, function).
 
 Strategies of Lightning that write distributed files use other functions.
 """
@@ -176,11 +180,11 @@ of one rank only.
 
 
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
-    """Raises ValueError if the caller of ``state_dict()`` will write this state dict as the only file.
+    """Raises ValueError if the caller of ``state_dict()`` will save the experts of one rank only.
 
     A state dict does not know for what it is used. So this function searches the call stack for the nearest
-    function of `ONE_FILE`, or for DCP. Other callers are not refused. If such a caller writes one file, that
-    file is refused when it is loaded (`_check_whose`).
+    function of `ONE_FILE`, or for torch's distributed checkpoint. Other callers get no error. If such a
+    caller writes one file, an error is raised when the file is loaded (`_check_whose`).
 
     experts: the experts of this rank.
     place: which experts they are.
@@ -267,9 +271,11 @@ def _check_whose(
 def _is_own(value: Any, parameter: Tensor) -> bool:
     """Returns whether a loaded value is certainly this rank's own.
 
-    It is in two cases. If it shares the memory of the parameter, then DCP has read into that memory. If it is
-    a DTensor over the same mesh object as the parameter, it was made in this process; an unpickled DTensor
-    has another mesh object, even if the meshes are equal.
+    This is known in two cases:
+
+    - the value shares the memory of the parameter: torch's distributed checkpoint has read into that memory;
+    - the value is a DTensor over the same mesh object as the parameter, so it was made in this process. An
+      unpickled DTensor has another mesh object, even if the meshes are equal.
 
     value: a value of the state dict.
     parameter: the parameter to be loaded.

@@ -34,7 +34,7 @@ BackwardFunction = Callable[[list[Any], Sequence[bool], Tensor], list[Tensor | N
 saved: the tensors that the forward pass saved. The function may empty this list while it runs, so that their
     memory is freed early.
 wanted: a bool for each tensor of `Inputs.all`: whether its gradient is needed.
-grad_TM: (T, M), the gradient of the layer's output.
+grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
 gradients: the gradient of each tensor of `Inputs.all`, or None.
 """
 
@@ -62,7 +62,7 @@ class Runner(Protocol):
     name: ClassVar[Path]
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        """Returns the layer's output T_O (T, M), and the state for the backward pass.
+        """Returns the layer's output T_O, (T, M) for T tokens with M = d_model, and the state for backward.
 
         keep: whether a backward pass may follow. If False, no tensors are kept and the state is None.
 
@@ -115,7 +115,7 @@ NOT_DIFFERENTIATED = 4
 
 
 def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
-    """Runs the experts of a call: returns the layer's output T_O (T, M).
+    """Runs the experts of a call: returns the layer's output T_O, (T, M) for T tokens with M = d_model.
 
     needs_grad: whether any rank needs gradients of the call; the same on every rank. If True, the output's
         graph is one node, whose backward runs the whole backward pass. Backward communicates, so all ranks

@@ -54,7 +54,7 @@ def make_stacked(
     One tensor holds a parameter of all experts ("stacked"); its dimension 0 counts the experts of this rank.
 
     kind: "ffn" or "swiglu".
-    d_model, d_hidden: columns of a row, and of an expert's hidden activation.
+    d_model, d_hidden: columns of a row, and hidden columns of an expert.
     num_local_experts: number of experts of this rank.
     activation: nonlinearity of "ffn" experts; "swiglu" has its own.
     bias: whether the experts have biases.
@@ -76,8 +76,8 @@ def initialise(experts: StackedExperts, *, first_expert: int) -> None:
     """Draws random values for the parameters of all local experts, in place; none on the meta device.
 
     experts: experts whose parameters are stacked: dimension 0 of each tensor counts the experts.
-    first_expert: number of local expert 0 among the experts of all ranks. It enters the random seed, so an
-        expert's values do not depend on the number of ranks (`seeded`).
+    first_expert: global index of local expert 0. The random seed of an expert follows from its global index,
+        so its values do not depend on the number of ranks (`seeded`).
     """
     count = 0 if next(experts.parameters()).is_meta else experts.num_local_experts
     seeded(experts.initialise_expert, first_expert=first_expert, count=count)
@@ -87,7 +87,7 @@ def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T
     """Calls draw(i) for each local expert i under a random seed of its own, and returns the results.
 
     draw: a function that builds local expert i, or fills its parameters, with random values.
-    first_expert: number of local expert 0 among the experts of all ranks.
+    first_expert: global index of local expert 0.
     count: number of local experts.
 
     The seed of local expert i is s + first_expert + i, where s is a number drawn from the CPU's default

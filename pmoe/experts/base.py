@@ -35,12 +35,15 @@ if TYPE_CHECKING:
 Allocate = Callable[[str, int, int], Tensor]
 """A function (name, rows, columns) that returns uninitialised memory of shape (rows, columns).
 
-The memory has the dtype of the rows. The name says what the memory is for: "T_M" and "dT_M" (hidden
-activation before the nonlinearity, and its gradient), "active" (hidden activation after it), "T_DO" (output),
-"dT_DI" (gradient of the rows), "scratch" or "products" (temporaries).
+The memory has the dtype of the rows. The name says what the memory is for:
 
-The engine's pass that calls the experts provides this function. It returns a part of a ring slot (a buffer
-that chunks use in turn), or newly allocated memory.
+    T_M, dT_M           hidden activation before the nonlinearity, and its gradient
+    active              hidden activation after the nonlinearity
+    T_DO, dT_DI         output of the experts, and gradient of the rows
+    scratch, products   temporary values
+
+The engine provides this function. Its result is a part of a buffer that chunks (micro-batches) use in turn,
+or newly allocated memory.
 """
 
 RestOfCall = Callable[[Any, Tensor], Tensor]
@@ -50,7 +53,10 @@ rows and output are (T, M), one row for each token. The function dispatches the 
 """
 
 Runs = Sequence[tuple[slice, slice]]
-"""Pairs (slice of a forward chunk's rows, slice of a backward chunk's rows) that hold the same rows."""
+"""Where the rows of a forward chunk are in a backward chunk, if the two passes have different chunks.
+
+Each pair (slice of the forward chunk's rows, slice of the backward chunk's rows) selects the same rows.
+"""
 
 
 def fresh(like: Tensor) -> Allocate:
@@ -70,8 +76,8 @@ class ExpertRows:
     parameters: the tensors that `Experts.operands` returned, of any shape, or under autocast copies of them
         in autocast's dtype. The engine passes them in, because gradients reach the parameters only through
         inputs of the layer's autograd function.
-    space: gives uninitialised memory by name, rows and columns; None allocates new memory.
-    out: (N, M), memory for the result; None takes it from ``space``.
+    space: a function that returns uninitialised memory, by name, rows and columns; None allocates it.
+    out: (N, M), memory for the result; None takes memory from ``space``.
     """
 
     rows_NM: Tensor
@@ -83,7 +89,7 @@ class ExpertRows:
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.
 
-        name: what the memory is for; see `Allocate`.
+        name: what the memory is for: "T_M", "dT_M", "active", "T_DO", "dT_DI", "scratch" or "products".
         num_rows: None is N, the number of rows of the chunk.
         """
         space = fresh(self.rows_NM) if self.space is None else self.space
@@ -235,14 +241,14 @@ class Experts(nn.Module, abc.ABC):
         return []
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
-        """Returns, by parameter name, the dimension that is split if hidden columns are split over ranks.
+        """Returns, by parameter name, the dimension along which the parameter is split over "esp" ranks.
 
-        The dimension is None for a parameter that every rank holds whole. Dimension 0 of each parameter
-        counts the experts.
+        If each expert's hidden columns are split over ranks (mesh dimension "esp"), each rank holds a part of
+        the parameter along this dimension. None stands for a parameter that every rank holds whole. Dimension
+        0 of every parameter must count the experts.
 
-        This default returns None in place of a mapping, which says that dimension 0 does not count the
-        experts. `pmoe.parallelize` then leaves the parameters as they are, and the hidden columns cannot be
-        split.
+        This default returns None instead of a mapping, for experts with other parameters. `pmoe.parallelize`
+        then leaves the parameters as they are, and the hidden columns cannot be split.
         """
         return None
 
@@ -299,19 +305,20 @@ class Experts(nn.Module, abc.ABC):
         )
 
     def note_operands(self) -> None:
-        """Sets `operand_names` to the names of the values that the parameters stand for now.
+        """Stores in `operand_names` the attribute names of the weights and biases, such as "w1".
 
-        A layer calls it when the layer is built.
+        A layer calls this method when the layer is built. Later a parameter may get another name, for example
+        "w1_orig" by pruning, but the attribute "w1" stays.
         """
         self.operand_names = tuple(value_names(self))
 
     def operands(self) -> list[Tensor]:
-        """Returns this rank's part of each parameter value, (E_local, ...), as the tensors to compute with.
+        """Returns the weights and biases to compute with: this rank's part of each, (E_local, ...).
 
-        E_local is the number of this rank's experts. A value is what an attribute such as ``w1`` gives: the
-        parameter, or a pruned, parametrized or dequantised tensor. Each attribute is read once, together with
-        its autograd graph, so that gradients flow back to the parameters that the value was computed from. If
-        `pmoe.parallelize` set ``reduce``, they pass through it.
+        E_local is the number of this rank's experts. Each tensor is the present value of an attribute such as
+        ``w1``: a parameter, or a pruned, parametrized or dequantised tensor. Each attribute is read once,
+        together with its autograd graph, so that gradients flow back to the parameters from which it was
+        computed. If `pmoe.parallelize` set ``reduce``, that function reduces the gradients over ranks.
 
         Raises ValueError if a value is missing or has another size than the experts need.
         """
@@ -360,7 +367,7 @@ class Experts(nn.Module, abc.ABC):
         return self
 
     def columns(self, device_type: str) -> HiddenColumns:
-        """Returns how many columns each buffer has that these experts request from `Allocate`.
+        """Returns how many columns of memory the experts need for each row, by what the memory is for.
 
         The engine sizes its buffers by these numbers, and the memory model predicts bytes from them. This
         default has 0 everywhere: the class does not say what it needs, so its memory cannot be predicted.
@@ -391,11 +398,11 @@ class Experts(nn.Module, abc.ABC):
         return None
 
     def is_repeatable(self, recipe: Any) -> bool:
-        """Returns whether `recompute` may cut the rows into other chunks than the `compute` just done.
+        """Returns whether the last `compute` can be repeated in backward with rows in other chunks.
 
-        The engine asks right after `compute`, if forward and backward have different chunks. The answer is
-        False if `compute` drew random numbers, because in other chunks the same numbers would go to other
-        rows.
+        The engine calls this method right after `compute`, if forward and backward have different chunks
+        (micro-batches). The result is False if `compute` drew random numbers, for dropout for example: in
+        other chunks, other rows would get these numbers.
 
         recipe: the result of `recipe` before that `compute`.
         """
@@ -413,9 +420,9 @@ class Experts(nn.Module, abc.ABC):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        """Returns the hidden activation (T_M) of one backward chunk, assembled from forward's chunks.
+        """Assembles the hidden activation (T_M) of a backward chunk from those of forward chunks.
 
-        Used if the two passes cut the batch into different chunks.
+        The engine calls this method if the two passes cut the batch into different chunks (micro-batches).
 
         parts: for each forward chunk with rows of this backward chunk: its hidden activation, and the pairs
             (slice of the forward chunk's rows, slice of the backward chunk's rows) to copy.
@@ -427,12 +434,12 @@ class Experts(nn.Module, abc.ABC):
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, Any]:
-        """Computes a chunk's gradients of the rows (N, M) and of the routing weights (N,), N rows.
+        """Computes the gradients of a chunk's N rows, (N, M), and of their routing weights, (N,).
 
-        Returns both, and as a third result the tensors that `weight_gradient` needs.
+        Returns these two, and as a third result the tensors that `weight_gradient` needs.
 
-        grad_NM: (N, M), the gradient of the output T_DO. It may be overwritten. The third result may refer to
-            it, so its memory must stay as it is until `weight_gradient` has run.
+        grad_NM: (N, M), the gradient of the output T_DO. This method may overwrite it. The third result may
+            refer to it, so the caller must not change this memory until `weight_gradient` has run.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         hidden: the result of `compute`, `recompute` or `join`.

@@ -27,9 +27,9 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 Reduce = Callable[[Sequence[Tensor]], None]
-"""A function that reduces gradients in place: this rank's parts, of any shape.
+"""A function that reduces this rank's gradients over ranks, in place. They may have any shape.
 
-It is a collective, called with the same parameters in the same order on every rank.
+It is a collective. Every rank calls it with the gradients of the same parameters, in the same order.
 """
 
 
@@ -49,7 +49,8 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 def _watch_optimizers() -> None:
     """Registers two hooks on the steps of all optimizers of this process; later calls do nothing.
 
-    The first hook raises if an optimizer has a replaced parameter. The second one marks DTensors as changed.
+    The first hook runs before a step, and raises if the optimizer has a parameter that was replaced. The
+    second runs after a step, and increments the version counters of the DTensors that the step has changed.
     """
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_count_versions)
@@ -87,18 +88,21 @@ def local_values(
     names: Sequence[str],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Returns this rank's part of each value of experts that `pmoe.parallelize` has made DTensors.
+    """Returns this rank's part of each tensor with which experts compute, as plain tensors.
 
-    placements: the DTensor placements by name of the value, as `pmoe.parallelize` chose them. Names that are
-        not in it belong to values that remain plain tensors.
-    reduce: reduces the gradients of all values in backward; None reduces nothing.
-    names: the values' names.
+    The tensors are the experts' parameters, which `pmoe.parallelize` has made DTensors, or the results of
+    parametrizations of these parameters.
+
+    placements: the DTensor placements that `pmoe.parallelize` chose, by name of the parameter. A parameter
+        without placements is a plain tensor.
+    reduce: function that reduces the gradients of all tensors in backward; None reduces nothing.
+    names: the parameters' names.
     values: DTensors or plain tensors, of any shape, in the order of ``names``.
 
-    A parametrization computes a value from DTensors, and the result may have other placements than the
-    parameter. The value is then redistributed to the parameter's placements, which may need a collective.
+    The result of a parametrization may have other placements than the parameter. It is then redistributed to
+    the parameter's placements, which may need a collective.
 
-    Raises ValueError for a plain tensor if ``placements`` has its name.
+    Raises ValueError if a tensor is plain although ``placements`` has its name.
     """
     laid_out = []
     for name, value in zip(names, values, strict=True):
@@ -166,9 +170,9 @@ def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient as a DTensor with the mesh and placements of its parameter.
+    """Wraps this rank's gradient in a DTensor with the mesh and placements of the parameter.
 
-    gradient: of any shape.
+    gradient: this rank's part of the gradient, of any shape.
     like: the parameter. If it is no DTensor, the gradient is returned unchanged.
     """
     from torch.distributed.tensor import DTensor

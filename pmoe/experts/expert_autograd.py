@@ -1,8 +1,8 @@
 """The autograd graph of one expert that is a user's module, kept from forward to backward.
 
-Forward records the graph (`record`). The tensors that autograd saves for the graph are taken out of it and
-handed to the caller, who keeps them or copies them to the host. Backward puts them back and differentiates
-(`gradients`). A `SavedTensorSlots` (the "shelf") holds the tensors while the graph is in use:
+The graph is kept without the tensors that autograd saves for it. Forward (`record`) returns these tensors to
+the caller, who keeps them or copies them to the host. Backward (`gradients`) gets them back. While autograd
+writes or reads them, they are in a `SavedTensorSlots`, which this file calls the graph's shelf:
 
     forward    shelf.open -> put, put, ... -> seal -> close     close returns the tensors
     backward   shelf.tensors = ..., shelf.rows = ... -> get, get, ... -> close
@@ -21,9 +21,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 @dataclass(frozen=True)
 class _InRows:
-    """Stands for a tensor that autograd saved and that is a view of the expert's input rows.
+    """Description of a saved tensor that is a view of the expert's input rows.
 
-    The view is not stored. It is made again from the rows, which the caller restores for backward.
+    The view itself is not stored. In backward it is made again from the rows, which the caller restores.
 
     size, stride: of the view, in elements.
     offset: elements from the rows' first element to the view's first one.
@@ -36,7 +36,7 @@ class _InRows:
 
 @dataclass(frozen=True)
 class _Own:
-    """Stands for a parameter or buffer that autograd saved. It is not copied or moved.
+    """Description of a saved tensor that is a parameter or buffer, which is neither copied nor offloaded.
 
     tensor: the parameter or buffer, or a view of it, of any shape.
     version: its version counter when it was saved.
@@ -48,9 +48,10 @@ class _Own:
 
 @dataclass
 class SavedTensorSlots:
-    """The shelf of one expert's graph: holds the tensors that autograd saves for the graph.
+    """Holds the tensors that autograd saves for one expert's graph, while it writes or reads them.
 
-    `put` and `get` are the graph's saved-tensor hooks. All tensors may have any shape.
+    `put` and `get` are the saved-tensor hooks of the graph. All tensors may have any shape. Variables call
+    such an object the graph's shelf.
 
     own_storages: addresses of the storages of the modules' parameters and buffers.
     own: the parameters and buffers that were saved.
@@ -58,12 +59,11 @@ class SavedTensorSlots:
         saved-tensor hooks are active, such as a checkpoint's, because autograd does not check versions under
         such hooks either.
     rows: the expert's input rows; None between forward and backward.
-    tensors: the other saved tensors; empty between forward and backward.
+    tensors: the other saved tensors; empty between forward and backward, when the caller keeps them.
     rows_changed: whether the expert changed its input rows in place.
 
-    The graph refers to its shelf through the hooks. The shelf must not refer to the graph: that would be a
-    cycle through autograd, which Python's garbage collector does not see, so that neither would ever be
-    freed.
+    The graph refers to this object through the hooks. This object must not refer to the graph: that would be
+    a cycle through autograd, which Python's garbage collector does not see, so that neither would be freed.
     """
 
     own_storages: frozenset[int]
@@ -98,7 +98,7 @@ class SavedTensorSlots:
         self.rows_changed = self.rows._version != self._rows_version
 
     def close(self) -> list[Tensor]:
-        """Returns the saved tensors, of any shape, and forgets them: from now on the caller keeps them."""
+        """Removes the saved tensors, of any shape, from this object, and returns them to the caller."""
         tensors = self.tensors
         self.tensors = []
         self.rows = None
@@ -116,9 +116,9 @@ class SavedTensorSlots:
     def put(self, tensor: Tensor) -> int | _InRows | _Own:
         """Stores one tensor that autograd saves, of any shape. Returns the key under which `get` finds it.
 
-        `_Own`      a parameter or buffer, or a view of one: it is not activation memory
-        `_InRows`   a view of the input rows: the caller restores the rows (T_DI) itself
-        int         any other tensor: its index in ``tensors``
+        `_Own`      for a parameter or buffer, or a view of one, which is in memory anyway
+        `_InRows`   for a view of the input rows (T_DI), which the caller keeps or restores
+        int         for any other tensor, which is stored: its index in ``tensors``
         """
         rows = self.rows
         assert rows is not None
@@ -184,7 +184,7 @@ def changed_in_place(tensor: Tensor) -> RuntimeError:
 
 
 def saves_plainly() -> bool:
-    """Returns whether no saved-tensor hooks are active. Autograd checks versions only if there are none."""
+    """Returns whether autograd saves tensors without hooks. Only then does it check version counters."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -193,12 +193,12 @@ class Graph:
     """The autograd graph of one expert's rows of a chunk (micro-batch), without the tensors that it saved.
 
     at: the slice of the chunk's rows that the expert computed.
-    shelf: holds the saved tensors while the graph is recorded or differentiated.
+    shelf: the `SavedTensorSlots` that holds the saved tensors while autograd writes or reads them.
     num_tensors: number of tensors that the shelf held after the recording.
     rows: the autograd edge of the input rows, at which their gradient is read.
     output: the autograd edge of the output, where differentiation starts; None if nothing in the graph needs
         a gradient.
-    saved_output: the shelf's key of the output (T_DO); -1 if the output was not saved.
+    saved_output: the index of the output (T_DO) among the saved tensors; -1 if the output was not saved.
     """
 
     at: slice
@@ -210,7 +210,9 @@ class Graph:
 
 
 class _Enter(torch.autograd.Function):
-    """Starts a graph with rows that the graph does not hold. A leaf tensor would be held until backward.
+    """Makes the input rows the beginning of a graph, which does not keep the rows in memory.
+
+    With a leaf tensor as the beginning, the graph would keep the rows until backward.
 
     anchor: an empty tensor that requires a gradient, so that everything computed from the rows requires one.
     """
@@ -231,15 +233,18 @@ def record(
 ) -> tuple[Graph, Tensor]:
     """Runs one expert on its rows and records the autograd graph.
 
-    Returns the graph and the detached output. The shelf then holds the tensors that autograd saved.
+    Returns the graph and the detached output. ``shelf`` then holds the tensors that autograd saved.
 
     run: the expert, or another function of rows, such as a user's callback.
-    rows: (rows, columns), the rows of the chunk that ``run`` gets.
-    at: the slice of the chunk that these rows are.
-    shelf: an empty shelf, which the recording fills.
-    own_rows: with False, views of ``rows`` are not stored, and the caller must set ``shelf.rows`` before
-        backward; the output is stored on the shelf. With True, views of ``rows`` are stored on the shelf like
-        any other tensor, and the output is not.
+    rows: (rows, columns), the rows of the chunk (micro-batch) that ``run`` gets.
+    at: which of the chunk's rows these are.
+    shelf: an empty `SavedTensorSlots`.
+    own_rows: who keeps the input rows until backward.
+        False, for experts: the engine has the rows (T_DI) anyway. Views of them are not stored, and the
+        caller must set ``shelf.rows`` before backward. The output is stored, because experts need it in
+        backward.
+        True, for callbacks: nobody else has the rows. Views of them are stored like any other saved tensor,
+        and the output is not stored.
     """
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
     shelf.checks_own = saves_plainly()
@@ -266,7 +271,8 @@ def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Se
 
     The gradient is None for a tensor that requires none, or that the graph does not use.
 
-    graph: its shelf must hold the saved tensors. They stay there.
+    graph: the graph. ``graph.shelf`` (a `SavedTensorSlots`) must hold the tensors that autograd saved for the
+        graph. The tensors stay in it.
     wanted: the parameters, of any shape.
     grad_output: the gradient of the graph's output, of the same shape.
     """

@@ -32,12 +32,14 @@ def _gelu_gradient_(grad: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Splits rows into blocks of powers of two and one rest, so that oneDNN sees few different shapes.
+    """Splits rows into blocks with few different numbers of rows: powers of two, and one smaller rest.
 
-    oneDNN compiles a gelu for each shape on the CPU and keeps it. Row counts differ from call to call, so
+    On the CPU, oneDNN compiles a gelu for each shape and keeps it. Row counts differ from call to call, so
     without the split the memory of these kernels would grow with every call. On CUDA nothing is split.
 
     tensors: of the same number of rows, (rows, ...). The rest has fewer than 16 rows.
+
+    Yields, for each block, a tuple with the same rows of every tensor.
 
     Example: 100 rows -> blocks of 64, 32 and 4 rows.
     """
@@ -50,11 +52,10 @@ def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One nonlinearity and its gradient, both of which write into the caller's memory.
+    """A nonlinearity act(x) and its gradient, both of which write into the caller's memory.
 
-    value: value(hidden, out) writes the activated ``hidden`` to ``out``, which may be ``hidden`` itself.
-    gradient_: gradient_(grad, hidden) receives the gradient of the activated hidden, and overwrites it with
-        the gradient of ``hidden``, the value before the nonlinearity.
+    value: value(x, out) writes act(x) to ``out``, which may be x itself.
+    gradient_: gradient_(grad, x) overwrites ``grad``, the gradient of act(x), with the gradient of x.
     """
 
     value: Callable[[Tensor, Tensor], Tensor]

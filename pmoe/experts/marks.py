@@ -41,9 +41,9 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def num_dims(parameter: Tensor) -> int:
-    """Returns the number of dimensions that a parameter has for a single expert.
+    """Returns the number of dimensions of a parameter, without dimension 0 if that counts experts.
 
-    Dimension 0 is not counted if it counts experts. So a matrix has 2 and a bias has 1.
+    So a matrix of each expert has 2 dimensions, and a bias of each expert has 1.
 
     parameter: of any shape.
     """

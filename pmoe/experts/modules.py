@@ -76,7 +76,10 @@ class Recipe:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Runs the block under the recorded state and settings, and restores the present ones afterwards."""
+        """A context in which code runs with the recorded random state and autocast settings.
+
+        When it ends, the state and settings from before are restored.
+        """
         devices = [] if self.device_random is None else [self.device]
         with torch.random.fork_rng(devices=devices):
             torch.set_rng_state(self.random)
@@ -159,7 +162,7 @@ class ModuleExperts(Experts):
     def _graphs(self, rows_NM: Tensor, groups: RowGroups) -> Iterator[tuple[Graph, Tensor]]:
         """Runs each expert that has rows, and yields its autograd graph and its output.
 
-        The graph's shelf still holds the saved tensors when the pair is yielded; the caller takes them.
+        The caller must take the tensors that autograd saved (``graph.shelf.close()``) before the next pair.
         """
         own_storages = frozenset(
             tensor.untyped_storage().data_ptr()
@@ -217,10 +220,10 @@ class ModuleExperts(Experts):
 
     @contextlib.contextmanager
     def _same_buffers(self) -> Iterator[None]:
-        """Restores all buffers after the block.
+        """A context in which experts may change their buffers, which are restored when it ends.
 
-        Forward has already counted these rows in running statistics. Computing them again would count them
-        twice.
+        Forward has already counted the rows in running statistics, such as those of BatchNorm. Computing the
+        rows again must not count them twice.
         """
         saved_buffers = [
             (module._buffers, name, buffer, buffer._version, buffer.clone())
@@ -242,9 +245,9 @@ class ModuleExperts(Experts):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        """Returns the graphs and saved tensors of several forward chunks as those of one backward chunk.
+        """Combines the graphs and saved tensors of several forward chunks into those of one backward chunk.
 
-        A graph cannot be split, so every backward chunk consists of whole forward chunks.
+        A graph cannot be split, so every backward chunk (micro-batch) consists of whole forward chunks.
 
         parts: for each forward chunk: its graphs and tensors, and the pairs (slice of its rows, slice of the
             backward chunk's rows).
@@ -352,13 +355,13 @@ def given_experts(
     first_expert: int,
     options: dict[str, Any],
 ) -> Experts:
-    """Returns the experts that MoELayer's argument ``expert`` stands for, if it is no name.
+    """Returns the experts for MoELayer's argument ``expert``, if it is not "ffn" or "swiglu".
 
     expert: a `pmoe.experts.Experts`, a ModuleList of this rank's experts, or a callable that builds one
         expert.
     sizes: d_model, d_hidden, and the number of this rank's experts.
     shard: the part of the hidden columns that this rank must hold.
-    first_expert: number of local expert 0 among the experts of all ranks, for random seeds.
+    first_expert: global index of local expert 0, from which random seeds follow.
     options: device and dtype of the built modules; with None the modules stay as they were built.
 
     Raises ValueError if ``expert`` holds more or fewer than this rank's experts, or other hidden columns.
@@ -408,7 +411,7 @@ def shared_experts(
     first_expert: int,
     options: dict[str, Any],
 ) -> Experts:
-    """Returns the shared expert, which is the same on every rank and computes every row.
+    """Returns the shared expert, which is the same on every rank and computes every token.
 
     shared: number of its hidden columns, or a module.
     kind, activation, bias: "ffn" or "swiglu", the nonlinearity, and whether it has biases. Used only if

@@ -25,17 +25,17 @@ DERIVED = ("_orig", "_g", "_v")
 
 
 def value_names(module: nn.Module) -> list[str]:
-    """Returns the dotted attribute names of the values that a module computes with, such as "w1".
+    """Returns the dotted attribute names of the weights and biases that a module computes with.
 
-    They are in the order of the parameters. Several parameters may stand for one value, for example those of
-    a parametrization.
+    An example is "w1". Names are in the order of the parameters. One value may be computed from several
+    parameters, for example by a parametrization; its name is then listed once.
     """
     names = dict.fromkeys(_value_name(module, name) for name, _ in module.named_parameters())
     return list(names)
 
 
 def _value_name(module: nn.Module, name: str) -> str:
-    """Returns the attribute name of the value that the parameter ``name`` stands for.
+    """Returns the name of the attribute that is computed from the parameter ``name``, or is this parameter.
 
     Example: "parametrizations.w1.original0" -> "w1", and of a pruned module "w1_orig" -> "w1".
     """
@@ -109,9 +109,9 @@ def dense_value(value: Tensor, name: str) -> Tensor:
 
 
 def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError if a value is pruned, parametrized or replaced, and so is no parameter itself.
+    """Raises ValueError if a weight or bias is not a plain parameter, because only those can be split.
 
-    Only plain parameters can be split over ranks.
+    It is not plain if it is pruned, parametrized, or replaced by another tool's tensor.
 
     experts: the experts, a module.
     names: attribute names of the values to check.

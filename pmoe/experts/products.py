@@ -23,7 +23,7 @@ from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Form, Produc
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroups:
-    """Row counts of N consecutive rows that are sorted by local expert.
+    """Numbers of rows of each local expert, among N rows that are sorted by expert.
 
     counts: E numbers on the host: the rows of each of the rank's E experts.
     ends: (E,) int32 on the rows' device, the running sum of counts, which CUDA kernels read; None on the CPU.
@@ -54,7 +54,7 @@ class RowGroups:
 
     @functools.cached_property
     def with_rows(self) -> list[int]:
-        """The numbers of the local experts that have rows."""
+        """The indices of the local experts that have rows."""
         return [expert for expert, count in enumerate(self.counts) if count]
 
     def parts(self, *rows: Tensor) -> Iterable[tuple[int, tuple[Tensor, ...]]]:
@@ -84,11 +84,14 @@ def choice(
 ) -> str:
     """Returns the implementation that computes a product: PMOE, GROUPED_MM or LOOP.
 
-    form: "forward" for rows times the experts' matrices, "input" for the gradient of the rows, "weight" for
-        the gradient of the matrices.
-    first, second: the two factors. With N rows, E experts, I input and O output features, they are rows (N,
-        I) and matrices (E, O, I) for "forward", gradient (N, O) and matrices for "input", gradient (N, O) and
-        rows (N, I) for "weight".
+    form, first, second: which product, and its two factors, for N rows, E experts, I input and O output
+        features:
+
+            form      product                           first             second
+            forward   rows times experts' matrices      rows (N, I)       matrices (E, O, I)
+            input     gradient of the rows              gradient (N, O)   matrices (E, O, I)
+            weight    gradient of experts' matrices     gradient (N, O)   rows (N, I)
+
     groups: where each expert's rows begin and end.
     bias: (E, O), or None.
     out: memory for the result; None if the implementation allocates it.
@@ -100,9 +103,10 @@ def choice(
 
 
 def _asks(rows: Tensor) -> bool:
-    """Returns whether the registry chooses the implementation; if not, the loop is used.
+    """Returns whether `pmoe.kernels.registry` chooses the implementation of a product of these rows.
 
-    On the CPU the loop is as fast as any implementation, and writes its result in place.
+    If not, the loop over experts is used. On the CPU it is as fast as any implementation, and writes its
+    result in place.
     """
     return rows.is_cuda or PRODUCTS.forced is not None
 

@@ -1,4 +1,4 @@
-"""Two-layer experts with one tensor for the weights of all experts: what FFN and SwiGLU experts share."""
+"""Base class of FFN and SwiGLU experts: two-layer experts, with one tensor for a weight of all experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from pmoe.schedule.buffer_sizes import HiddenColumns
 V = TypeVar("V")
 
 OPERANDS = ("w1", "w2", "b1", "b2")
-"""Names of the weights and biases, in the order in which kernels take them. There are both biases or none."""
+"""Names of the weights and biases, in the order in which kernels take them. Experts have both biases or none.
+"""
 
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """Bytes of one block of rows that `input_gradient` processes at a time, by device type.
@@ -67,7 +68,7 @@ class StackedExperts(Experts):
     """
 
     hidden_factor: int
-    """Rows of w1 for each hidden column: 1 for feed-forward experts, 2 for gated ones."""
+    """Columns of T_M divided by the expert's H hidden columns: 1 for feed-forward, 2 for gated experts."""
     activation: str
     """The nonlinearity's name in `pmoe.kernels.grouped_gemm`, if it is one of pmoe's own."""
     num_local_experts: int
@@ -238,7 +239,7 @@ class StackedExperts(Experts):
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
-        """Applies the nonlinearity to N rows: writes the activated hidden, H columns, to active_NH.
+        """Applies the nonlinearity to N rows of T_M, and writes the result, H columns, to active_NH.
 
         hidden_NG: (N, H), or (N, 2H) for gated experts: T_M, the hidden activation before the nonlinearity.
         active_NH: (N, H), the result's memory. It may be the first H columns of hidden_NG.
@@ -246,13 +247,14 @@ class StackedExperts(Experts):
 
     @abc.abstractmethod
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
-        """Turns the gradient of the activated hidden into the gradient of T_M, in place in grad_NG.
+        """Computes the gradient of the nonlinearity: overwrites the gradient of its result with that of T_M.
 
-        T_M is the hidden activation before the nonlinearity, of N rows and H columns.
+        The nonlinearity maps T_M, (N, G), to the activated hidden, (N, H). There are N rows and H hidden
+        columns; G is H, or 2H for gated experts.
 
-        grad_NG: (N, H), or (N, 2H) for gated experts. The gradient of the activated hidden comes in its first
-            H columns.
-        hidden_NG: T_M, of the same shape.
+        grad_NG: (N, G). On entry its first H columns have the gradient of the activated hidden. On return all
+            G columns have the gradient of T_M.
+        hidden_NG: (N, G), T_M: the hidden activation before the nonlinearity.
         """
 
     def columns(self, device_type: str) -> HiddenColumns:
@@ -275,18 +277,18 @@ class StackedExperts(Experts):
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns the number of rows of a block in `input_gradient`.
+        """Returns how many rows `input_gradient` processes at a time.
 
-        A block takes at most `SCRATCH_BYTES`, but has at least 16 rows.
+        They take at most `SCRATCH_BYTES` of temporary memory, but are at least 16.
         """
         row_bytes = self.num_hidden * self.element_size
         return max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16)
 
     def _activates_in_place(self, device_type: str) -> bool:
-        """Returns whether the activated hidden may overwrite the first H columns of T_M, H being its width.
+        """Returns whether the nonlinearity may write its result, H columns, over the first H columns of T_M.
 
-        T_M, the hidden activation before the nonlinearity, has 2H columns for gated experts. Its first H
-        columns then lie with gaps between the rows, which the CUDA kernels of grouped products refuse.
+        T_M has 2H columns for gated experts. The result would then have gaps between its rows, and the CUDA
+        kernels of grouped products refuse such rows.
         """
         return self.hidden_factor == 1 or device_type == "cpu"
 
@@ -359,13 +361,13 @@ class StackedExperts(Experts):
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Computes a chunk's gradients of the rows (N, M) and of the routing weights (N,), N rows.
+        """Computes the gradients of a chunk's N rows, (N, M), and of their routing weights, (N,).
 
-        Returns both, and as a third result the tensors that `weight_gradient` needs.
+        Returns these two, and as a third result the tensors that `weight_gradient` needs.
 
-        If T_M (the hidden activation before the nonlinearity) may be overwritten, the activated hidden
-        overwrites it block by block. A chunk then needs only two buffers of T_M's size: T_M itself and its
-        gradient dT_M.
+        The activation after the nonlinearity is computed again from T_M (the activation before it). If T_M
+        may be overwritten, the result is written over T_M, block of rows by block. A chunk then needs only
+        two buffers of T_M's size: T_M itself and its gradient dT_M.
 
         grad_NM: (N, M), the gradient of the output. It is overwritten.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.

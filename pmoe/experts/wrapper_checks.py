@@ -42,9 +42,10 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
 
     own: the global ranks over which the layer's experts are spread.
 
-    A wrapper is refused if it spans more than one of these ranks, because they hold different experts. It may
-    span ranks of several such groups, one of each, because these hold the same experts. The ranks of the
-    older FSDP cannot be read; it is refused if the layer's ranks are all ranks.
+    A wrapper is refused if it spans more than one of these ranks, because they hold different experts. If the
+    layer is replicated over several such groups of ranks, a wrapper may span one rank of each group, because
+    these ranks hold the same experts. The ranks of the older FSDP cannot be read; it is refused if the
+    layer's ranks are all ranks.
 
     Experts of a model that `pmoe.parallelize` has changed may be in no wrapper, because their gradients are
     averaged already.

@@ -129,8 +129,9 @@ def make_gate(
     name: name of the gate.
     sizes: d_model, num_experts and top_k.
     capacity_factor: passed on to gates that apply the capacity themselves (`Gate.decides_capacity`).
-    given: options that only some gates have, by name. None means that the user did not set the option.
-    options: options that all gates have, by name.
+    given: options that only some gates have, by name, as the user passed them to MoELayer. None means that
+        the user did not set the option.
+    options: options that all gates have, by name: device and dtype.
 
     Raises ValueError for an unknown name, and for an option in ``given`` that is set although this gate does
     not have it.

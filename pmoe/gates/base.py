@@ -1,6 +1,7 @@
 """The base class of gates, and `Routing`, the result of a gate.
 
-Letters: S rows of a `Routing`, which are the T tokens unless a gate says otherwise.
+Letters: T tokens of this rank, K experts of a token (top_k), E experts of all ranks, M = d_model. S is the
+number of lines of a `Routing`: one for each token, unless a gate says otherwise.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ class Mix:
 class Routing:
     """The result of a gate: to which experts each token of this rank goes, and with which weights.
 
-    It has S rows with K experts each. Without ``token`` and ``mix``, row s is token s, and S is T, the number
-    of tokens.
+    A routing is a table of S lines, each with K choices of an expert. Without ``token`` and ``mix``, line s
+    is for token s, and S is T, the number of tokens.
 
-    expert: (S, K) int64, global indices of experts, distinct within a row.
+    expert: (S, K) int64, global indices of experts, distinct within a line.
     weight: (S, K) float32 or float64, factor of each expert's output. The gate's gradient flows through it.
     l_aux: scalar, the auxiliary loss for this rank's tokens. It has a gradient if the gate has parameters.
     logits: the gate's scores, of any shape, or None. They are only used to check that the scores are finite.
     keep: (S, K) bool, False for choices that the gate drops because their expert has reached its capacity.
         None means that the gate drops nothing; the layer does if it has a capacity factor.
-    token: (S,) int64 ascending, the token of each row, for gates that give tokens different numbers of
-        experts.
-    mix: weights of the mixtures, for gates whose rows are mixtures of tokens.
+    token: (S,) int64 ascending, the token of each line, for gates that give tokens different numbers of
+        experts; else None.
+    mix: weights of the mixtures, for gates that send mixtures of tokens instead of tokens: line s is then for
+        mixture s. Else None.
     """
 
     expert: Tensor
@@ -103,7 +105,7 @@ class KeptType:
 
 
 def _kept(gate: nn.Module) -> list[str]:
-    """Returns the names of a gate's buffers that keep their dtype (`KeptType`)."""
+    """Returns the names of a gate's buffers with `KeptType`: casts such as ``.half()`` do not change them."""
     names = [
         name for kind in type(gate).__mro__ for name, value in vars(kind).items() if type(value) is KeptType
     ]
@@ -120,14 +122,15 @@ class Gate(nn.Module, abc.ABC):
     """
 
     partition: PartitionName = "tokens"
-    """Whether the gate routes a part of a batch as it routes the same tokens within the whole batch.
+    """Whether a batch may be routed in parts: how the gate routes a token may depend on the other tokens.
 
-    "tokens": it does. If there is a capacity, the rows that each expert already has are passed from part to
-    part.
-    "none": it does not, so it must be called with the whole batch.
+    "tokens": the routing of a token does not depend on other tokens, so parts give the same routing as the
+        whole batch. (The number of rows that each expert already has, for the capacity, is passed from part
+        to part.)
+    "none": the routing depends on the whole batch, so the gate must get all tokens in one call.
 
-    The value describes eval mode: a gate that adds noise in training draws other noise for a part in either
-    case.
+    The value describes eval mode. In training a gate may add noise, which is different if a batch is routed
+    in parts.
     """
 
     needs_token_ids = False
@@ -140,9 +143,10 @@ class Gate(nn.Module, abc.ABC):
     """
 
     picks_tokens = False
-    """Whether the rows of the routing are not the tokens, each with its top_k experts.
+    """False if each token has one line in the `Routing`, with its top_k experts.
 
-    True if experts pick tokens, or if rows are mixtures of tokens.
+    True if experts pick tokens, so that tokens have different numbers of experts, or if the experts get
+    mixtures of tokens.
     """
 
     mixes_tokens = False
@@ -152,7 +156,7 @@ class Gate(nn.Module, abc.ABC):
     """Whether the routing is computed outside the layer and passed to the gate."""
 
     saved_scores = 1
-    """Numbers that autograd saves for backward, for each pair of token and expert. It predicts memory."""
+    """How many numbers autograd saves for each pair of a token and an expert. Memory predictions use it."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Gate:
         """Moves or casts the module as torch.nn.Module does, but buffers with `KeptType` are never cast.
@@ -181,9 +185,9 @@ class Gate(nn.Module, abc.ABC):
         super()._save_to_state_dict(*args, **options)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Returns S, the number of rows of the routing for this number of tokens.
+        """Returns S, the number of lines of the `Routing` for this number of tokens, to predict memory.
 
-        It is used to predict memory if the gate `picks_tokens`.
+        It is only called if the gate `picks_tokens`.
         """
         return num_tokens
 
@@ -253,8 +257,8 @@ class TopKRouter(Gate):
     E is the number of experts, M = d_model.
 
     Args:
-        normalize: whether a token's weights are divided by their sum. None means what the papers of the gate
-            do (`normalizes`).
+        normalize: whether a token's weights are divided by their sum. None stands for the gate's usual value,
+            from its papers (`normalizes`).
         z_loss_weight: factor of `router_z_loss` in the auxiliary loss.
 
     Raises ValueError and TypeError for invalid options.

@@ -27,6 +27,9 @@ class BatchPrioritisedGate(TopKGate):
     among second choices, ...), tokens with a higher priority come first, and tokens with equal priority in
     the order of the batch.
 
+    Lancet (section 2.3) describes another priority, the sum of a token's top_k probabilities. For top_k = 1
+    the two are the same. For a larger top_k they may drop different tokens.
+
     Args:
         capacity_factor: determines C; None keeps all choices.
         normalize: as in `TopKGate`; False is usual with this gate.

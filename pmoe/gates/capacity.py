@@ -25,9 +25,12 @@ def within_capacity(expert_TK: Tensor, capacity: int, used_E: Tensor) -> tuple[T
     capacity: the most choices of each expert for the whole batch.
     used_E: (E,) int64, for each of E experts, how many choices it got from earlier parts of the batch.
 
-    Returns (keep, used): keep is True for kept choices, bool in the shape of expert_TK. used is used_E plus
-    the choices in this part, to be passed with the next part. So a batch that is routed in parts drops the
-    same choices as if it were routed whole (Lancet, section 2.3).
+    A batch may be routed in parts, one after the other. Then ``used_E`` is 0 for the first part, and the
+    second result of each call is passed to the next one. So the same choices are dropped as if the whole
+    batch were routed at once (Lancet, section 2.3).
+
+    Returns two tensors: which choices are kept, bool in the shape of expert_TK; and used_E plus the number of
+    this part's choices of each expert.
     """
     flat = expert_TK.reshape(-1)
     order = flat.argsort(stable=True)

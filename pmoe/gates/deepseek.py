@@ -50,8 +50,8 @@ class DeepSeekGate(TopKRouter):
     0.0001 is a usual alpha.
 
     Call `update_bias` once in each optimizer step. Activation checkpointing runs forward twice, and so counts
-    each choice twice, except under `pmoe.checkpoint_contexts`. This does no harm if it is so for all forward
-    passes between two updates.
+    each choice twice, except under `pmoe.checkpoint_contexts`. Counting twice does no harm if all forward
+    passes between two updates are counted twice.
 
     `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False. Otherwise it overwrites
     ``load`` on all ranks with that of rank 0.

@@ -9,7 +9,7 @@ from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
 
 
 class DrawnGate(Gate):
-    """Gives each token K = top_k distinct experts, with the weight 1 / K each.
+    """Base class of gates that give each token K = top_k distinct experts with the weight 1 / K each.
 
     It has no parameters. ``device`` and ``dtype`` have no effect; they are accepted because all gates accept
     them.
@@ -38,7 +38,9 @@ class DrawnGate(Gate):
         self.top_k = int(top_k)
 
     def routed(self, x_TM: Tensor, draw_TK: Tensor) -> Routing:
-        """Returns the routing of the tokens x_TM (T, M), with the experts that `distinct` makes from draw_TK.
+        """Returns the routing of tokens x_TM (T, M) in which random numbers choose the experts.
+
+        `distinct` turns the K random numbers of a token into K distinct experts. All weights are 1 / K.
 
         draw_TK: (T, K) int64, K independent random numbers for each token.
         """

@@ -1,6 +1,7 @@
 """Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens with its highest scores.
 
-Letters: K = top_k, the mean number of experts of a token, C tokens of each expert, S = E * C rows.
+Letters: T tokens of a rank, E experts, K = top_k, the mean number of experts of a token, C tokens of each
+expert, S = E * C rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NormalizedOver = Literal["experts", "tokens"]
 
 
 class ExpertChoiceGate(Gate):
-    """Each of E experts takes its C best tokens of this rank. Ties go to the lowest token index.
+    """A gate in which each of E experts takes its C best tokens of this rank. Ties go to the lowest index.
 
     C = min(T, ceil(capacity_factor * T * top_k / E)) for T tokens. A token may get any number of experts, or
     none. Because all experts get the same number of tokens, l_aux is 0 and the layer drops nothing.
@@ -118,8 +119,11 @@ def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
     score_TE: (T, E), scores of T tokens for E experts. Ties go to the lowest token index. NaN counts as
         infinity.
 
-    For each expert it takes all scores above the smallest that must be taken, then the first ones equal to
-    that. So the result does not depend on the order of equal scores in torch.topk, which is not defined.
+    rows: number of tokens that each expert takes.
+
+    Let s be an expert's rows-th largest score. The expert takes all tokens with scores above s, then the
+    first tokens with the score s. So the result does not depend on which of several equal scores torch.topk
+    picks, which is not defined.
     """
     if rows == 0:
         return torch.zeros_like(score_TE, dtype=torch.bool)

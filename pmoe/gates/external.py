@@ -12,7 +12,7 @@ from pmoe.gates.base import Gate, PartitionName, Routing
 
 
 class ExternalGate(Gate):
-    """A gate that returns a routing which its user has set. Call the layer inside a `routing` block:
+    """A gate whose routing the model itself computes, and sets for the calls inside a `routing` block:
 
         with gate.routing(expert_TK, weight_TK):
             y = layer(x)

@@ -34,10 +34,10 @@ class SigmoidGate(TopKRouter):
     Args:
         normalize: True divides a token's weights by their sum; None means False, as in the papers.
 
-    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. As probabilities, the balance
-    loss takes a token's sigmoids divided by their sum. With the sigmoids themselves, training could lower the
-    loss by shrinking all of them. BASE instead assigns the whole batch so that all experts get equally many
-    tokens, which pmoe does not do.
+    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. The balance loss gets, as
+    probabilities, a token's sigmoids divided by their sum. With the sigmoids themselves, training could lower
+    the loss by shrinking all of them. (The BASE paper has no such loss: it assigns tokens so that all experts
+    get equally many, which pmoe does not do.)
     """
 
     normalizes = False

@@ -22,11 +22,13 @@ class SoftGate(Gate):
     """Gives each expert mixtures of all tokens, and each token a mixture of all experts' results.
 
     There are T tokens, and S slots: P for each of E experts. A slot is a mixture of tokens, which its expert
-    gets as a row.
+    gets as a row. Tokens are mixed twice (Eq. 1-3 and section 2.3):
 
-    logits (T, S) = scale * unit(x) unit(phi)^T, where unit divides each row by its length. The weights of
-    tokens in a slot are the softmax of logits over tokens. The weights of slots in a token's result are the
-    softmax of logits over slots (Eq. 1-3 and section 2.3).
+        logits (T, S)           scale * unit(x) unit(phi)^T, where unit divides each row by its length
+        input of slot s         sum_t dispatch[t, s] x_t     with dispatch = softmax of the logits over tokens
+        result of token t       sum_s combine[t, s] y_s      with combine = softmax of the logits over slots
+
+    y_s is the result of slot s's expert.
 
     weight: parameter (E, P, M), phi in the paper, with M = d_model as last dimension.
     scale: scalar parameter, which starts at 1.
@@ -35,9 +37,10 @@ class SoftGate(Gate):
         top_k: is checked and has no other effect, because every token goes to all experts.
         slots_per_expert: P; None means 1. T / E is usual; then there are as many slots as tokens.
 
-    The routing has S rows. Row s goes to expert s // P with weight 1, and ``mix`` has the weights of tokens
-    in it. Nothing is dropped and capacity has no effect. l_aux is 0, because all experts always get P rows. A
-    token of zeros has equal weights for all slots.
+    The routing has a line for each slot: slot s goes to expert s // P. Its routing weight is 1, because
+    `Routing.mix` already has both kinds of weights, dispatch and combine. Nothing is dropped and capacity has
+    no effect. l_aux is 0, because all experts always get P rows. A token of zeros has equal weights for all
+    slots.
 
     partition is "none" (the gate needs the whole batch), because each slot mixes all tokens of the rank's
     batch: tokens of all sequences, and later tokens with earlier ones. So causal language models cannot use

@@ -1,7 +1,7 @@
 """Partition axes (Lancet, section 5.2): the dimension along which each tensor of a graph is cut.
 
-A graph is cut into k parts of the batch. An operator can be cut if it can run on part p of its inputs and so
-give part p of its result. Each operator has a rule that lists the axes for which this holds. For the product
+A graph is cut into k parts of the batch. An operator can be cut if running it on part p of its inputs gives
+part p of its result. Each operator has a rule that lists the axes for which this holds. For the product
 y = x @ w they are:
 
     axis of x     axis of w     axis of y
@@ -41,7 +41,7 @@ SUM = "sum"
 Axis = int | str | None
 """Type of a tensor's axis, along which the tensor is cut into parts of the batch.
 
-It is a dimension, `IRREGULAR`, `SUM`, or None if every part uses the whole tensor."""
+An axis is a dimension, `IRREGULAR`, `SUM`, or None if every part uses the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def infer(
 
     cut: the axes of inputs of the graph. Inputs that it leaves out, such as parameters, are not cut: each
         part uses them whole.
-    free: inputs of which no axis is known. Each gets the axis that the first operator on it needs.
+    free: inputs whose axis is not known. Each gets the axis that the first operator on it needs.
     sequences: number of sequences or tokens in the batch, a number or a symbol of the trace. A tensor is cut
         only along dimensions of which this is a divisor. None allows all dimensions.
 
@@ -111,8 +111,7 @@ def infer(
         axes      the axis of each node; None if all parts use the node's whole result
         refused   for each node that cannot be cut, the reason
 
-    A node that cannot be cut runs once, on the whole batch. Its result can be cut again for the nodes behind
-    it.
+    A node that cannot be cut runs once, on the whole batch. Later nodes can still cut its result into parts.
     """
     inference = _Inference(cut, free, sequences)
     for node in graph.nodes:
@@ -130,7 +129,7 @@ def follow(
     body: calls of a graph, in order.
     cut: axes of tensors that are computed before the body. Tensors that it leaves out are not cut: each part
         uses them whole.
-    free: tensors from before the body of which no axis is known. Each gets the axis that the first operator
+    free: tensors from before the body whose axis is not known. Each gets the axis that the first operator
         on it needs.
     sequences: number of sequences or tokens in the batch (`infer`).
 
@@ -150,6 +149,8 @@ class RefusedError(Exception):
 
 class _Inference:
     """Finds the axes of a graph's nodes, one node after the other, and stores them.
+
+    An axis is the dimension along which a tensor is cut into parts of the batch.
 
     axes: the axis of each node so far; a tuple for a node with several results.
     refused: the reason for each node that cannot be cut.
@@ -172,8 +173,8 @@ class _Inference:
     def add(self, node: fx.Node) -> None:
         """Finds and stores the axis of a node. All nodes that the node reads must have been added before.
 
-        If the node cannot be cut, the reason is stored in ``refused``, and the axis of its result is open
-        again for the next operators.
+        If the node cannot be cut, the reason is stored in ``refused``, and the axis of its result is
+        undecided (free) for the next operators.
         """
         if node.op != "call_function":
             self.axes[node] = self._cut.get(node)
@@ -188,8 +189,9 @@ class _Inference:
     def _behind(self, node: fx.Node) -> Any:
         """Returns an axis along which later operators can cut the result of an operator that is not cut.
 
-        A result with the shape of the operator's first input that is cut along a dimension gets that
-        dimension, others None. Several results give a tuple of axes.
+        The axis is taken from the first input of the operator that is itself cut along a dimension. A result
+        with the same shape as this input gets the same dimension, another result gets None. For an operator
+        with several results, a tuple with one axis for each result is returned.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -262,9 +264,9 @@ class _Inference:
         )
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
-        """Returns whether a tensor already has this axis, or is free to get it.
+        """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
-        No free tensor can get the axis `SUM`: it exists as one whole tensor, not as summands.
+        A tensor without an axis cannot get `SUM`, because it exists as one whole tensor, not as summands.
         """
         known = self.axes[node]
         return known == axis or (known is None and node in self._free and axis != SUM)
@@ -305,10 +307,13 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
-    """Yields, for each dimension, the combination that cuts all tensors and results along this dimension.
+    """Yields the ways to cut an operator along the same dimension of all its inputs and results.
+
+    There is one way for each dimension that is not in ``but``.
 
     node: the call of the operator.
-    but: dimensions that are left out, because the operator works along them. They may be negative.
+    but: dimensions along which the operator cannot be cut, because it works along them, as softmax does along
+        one. Negative numbers count from the last dimension.
     """
     first, *_ = inputs = tensors(node)
     rank = len(shape(first))
@@ -476,9 +481,9 @@ def _embedding(node: fx.Node) -> Iterator[Combination]:
 def _attention(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut attention into parts: along the sequences or the heads.
 
-    Yields nothing with dropout, whose random numbers depend on the cut, or with other tensors than queries,
-    keys and values, such as a mask. The first two results, the output and the logsumexp of each query, are
-    cut. The others hold states of random numbers.
+    Yields nothing with dropout, because its random numbers depend on the cut. Yields nothing either if there
+    are more tensors than queries, keys and values, such as a mask. The first two results, the output and the
+    logsumexp of each query, are cut. The others hold states of random numbers.
     """
     if len(tensors(node)) == 3 and _argument(node, "dropout_p") == 0.0:
         results = len(node.meta["val"])
@@ -595,12 +600,12 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
 def _view(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a view into parts: pairs of a dimension of the source and one of the result.
 
-    Cutting the source along the first must give the same elements as cutting the result along the second.
-    That holds if the products of the sizes before both dimensions are equal, and if both dimensions have
+    Cutting the source along its dimension must give the same elements as cutting the result along the other.
+    This is so if the sizes before each of the two dimensions have equal products, and if both dimensions have
     whole elements of each part, which `infer` checks. For (4, 6) viewed as (2, 2, 6) the pairs are (0, 0),
-    for a batch of 2 sequences, and (1, 2). A dimension of size 1 cannot be cut. ``expand`` keeps every
-    dimension that it does not expand. Other views also accept summands (`SUM`): the sum of viewed summands is
-    the view of the sum.
+    for a batch of 2 sequences, and (1, 2). A dimension of size 1 cannot be cut. ``expand`` can be cut along
+    every dimension that it leaves as it is. Other views can also be cut into summands (`SUM`): the sum of
+    viewed summands is the view of the sum.
     """
     source, result = shape(tensors(node)[0]), shape(node)
     if node.target is aten.expand.default:
@@ -620,7 +625,7 @@ def _view(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.new_zeros.default)
 def _new(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a ``new_zeros`` into parts: along each dimension as large as in its source."""
+    """Yields the ways to cut a ``new_zeros``: along each dimension that has the same size in its source."""
     for dim, sizes in enumerate(zip(shape(tensors(node)[0]), shape(node), strict=False)):
         if sizes[0] == sizes[1]:
             yield Combination((dim,), dim)
@@ -652,7 +657,7 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut an operator that inserts or removes a dimension: along each other dimension.
 
-    The number of a dimension behind the inserted or removed one differs by 1 between source and result.
+    Dimensions behind the inserted or removed one have another number in the result than in the source.
     """
     operands = tensors(node)
     before, after = len(shape(operands[0])), len(shape(node))
@@ -670,8 +675,8 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
 def _order(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut `order`, which sorts a layer's rows by expert, into parts: along the tokens.
 
-    The last input and the last result stay whole: they count the rows that each expert got in earlier parts.
-    Each part passes them to the next, so that all parts together respect the capacity.
+    The last input and the last result stay whole. They count the rows that each expert got in earlier parts.
+    Each part passes these counts to the next part, so that all parts together respect the experts' capacity.
     """
     operands = tensors(node)
     yield Combination((*(0 for _ in operands[:-1]), None), (IRREGULAR,) * 3 + (None,))

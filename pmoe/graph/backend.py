@@ -102,11 +102,13 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 def prepare() -> None:
     """Sets options of torch._dynamo, and makes MoELayers traceable. Runs once, when this module is imported.
 
-    capture_dynamic_output_shape_ops   on: numbers of rows, known only at run time, do not break the graph
+    capture_dynamic_output_shape_ops   on: a number of rows that is known only at run time does not break the
+                                       graph
     optimize_ddp                       off: DDP must not cut graphs between layers that communicate
-    recompile_limit                    raised to the accumulated limit: every block may be compiled alone
-    fail_on_recompile_limit_hit        on: a rank that has compiled too often raises. Without its graph it
-                                       would send other messages than the other ranks
+    recompile_limit                    raised to accumulated_recompile_limit, because every block of a model
+                                       may be compiled by itself
+    fail_on_recompile_limit_hit        on: a rank that has compiled too often raises an error. If it ran
+                                       without its graph, it would send other messages than the other ranks
     """
     config: Any = torch._dynamo.config
     config.capture_dynamic_output_shape_ops = True

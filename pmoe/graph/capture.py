@@ -32,7 +32,7 @@ BACKENDS: list[Any] = []
 class CapturedCounts:
     """Row counts of a call that ran inside a graph, on the host. `LastCall` keeps them for statistics.
 
-    Shapes use W ranks, and E_local experts of one rank.
+    W is the number of ranks, E_local the number of experts of one rank.
 
     send_WE: (W, E_local) int64, rows that this rank sent to each rank's experts; 0 to itself.
     recv_WE: (W, E_local) int64, rows that came from each rank for this rank's experts; 0 from itself.
@@ -53,7 +53,7 @@ class CapturedCounts:
         return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
-        """Returns the counts in the form that a layer outside a graph keeps, for code that reads both.
+        """Returns the counts as a `RankCounts`, the form that a layer outside a graph keeps.
 
         In this form, rows that stay on their rank count as rows that the rank sends to itself.
         """
@@ -66,7 +66,10 @@ class CapturedCounts:
         )  # fmt: skip
 
     def kept_E(self) -> Tensor:
-        """Returns (E,) int64, this rank's rows for each expert of all ranks, without dropped rows."""
+        """Returns (E,) int64: how many rows this rank's tokens have for each of the E experts of all ranks.
+
+        Dropped rows are not counted.
+        """
         return self.rows().send.flatten()
 
 
@@ -161,7 +164,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     """Computes a layer by the operators of this package, which the backend can cut and move in the graph.
 
     The stages are those of a layer outside a graph: gate, order, exchange of row counts, dispatch, experts,
-    combine. Rows that stay on this rank have an experts operator of their own, because they need not wait for
+    combine. Rows that stay on this rank have an experts operator of their own, because it need not wait for
     the dispatch.
 
     layer: the layer.
@@ -222,8 +225,8 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
 def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
     """Returns the output of the shared expert, which computes every token: (T, M), T tokens, M = d_model.
 
-    It is computed by operators of PyTorch, which the backend can cut already. If the shared expert has a
-    gate, the output is multiplied by the gate's weight.
+    It is computed by operators of PyTorch, for which the backend needs no rules of its own. If the shared
+    expert has a gate, the output is multiplied by the gate's weight.
 
     x_TM: (T, M), the tokens as the gate reads them.
     rows: (T, M), the same tokens, cast to the dtype in which experts compute.

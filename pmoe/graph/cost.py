@@ -111,12 +111,12 @@ class Profiled(fx.Interpreter):
     """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
-        """Takes the graph and the seconds that are already known.
+        """Prepares the measurement of a graph.
 
         module: the graph.
-        costs: known seconds of operators. Newly measured ones are added to it.
-        link: function from the bytes of an all-to-all to its seconds. The bytes are those that this rank
-            sends or those that it receives, whichever are more.
+        costs: known seconds of operators. Newly measured seconds are added to this object.
+        link: function from the bytes of an all-to-all to its seconds. The bytes are the larger of what this
+            rank sends and what it receives.
         """
         super().__init__(module)
         self.found: dict[str, Cost] = {}
@@ -163,8 +163,8 @@ class Profiled(fx.Interpreter):
 
         node: the call of the operator.
         run: runs the operator on its arguments.
-        name: the operator's `signature`. If the seconds of this signature are already known, the operator
-            runs only once and they are returned.
+        name: the operator's `signature`. If its seconds are already known, the operator runs only once and
+            the known seconds are returned.
         """
         known_seconds = self._costs.seconds
         times = 1 if name in known_seconds or not _may_repeat(node) else REPEATS
@@ -196,9 +196,9 @@ def _bytes(value: object) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns a number that identifies the memory of a tensor, to find out which tensors share memory.
+    """Returns a number that is equal for tensors that share memory: the address of the memory.
 
-    It is the address of the memory. A tensor without memory returns its own id.
+    For a tensor without memory, the number is the tensor's own id.
     """
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
@@ -206,11 +206,12 @@ def _memory(tensor: Tensor) -> int:
 def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[[float], float]:
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
-    On one rank the function returns 0. Otherwise alpha comes from the profile of the group, and beta is
-    measured by one message of about `LONG_SECONDS`. The messages of a profile take only milliseconds, so one
-    interruption would change beta, and with it the predicted seconds of every long message.
+    On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
+    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`. The messages of a
+    profile take only milliseconds, so one interruption would change beta, and with it the predicted seconds
+    of every long message.
 
-    Collective at the first call with these ranks, device and dtype. Later calls return the same result.
+    The first call with these ranks, device and dtype is collective. Later calls return the same result.
     """
     if ranks.size == 1:
         return lambda num_bytes: 0.0
@@ -227,7 +228,7 @@ def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[
 
 
 LONG_SECONDS = 0.1
-"""Seconds that the long message which `link_of` measures should take."""
+"""Seconds that a message should take by which `link_of` measures the time per byte."""
 
 LINKS: dict[tuple[str, torch.device, torch.dtype], LineCost] = {}
 """Measured costs of all-to-alls, by name of the group, device and dtype (`link_of`)."""

@@ -30,13 +30,16 @@ from pmoe.planner.timeline import Span, draw
 from pmoe.text import table
 
 STEPS = 8
-"""Number of training steps that `explain` runs. The first measure and agree; the last three are timed."""
+"""Number of training steps that `explain` runs.
+
+In the first steps ranks measure and agree; the last 3 are timed.
+"""
 
 
 class PassSeconds:
     """A stopwatch that runs and times the passes of a program (`pmoe.graph.run.Program`).
 
-    Stored in `Program.watch`, it is called for each pass and runs the pass itself.
+    If it is stored in `Program.watch`, the program calls it for each pass, and it runs the pass itself.
 
     found: the seconds of each pass so far.
     """
@@ -120,8 +123,9 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     example: the arguments of a call of the model.
     options: the options of ``torch.compile``, by name (`pmoe.graph.options.Options`).
 
-    A step is a forward pass. If parameters need gradients, a backward pass follows, from the mean of the
-    squared first result. The parameters' own ``grad`` does not change. Every rank must call `explain`.
+    A step is a forward pass. If parameters need gradients, a backward pass of a made-up loss follows: the
+    mean of the squared first result. The parameters' own ``grad`` does not change. Every rank must call
+    `explain`.
 
     Raises ValueError if the model has no layer that was captured and communicates. Raises ValueError or
     TypeError for a bad option.
@@ -155,7 +159,7 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
 def _moved(program: Program) -> Counter[str]:
     """Counts, for each all-to-all, the weight gradients that were moved to run between it and the next.
 
-    Weight gradients that were moved before the first all-to-all count under the name "".
+    Weight gradients that were moved to a place before the first all-to-all are counted under the name "".
     """
     operators = [each for each in program.before if not each.hands_over]
     before_traced, before_run = _behind(operators), _behind(program.instructions)

@@ -24,16 +24,17 @@ COMPUTE, COMMUNICATE = "compute", "communicate"
 class Instruction:
     """One operator call of a graph, with its cost.
 
-    name: the call's name, which is equal in graphs of the same operators (`pmoe.graph.lower.label`).
-    waits: names of the instructions of which this one reads a result.
-    holds: names of the instructions, and inputs of the graph, of which this one reads memory. If it reads a
-        view, the owner of the view's memory is named.
-    seconds: its predicted time, if nothing else runs on its lane.
-    lane: the queue on which it runs, `COMPUTE` or `COMMUNICATE`.
-    num_bytes: bytes that it allocates for its result.
-    is_counts: whether it is an exchange of row counts.
-    hands_over: whether it is no operator, but hands a gradient over to autograd (`pmoe.graph.hand_over`). If
-        the gradient is reduced over ranks, its lane is `COMMUNICATE` and its seconds are the reduction's.
+    name: the call's name. Graphs with the same operators have the same names (`pmoe.graph.lower.label`).
+    waits: names of the instructions whose results this one reads.
+    holds: names of the instructions, and of the inputs of the graph, of which this instruction reads the
+        memory. For a view, this is the instruction or input that owns the view's memory.
+    seconds: predicted time of the call, if nothing else runs on its lane.
+    lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
+    num_bytes: bytes that the call allocates for its result.
+    is_counts: whether the call is an exchange of row counts.
+    hands_over: whether it is no call of an operator, but hands a gradient over to autograd
+        (`pmoe.graph.hand_over`). If the gradient is reduced over ranks, its lane is `COMMUNICATE` and its
+        seconds are those of the reduction.
     """
 
     name: str
@@ -57,9 +58,9 @@ class Instruction:
 
     @property
     def ends_stage(self) -> bool:
-        """Whether the instruction ends a stage of a pipeline over parts of the batch.
+        """Whether the instruction is an all-to-all of rows, which ends a stage of a pipeline over parts.
 
-        An all-to-all of rows ends one, an exchange of row counts does not (`pmoe.graph.ranges.stages`).
+        An exchange of row counts ends no stage (`pmoe.graph.ranges.stages` has the reason).
         """
         return self.communicates and not self.is_counts
 
@@ -75,7 +76,10 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """Returns the predicted seconds of a pass in which nothing is computed, only communicated."""
+    """Returns the predicted seconds of a pass in which the compute lane waits for the link.
+
+    The compute lane is the queue of all instructions except all-to-alls and reductions.
+    """
     busy = sum(each.seconds for each in instructions if each.lane == COMPUTE)
     return total_seconds(instructions) - busy
 

@@ -2,11 +2,11 @@
 
     order of instructions     code that runs
     exchange (dispatch)       start of the exchange
-    weight gradient           weight gradient        while rows travel
+    weight gradient           weight gradient        while rows are sent
     experts                   wait for the exchange
                               experts
 
-The start stands where the operator stood. The wait stands before the first instruction that reads the result.
+The start is put where the operator was. The wait is put before the first instruction that reads the result.
 A backward pass also stops where a gradient is handed over to autograd (`pmoe.graph.hand_over`): its code is
 that of a generator, and yields there.
 
@@ -61,11 +61,11 @@ def communicates(node: fx.Node) -> bool:
 
 
 def label(node: fx.Node) -> str:
-    """Returns a node's name in decisions that ranks share: equal in graphs of the same operators.
+    """Returns the name by which ranks share decisions about a node, such as "mm_0".
 
-    Node names of torch differ between graphs for different shapes; these names, which `name_all` gives, do
-    not. A call without one, such as the computation of a size, returns its name in torch with the mark
-    "unnamed".
+    Two graphs with the same operators have the same names, although torch gives their nodes different names
+    if shapes differ. `name_all` gives the names. Calls that compute a size have none; for them the result is
+    torch's name with the mark "unnamed".
     """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else node.name
     name: str = node.meta.get("label", unnamed)
@@ -93,7 +93,7 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 def is_result(node: fx.Node) -> bool:
     """Returns whether a node takes one result out of the results of an all-to-all.
 
-    A node of this kind is part of the all-to-all and runs directly after the wait.
+    Such a node counts as part of the all-to-all, and runs directly after the wait for it.
     """
     source: Any = node.args[0] if node.target is operator.getitem else None
     return source is not None and communicates(source)
@@ -111,9 +111,9 @@ def calls_of(module: fx.GraphModule) -> list[fx.Node]:
 def merge_weight_gradients(graph: fx.Graph) -> None:
     """Merges the `experts_weight_gradient` calls of each layer into one, which adds gradients in place.
 
-    A graph has one such call for each block of rows: for rows that stayed on their rank and for rows that
-    travelled, once for each part of the batch. An addition for each parameter follows. Two calls are merged
-    only if their results are used by this addition and nothing else.
+    A graph has one call for rows that stayed on their rank, and one for rows that came from other ranks. If
+    the batch is cut, there are two such calls for each part. Additions that sum the gradients of each
+    parameter follow. Two calls are merged only if these additions are the only users of their results.
     """
     nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
@@ -138,12 +138,12 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
 
 
 def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
-    """Returns, for the position of each parameter, the node that adds its gradients of two calls.
+    """Returns the nodes that add the gradients of two calls, by the position of the parameter.
 
     first, second: two calls of `experts_weight_gradient`.
 
-    Returns None if a gradient has another user than the addition, or if the calls have gradients of different
-    parameters. The calls can then not be merged.
+    Returns None if the calls cannot be merged: if a gradient is also used by something else than the
+    addition, or if the calls have gradients of different parameters.
     """
     sums: dict[int, fx.Node] = {}
     for block in (first, second):
@@ -181,8 +181,8 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
 
     An all-to-all becomes a start and a wait, so that other calls can run between them.
 
-    order: the calls of the graph (`calls_of`) in the new order, each behind the calls of which it reads a
-        result. Gradients among them are results of the graph that are handed over there.
+    order: the calls of the graph (`calls_of`) in the new order. Each must come after the calls whose results
+        it reads. Gradients among them are results of the graph that are handed over there.
 
     The new module takes its arguments in one list and empties the list, so that each argument can be freed
     after its last use. If gradients are handed over, the module returns a generator. The generator yields for
@@ -272,9 +272,9 @@ def unboxed(results: Iterable[Any]) -> list[Any]:
 
 
 def failed_at(module: fx.GraphModule, error: BaseException) -> str:
-    """Returns the label of the call that raised an error, and the number of its layer if it belongs to one.
+    """Returns the label of the call that raised an error, with the number of its layer if it has one.
 
-    The traceback of the error holds a line of the module's generated code. That line begins with the name of
+    The traceback of the error holds a line of the module's generated code. This line begins with the name of
     a node.
 
     module: a module that `lowered` returned.

@@ -26,9 +26,10 @@ from pmoe.graph.operators import modules_of
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
     """Starts the exchange of row counts, without waiting for it. Returns the exchange, for `wait_counts`.
 
-    counts: (E + 1,), this rank's rows for each of E experts, then the code of a fault in its routing.
-    slot: (S,), the sorted slots (a slot is one choice of one token). Only their number is read.
-    dtype: of the rows that will travel.
+    counts: (E + 1,), this rank's rows for each of the E experts of all ranks, then the code of a fault in its
+        routing.
+    slot: (S,), the sorted slots (a slot is one choice of one token). Only their number S is read.
+    dtype: dtype of the rows that will be sent.
     layer: the number that stands for the layer (`number_of`).
     """
     modules = modules_of(layer)
@@ -65,14 +66,14 @@ def exchange_counts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Exchanges row counts among the ranks; returns four int64 tensors on the host.
 
-    Shapes use E experts of all ranks, E_local experts of one rank, W ranks and S slots (a slot is one choice
-    of one token).
+    E is the number of experts of all ranks, E_local of one rank, and W the number of ranks. S is the number
+    of slots (a slot is one choice of one token).
 
     counts: (E + 1,), this rank's rows for each expert, then the code of a fault in its routing, as `order`
         returns them.
     slot: (S,), the sorted slots, as `order` returns them. Only the length is read: it gives the number of
         tokens.
-    dtype: of the rows that will travel.
+    dtype: dtype of the rows that will be sent.
     layer: the number that stands for the layer (`number_of`).
 
     Returns
@@ -99,13 +100,14 @@ def _(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> tuple[Ten
 
 
 def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[Tensor]:
-    """Sorts rows that came in the order (rank, expert) into the order (expert, rank), or back.
+    """Sorts rows from the order (rank, expert) into the order (expert, rank), or back.
 
-    Shapes use N rows, W ranks and E_local experts of one rank.
+    Rows arrive from an all-to-all by rank, and experts compute them by expert. N is the number of rows, W the
+    number of ranks, E_local the number of experts of one rank.
 
     rows: tensors (N, ...), all in the same order.
     counts_WE: (W, E_local), number of rows of each rank and expert.
-    back: sorts from (expert, rank) to (rank, expert) instead.
+    back: True sorts from (expert, rank) to (rank, expert).
 
     Returns the sorted tensors.
     """
@@ -119,14 +121,15 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 
 
 class Exchanging:
-    """An all-to-all of rows under way. The constructor starts it, `wait` returns the rows that arrived.
+    """An all-to-all of rows under way. The constructor starts the exchange, `wait` returns received rows.
 
-    The operator `exchange_rows` is both in one, with the same arguments:
+    The operator `exchange_rows` starts an exchange and waits for it. Its arguments are those of the
+    constructor:
 
     rows: the tensors to send, (N, ...) each for N rows.
-    send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each of W ranks, for each of E_local
-        experts of a rank.
-    num_out: not read.
+    send_WE, recv_WE: (W, E_local) int64 on the host, numbers of rows to and from each of W ranks, for each of
+        E_local experts of a rank.
+    num_out: not read. It is only needed when a graph is traced.
     returns: True for a combine, False for a dispatch.
     layer: the number that stands for the layer (`number_of`).
 
@@ -187,15 +190,16 @@ def exchange_rows(
 ) -> list[Tensor]:
     """Sends rows to other ranks, and returns the rows that come from them: one all-to-all for each tensor.
 
-    Shapes use N rows, W ranks and E_local experts of one rank. The exchange is a layer's dispatch or its
-    combine:
+    N is the number of rows, W the number of ranks, E_local the number of experts of one rank. The exchange is
+    a layer's dispatch or its combine:
 
         dispatch   sends rows sorted by (rank, expert), returns rows sorted by (expert, rank)
         combine    sends rows sorted by (expert, rank), returns rows sorted by (rank, expert)
 
     rows: tensors (N, ...), in the same order. N is the sum of send_WE.
     send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each rank.
-    num_out: number of rows that come, if the graph knows it when it is traced; else None. The run ignores it.
+    num_out: number of rows that come, if the graph knows it when it is traced; else None. Only tracing reads
+        it.
     returns: whether this is the combine.
     layer: the number that stands for the layer (`number_of`).
     """

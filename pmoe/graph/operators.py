@@ -1,10 +1,12 @@
 """Stages of a MoELayer as functional ``torch.library`` operators, which the backend can cut and move.
 
-    order                      sorts the T * K slots of a rank by expert (a slot is one choice of one token)
+A slot is one choice of one token: a rank with T tokens and K experts for each has T * K slots.
+
+    order                      sorts the slots of a rank by expert
     pack                       copies tokens to rows: rows that travel, and rows that stay on this rank
     experts                    computes the rows
     join                       sums the rows of each token
-    experts_input_gradient     gradient of the rows, for which the owners of the tokens wait
+    experts_input_gradient     gradient of the rows, which is sent back to the ranks of the tokens
     experts_weight_gradient    gradient of the parameters, for which no all-to-all waits (Lancet, section 4)
 
 The gradient of `pack` is `join`, and the other way round. All-to-alls are in `pmoe.graph.messages`. Rows are
@@ -72,8 +74,8 @@ def order(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sorts a rank's slots by expert, and drops the slots beyond the experts' capacity.
 
-    A slot is one choice of one token. Shapes use T tokens, K choices, S = T * K slots and E experts of all
-    ranks.
+    A slot is one choice of one token. T is the number of tokens, K of choices, S = T * K of slots and E of
+    experts of all ranks.
 
     expert_TK: (T, K) int64, the expert of each slot.
     keep_TK: (T, K) bool, slots that the gate keeps; None if it keeps all.
@@ -85,7 +87,7 @@ def order(
     Returns
 
         slot      (S,) slots in sorted order: | rows travel, by expert | rows stay, by expert | dropped |
-        position  (S,) the inverse: the position of each slot in that order
+        position  (S,) the inverse: the position of each slot in the sorted order
         counts    (E + 1,) int64, rows of each expert without dropped ones; then 0, or the code of a `Fault`
         used_E    (E,) used_E plus the rows of this part, for the next part of the batch (Lancet, section 2.3)
     """
@@ -115,16 +117,17 @@ def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> 
 def pack(
     values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Copies each token to the rows that its experts get. Returns rows that travel and rows that stay.
+    """Copies each token to the rows that its experts get. Returns (rows that travel, rows that stay).
 
-    Rows travel to other ranks, or stay on this rank if their expert is on it. Both results are (N, ...) for a
-    number of rows N. A slot is one choice of one token, S their number, W the number of ranks. With top_k = 1
-    the function copies one value for each slot, such as a routing weight.
+    Rows travel to other ranks, or stay on this rank if their expert is on it. Both results are (N, ...), each
+    with its own number of rows N. A slot is one choice of one token. S is the number of slots, W the number
+    of ranks, E_local the number of experts of a rank. With top_k = 1 the function copies one value for each
+    slot, such as a routing weight.
 
     values: (S / top_k, ...), one value for every ``top_k`` slots.
     slot, position: (S,), the sorted slots and the inverse, as `order` returns them.
-    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows that travel and that stay, for each of the
-        E_local experts of a rank (`exchange_counts`).
+    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows that travel and that stay, for each expert
+        (`exchange_counts`).
     top_k: number of slots that share a value.
     """
     travel, stay = int(send_WE.sum()), int(own_1E.sum())
@@ -166,9 +169,10 @@ def join(
     top_k: int,
     num_values: int,
 ) -> Tensor:
-    """Returns for each token the sum of its rows, (num_values, ...). It reverses `pack`.
+    """Returns for each token the sum of its rows, (num_values, ...), after experts have computed them.
 
-    A slot is one choice of one token, S their number. N is a number of rows.
+    It is the reverse of `pack`, which copies each token to its rows. A slot is one choice of one token, and S
+    the number of slots. N is a number of rows.
 
     travelled, stayed: (N, ...) each, rows that came back from other ranks, and rows that never left this
         rank. A dropped slot has no row and counts as zeros.
@@ -198,7 +202,7 @@ def _join_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _join_backward(ctx: Any, grad: Tensor) -> Any:
-    """Returns the gradients of the rows: each row gets a copy of the gradient of its value."""
+    """Returns the gradients of the rows: each row gets the gradient of the sum that it is part of."""
     travelled, stayed = pack(grad, *ctx.saved_tensors, ctx.top_k)
     return travelled, stayed, None, None, None, None, None, None
 
@@ -212,8 +216,8 @@ join.register_autograd(_join_backward, setup_context=_join_setup)
 def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
     """Returns where the rows of each expert begin and end among rows that are sorted by expert.
 
-    counts_RE: (R, E_local) on the host, rows of each of R senders for each of E_local experts.
-    rows: (N, ...), the sorted rows, of which only the device is read.
+    counts_RE: (R, E_local) on the host, rows of each of R senders for each of E_local experts of this rank.
+    rows: (N, ...), the N sorted rows. Only their device is read.
     """
     counts_E = counts_RE.sum(0)
     ends = counts_E.cumsum(0).int().to(rows.device, non_blocking=True) if rows.is_cuda else None
@@ -229,7 +233,7 @@ def experts(
     N is the number of rows, M = d_model. T_M is the hidden activation of the experts before the nonlinearity.
 
     rows: (N, M), the dispatched input T_DI, sorted by expert.
-    weight_N: (N,), the routing weight of each row, by which its output is multiplied.
+    weight_N: (N,), the routing weight of each row, by which the row's output is multiplied.
     counts_RE: (R, E_local), rows of each of R senders for each of E_local experts.
     parameters: the experts' parameters, in the order of `Experts.operands`.
     layer: the number that stands for the layer (`number_of`).
@@ -297,13 +301,13 @@ def experts_weight_gradient(
     A block holds rows of one call of `experts`, (N, ...) for N rows. Rows that stayed on their rank and rows
     that travelled are different blocks.
 
-    rows, counts_RE: for each block, the arguments of `experts`.
+    rows, counts_RE: for each block, the arguments of `experts` with these names.
     grad_hidden, active, grad_out: for each block, the last three results of `experts_input_gradient`.
     parameters: the experts' parameters, in the order of `Experts.operands`.
     layer: the number that stands for the layer (`number_of`).
 
-    If `pmoe.parallelize` gave the layer a reduction over data-parallel ranks, the gradients are scaled and
-    reduced by it.
+    If `pmoe.parallelize` gave the layer a reduction over data-parallel ranks, the reduction also scales and
+    sums the gradients.
     """
     layer_experts = modules_of(layer).experts
     sums = [GradientSum(each, len(rows)) for each in parameters]

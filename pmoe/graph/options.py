@@ -18,10 +18,10 @@ class Options:
     """Options of the backend "pmoe" of torch.compile.
 
     parts: the largest number of parts into which the batch is cut, so that all-to-alls of one part run while
-        another is computed; 1 cuts nothing.
+        another part is computed; 1 cuts nothing.
     weight_gradients: whether gradients of weights are moved to where all-to-alls run.
-    memory_limit: bytes, or a string such as "2GiB", that the inputs and results of a pass may take at one
-        time. None allows `SLACK` times the bytes that they take in the order of the trace.
+    memory_limit: most memory that the inputs and results of a pass may take at one time, in bytes or as a
+        string such as "2GiB". None allows `SLACK` times the bytes that they take in the order of the trace.
 
     Raises ValueError or TypeError for a bad value.
     """
@@ -38,7 +38,9 @@ class Options:
 
     @staticmethod
     def of(options: Mapping[str, Any] | None) -> Options:
-        """Returns the options that a dict holds by name, with defaults for those that it leaves out.
+        """Returns the options in a dict, with defaults for the options that the dict leaves out.
+
+        options: the values by the names of this class's fields, or None for all defaults.
 
         Raises TypeError or ValueError, which names the option, its value and the rule.
         """
@@ -50,10 +52,10 @@ class Options:
         return Options(**(options or {}))
 
     def limit(self, traced: int) -> float:
-        """Returns the memory limit in bytes, at least ``traced``.
+        """Returns the memory limit of a pass in bytes.
 
-        traced: peak bytes of the graph in the order of its trace. They are always allowed, because no other
-            order may need less.
+        traced: peak bytes of the graph in the order of its trace. The limit is never lower, because possibly
+            no other order of the operators needs less memory.
         """
         memory_limit = self.memory_limit
         return (

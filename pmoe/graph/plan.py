@@ -2,10 +2,12 @@
 
 A range is a run of consecutive instructions (operator calls) that is cut into parts of the batch. A program
 is all graphs of some layers in one direction, forward or backward; graphs for other input shapes belong to
-the same program. Ranges are chosen on the first graph of rank 0. Each graph is compared with that graph:
+the same program. Ranges are chosen on the first graph of rank 0. Each other graph of the program is compared
+with that first graph:
 
-    the same instructions, several sequences    the ranges are cut as they are
-    other instructions, or 0 or 1 sequence      each layer of a range is cut by itself, along its tokens
+    its instructions and batch                     how it is cut
+    the same instructions, several sequences       the ranges are cut as they are
+    other instructions, or 0 or 1 sequence         each layer of a range is cut by itself, along its tokens
 
 In both cases each layer has the same number of parts, so all ranks send the same messages in the same order.
 """
@@ -68,12 +70,13 @@ class GraphSplit:
     names: tuple[str, ...]
 
     def __init__(self, module: fx.GraphModule, cut: Mapping[fx.Node, Axis], sequences: object) -> None:
-        """Finds along which dimension each tensor can be cut, and moves calls that would split a range.
+        """Finds along which dimension each tensor can be cut, and moves calls that would interrupt a range.
 
-        A range is a run of consecutive calls that is cut into parts of the batch.
+        A range is a run of consecutive calls that is cut into parts of the batch. Calls that cannot be cut
+        move to the end of the graph, if no all-to-all waits for them.
 
         module: the graph. The order of its calls may change.
-        cut: the axes of the graph's inputs: the dimension along which each is cut.
+        cut: for each input of the graph that is cut, the dimension along which it is cut.
         sequences: number of sequences in the batch, a number or a symbol of the trace.
         """
         self._module = module
@@ -96,8 +99,9 @@ class GraphSplit:
     def _gather(self) -> None:
         """Moves calls that stand among a layer's calls, but do not belong to the layer, behind the layer.
 
-        Used for backward graphs in which no input holds the batch. Each layer can then be cut along its
-        tokens, because all calls that remain between its first and its last work on rows.
+        It is used for backward graphs in which no input holds the batch. In these graphs each layer is cut
+        along its tokens. This is possible only if all calls from the layer's first to its last belong to the
+        layer.
         """
         for route in self._routes:
             nodes = list(self._module.graph.nodes)
@@ -114,11 +118,11 @@ class GraphSplit:
                     (source if is_result_of else route.last).append(node)
 
     def saved(self) -> dict[str, int]:
-        """Returns the dimensions along which results of the graph are cut, by name and by shape.
+        """Returns the dimension along which each result of a forward graph is cut, by name and by shape.
 
-        The backward graph looks up its inputs here. A tensor that was saved for backward is found by the name
-        of the result. The gradient of a result has another name, and is found by the shape of the result, as
-        text. Results that are not cut along a dimension are left out.
+        With it, the axes of the backward graph's inputs are found. An input that forward saved has the name
+        of the forward graph's result. The gradient of a result has another name, so it is found by the shape
+        of the result, as text. Results that are not cut along a dimension are left out.
         """
         axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():
@@ -129,17 +133,18 @@ class GraphSplit:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in the batch; 0 if the first dimension of no input is the batch."""
+        """Number of sequences in the batch; 0 if no input of the graph has the batch as first dimension."""
         return int(self._batch.meta["val"].shape[0]) if self._batch else 0
 
     def cuttable(self, instructions: Sequence[Instruction]) -> Cuttable:
         """Returns where ranges of the graph may end, and which instructions can be cut into parts.
 
-        instructions: the instructions of the graph, with their costs.
-
-        A range must not end between rows and the last call that reads them, because the next range could not
-        find out which rows belong to which part. It must not end between a call with several results and the
+        A range is a run of consecutive instructions that is cut. A range must not end after a call that makes
+        routed rows and before the last call that reads these rows, because it is not known outside the range
+        which rows belong to which part. A range must also not end between a call with several results and the
         nodes that take one of them, because only single tensors can be joined.
+
+        instructions: the instructions of the graph, with their costs.
         """
         place_of = {node: at for at, node in enumerate(self.calls)}
         ends = [True] * (len(self.calls) + 1)
@@ -153,8 +158,9 @@ class GraphSplit:
     def cut(self, plan: RangePlan) -> fx.GraphModule:
         """Returns the graph with the ranges of ``plan`` cut into parts of the batch.
 
-        If this graph is not the one on which the ranges were chosen, each layer is cut by itself (see the
-        module's docstring).
+        A range is a run of consecutive instructions. Each layer in a range is cut by itself instead if this
+        graph has other instructions than the graph on which the ranges were chosen, or fewer than two
+        sequences.
         """
         if not plan.ranges:
             return self._module
@@ -184,14 +190,13 @@ class GraphSplit:
 
 
 NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
-"""Number of an operator's first arguments with one entry for each token, or each choice of a token."""
+"""Number of an operator's first arguments that have one entry for each token, or choice of a token."""
 
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
-    """Returns the tensors from outside a layer that have one row for each token, each with axis 0.
+    """Returns the tensors that a layer reads and that have an entry for each token, or choice of a token.
 
-    Rows for each choice of a token count too. The axis is the dimension along which a tensor is cut into
-    parts of the batch.
+    The result maps each tensor to 0, the dimension along which the tensor is cut into parts of the batch.
 
     body: the calls of the layer.
     """
@@ -209,8 +214,8 @@ def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
 def backward_axes(forward: GraphSplit, graph: fx.Graph) -> dict[fx.Node, Axis]:
     """Returns the axes of a backward graph's inputs: the dimensions along which they are cut into parts.
 
-    They are the axes of the forward graph's results. A tensor saved for backward is found by its name. The
-    gradient of a result ("tangents_...") has another name than the result, and is found by its shape.
+    An input has the axis of a result of the forward graph. A tensor saved for backward is found by its name.
+    The gradient of a result ("tangents_...") has another name than the result, and is found by its shape.
 
     forward: the forward graph.
     graph: the backward graph.
@@ -233,8 +238,8 @@ def _text(node: fx.Node) -> str:
 def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
     """Moves calls that cannot be cut to the end of the graph, if no all-to-all waits for them.
 
-    Calls that read their results move too. An auxiliary loss, for example, needs the whole batch; in the
-    middle of the graph it would end a range.
+    Calls that read their results move too. An auxiliary loss, for example, needs the whole batch. In the
+    middle of the graph it would interrupt the instructions that are cut.
 
     refused: the calls that cannot be cut, with reasons.
     """

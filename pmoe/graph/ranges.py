@@ -5,8 +5,9 @@ as a pipeline. Instructions are first joined to groups of about equal time. The 
 
     T(n) = min over i < n and k of T(i) + P(i + 1, n, k)
 
-T(n) is the predicted time of the first n groups, if their last range begins behind group i. P is the
-predicted time of that range in k parts, as a pipeline of its stages (section 5.3). k = 1 leaves it uncut.
+T(n) is the predicted time of the first n groups. The last range in it consists of the groups i + 1 to n. P is
+the predicted time of this range in k parts, as a pipeline of its stages (section 5.3). k = 1 leaves the range
+uncut.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Range:
 
     first, last: names of its first and last instruction.
     k: number of parts.
-    lag: by how many parts a layer's second stage (experts, combine) is behind its first (gate, dispatch); see
-        `turns`.
+    lag: order of the parts in a MoELayer, which has two stages: gate and dispatch, then experts and combine.
+        The second stage of part p runs after the first stage of part p + lag (`turns`).
     """
 
     first: str
@@ -47,8 +48,9 @@ class Range:
 class PartCosts:
     """Costs of instructions that are cut into k parts of the batch, for one k, by the instruction's name.
 
-    part: seconds of one part, on average.
-    join: seconds for joining the parts of a result, which is needed if the result is read outside the range.
+    part: seconds of the instruction for one part, on average.
+    join: seconds for joining the parts of the instruction's result to one tensor. They are joined if the
+        result is read outside the run of instructions that is cut.
     """
 
     part: Mapping[str, float]
@@ -59,8 +61,8 @@ class PartCosts:
 class Cuttable:
     """The instructions of a graph, and where they may be cut into parts of the batch.
 
-    ends: whether a range may end before instruction i, for each i; one more entry stands for the end of the
-        graph.
+    ends: whether a run of instructions that is cut may end before instruction i, for each i. One more entry
+        is for the end of the graph.
     can: for each instruction, whether it can be cut into parts.
     """
 
@@ -70,13 +72,12 @@ class Cuttable:
 
 
 def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
-    """Splits a range into the stages of a pipeline: computation, followed by all-to-alls of rows.
+    """Splits instructions into the stages of a pipeline: computation, followed by all-to-alls of rows.
 
-    body: the instructions of the range, a run of consecutive instructions.
-    ends_stage: whether an instruction is an all-to-all of rows.
-
-    If an exchange of row counts ended a stage too, the gates of all parts would run before the rows of the
-    first part are sent.
+    body: consecutive instructions that are cut into parts of the batch.
+    ends_stage: returns whether an instruction is an all-to-all of rows, and False for an exchange of row
+        counts. If an exchange of row counts ended a stage too, the gates of all parts would run before the
+        rows of the first part are sent.
     """
     result = list[list[T]]()
     ended = True
@@ -92,14 +93,15 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
 def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
     """Returns the order in which a pipeline runs the stages of each part of the batch: pairs (stage, part).
 
-    A MoELayer has two stages: up to its dispatch, and up to its combine. Its two stages run in turns.
-    Different layers do not, so that a rank whose graph can only be cut layer by layer sends its messages in
-    the same order.
+    A MoELayer has two stages: the first ends with its dispatch, the second with its combine. The two stages
+    of a layer take turns: after the first stage of some part, the second stage of an earlier part may run.
+    All parts of a layer run before the next layer begins. For some ranks' graphs no other order is possible,
+    because they can only be cut layer by layer, and all ranks must send their messages in the same order.
 
-    num_stages: number of stages of the pipeline.
+    num_stages: number of stages of the pipeline, two for each layer.
     k: number of parts.
-    lag: the second stage of part p runs after the first stage of part p + lag. With lag = k it runs after the
-        first stage of all parts, which is the paper's order.
+    lag: the second stage of part p of a layer runs after the first stage of part p + lag. With lag = k the
+        second stages run after the first stages of all parts, which is the paper's order.
 
     Example: (2, 3, 1) -> (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
     """
@@ -110,11 +112,11 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 def lags(k: int) -> list[int]:
     """Returns the values of ``lag`` that are tried for a pipeline over k parts of the batch.
 
-    ``lag`` is the number of parts by which a layer's second stage is behind its first (`turns`). Either value
-    may be faster:
+    A MoELayer has two stages: gate and dispatch, then experts and combine. The second stage of part p runs
+    after the first stage of part p + lag (`turns`). Two values are tried, of which either may be faster:
 
         1   combines start as early as possible
-        k   no dispatch waits behind a combine
+        k   no dispatch waits for a combine
     """
     return sorted({1, k})
 
@@ -128,7 +130,8 @@ def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -
 
     body: the instructions of the range.
     k: number of parts.
-    lag: by how many parts a layer's second stage is behind its first (`turns`).
+    lag: in each MoELayer, the second stage (experts, combine) of part p runs after the first stage (gate,
+        dispatch) of part p + lag (`turns`).
     costs: costs of the instructions in k parts.
     """
     tasks = list[Instruction]()
@@ -161,9 +164,10 @@ def pipeline_seconds(
 
     body: the instructions of the range.
     k: number of parts; 1 leaves the range uncut.
-    lag: by how many parts a layer's second stage is behind its first (`turns`).
+    lag: in each MoELayer, the second stage (experts, combine) of part p runs after the first stage (gate,
+        dispatch) of part p + lag (`turns`).
     costs: costs of the instructions in k parts.
-    users: for each instruction of the graph, the names of those that wait for it.
+    users: for each instruction of the graph, the names of the instructions that wait for it.
     """
     if k == 1:
         return total_seconds(alone(body, costs))
@@ -173,12 +177,13 @@ def pipeline_seconds(
 
 
 def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
-    """Returns the instructions of an uncut range as if nothing ran before them, to predict their time.
+    """Returns the instructions of an uncut range, changed so that the time of the range can be predicted.
 
-    Waits for instructions outside the range are left out.
+    An instruction no longer waits for instructions outside the range, as if these had already run. Its
+    seconds are those of ``costs``.
 
     body: the range, a run of consecutive instructions.
-    costs: the seconds that each instruction gets.
+    costs: the seconds of each instruction.
     """
     inside = {each.name for each in body}
     return [
@@ -228,13 +233,14 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
 
 
 def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
-    """Joins instructions to groups of about equal time. Returns where each group begins, and the end.
+    """Joins consecutive instructions to groups of about equal time, so that fewer ranges must be compared.
 
-    A group ends at the first allowed position at which it takes its share of the time of all computation.
-    There are `GROUPS_A_LAYER` groups for each MoELayer.
+    Returns the index at which each group begins, and the number of instructions as the last element. There
+    are about `GROUPS_A_LAYER` groups for each MoELayer. With G groups, a group ends at the first allowed
+    position at which it has 1 / G of the time of all computation.
 
     graph: the instructions, and where a group may end.
-    seconds: of each instruction, by name.
+    seconds: seconds of each instruction, by name.
     """
     instructions = graph.instructions
     # A layer has three all-to-alls: row counts, dispatch and combine.
@@ -252,10 +258,9 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
 
 
 def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
-    """Returns the longest ranges that can be cut, each in k parts of the batch.
+    """Returns the longest runs of instructions that can be cut, each in k parts of the batch.
 
-    What parts cost is measured on them. A range is a run of consecutive instructions that holds at least one
-    all-to-all.
+    They are used to measure what parts cost. Each run (a range) holds at least one all-to-all.
     """
     instructions = graph.instructions
     ranges = list[Range]()

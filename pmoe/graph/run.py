@@ -3,16 +3,16 @@
 Graphs of the same layers and direction form one program, for all input shapes. A range is a run of
 consecutive operator calls that is cut into parts of the batch.
 
-    step   runs                                       ranks agree before it on
-    1      the graph in k parts, for each k, then     the same operators; the largest number of parts
-           as traced, which gives the step's results
+    step   runs                                       ranks first agree on
+    1      the graph in k parts, for each k, then     whether they have the same operators; the largest
+           as traced, which gives the step's results  number of parts
     2      the graph with its ranges cut              the ranges (rank 0's)
     3      the graph in its final order               the costs (rank 0's), from which the order follows
 
 Step 2 is left out if no range is cut. Steps 1 and 2 measure what operators cost. Measured costs differ
-between ranks, but all ranks must run operators in the same order, so all use the costs of rank 0. All ranks
-are in the same one of these steps, so they can agree. Later, a rank may compile a graph for other shapes
-without the others.
+between ranks, but all ranks must run operators in the same order, so all use the costs of rank 0. In these
+steps all ranks run the same step of the program, so they can agree. Later, a rank may compile a graph for
+other shapes without the others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Program:
     """State that all graphs of the same layers and direction share.
 
     key: the direction, and the numbers of the layers that communicate.
-    steps: number of training steps that have begun on this rank, until `is_agreed`.
+    steps: number of training steps that have begun on this rank. They are no longer counted once `is_agreed`
+        is True.
     plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
     costs: costs of the graph with these ranges cut, by the `label` of each call.
     is_agreed: whether all ranks have rank 0's plan, costs and places, from which the order of the calls
@@ -75,7 +76,8 @@ class Program:
     reductions: seconds in which each gradient is reduced over ranks, by name; {} if none is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
-    watch: a function that runs a pass in place of the program, so that `explain` can time it; else None.
+    watch: a function that `explain` sets to time passes. If it is set, it is called with the module and its
+        arguments, and runs the pass. Otherwise None.
     """
 
     key: Key
@@ -102,7 +104,8 @@ BACKWARD_PARTS = (2, 4)
 class GraphRunner:
     """The function that AOTAutograd calls to run one graph.
 
-    module: the graph, with its weight gradients merged and its calls labelled.
+    module: the graph. Each layer's calls that compute weight gradients are merged into one call
+        (`merge_weight_gradients`), and every call has a label.
     options: the options of the backend.
     program: the state that this graph shares with other graphs of the same layers and direction.
     cutting: the graph with the dimension along which each tensor is cut into parts of the batch.
@@ -133,8 +136,8 @@ class GraphRunner:
         batch: positions of the inputs of a forward graph that hold the batch, along their first dimension.
         is_tiny: whether the batch has 0 or 1 sequence. Graphs of so small batches are traced with other
             operators.
-        cuttings: for each direction, where the graph that was compiled together with this one can be cut. A
-            backward graph reads the forward graph's entry, and each graph adds its own.
+        cuttings: where the graphs that were compiled together can be cut, by direction. A backward graph
+            reads the forward graph's entry, and each graph adds its own.
         graph_inputs: the inputs of the forward graph, whose gradients a backward graph hands over.
         """
         for node in reversed(list(module.graph.nodes)):
@@ -250,10 +253,12 @@ class GraphRunner:
         return [] if self._run is None else handed_over(self._run)
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
-        """Measures the graph in parts and as traced, and returns the results. Rank 0 chooses what is cut.
+        """Runs the first training step: measures the graph cut in several ways, then runs it as traced.
 
-        In a forward graph, `solve` chooses from the measured costs of parts. In a backward graph, either all
-        that can be cut is cut, or nothing: the fastest way that was measured and fits into memory is chosen.
+        Returns the results of the graph as traced. Rank 0 chooses what will be cut, and stores the choice in
+        the program. In a forward graph, `solve` chooses from the measured costs of parts. In a backward
+        graph, either everything that can be cut is cut, or nothing: of all numbers of parts and orders that
+        were measured, the fastest that stays within the memory limit is chosen.
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
@@ -291,10 +296,12 @@ class GraphRunner:
         return results
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
-        """Takes rank 0's choice of what is cut in step 2, and rank 0's costs in the last step.
+        """Runs a training step after the first: all ranks take rank 0's choice of cuts, then its costs.
 
-        Returns the results if the step measures the graph with its ranges cut. Otherwise returns None: ranks
-        agree on everything, and the graph can run in its final order.
+        In step 2, if the choice has ranges (runs of instructions) to cut, the graph is measured with these
+        cut, and the results are returned. In the next step, or in step 2 if nothing is cut, the method takes
+        rank 0's costs and returns None: the ranks now agree on everything, and the caller can run the graph
+        in its final order.
         """
         program = self.program
         if program.steps == 2:
@@ -367,9 +374,9 @@ class GraphRunner:
 
         Returns
 
-            the instructions in the module's order
-            the same in the fastest order; in the module's own if no order is within the limit
-            the peak bytes of that order
+            the instructions in the module's own order
+            the instructions in the fastest order; in the module's own order if none is within the limit
+            the peak bytes of the fastest order
             the limit in bytes
         """
         program = self.program
@@ -434,8 +441,8 @@ def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: 
     """Raises ValueError on every rank if ranks run different operators; names the first that differs.
 
     module: this rank's graph.
-    is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph then has other operators than those of
-        larger batches, so only its all-to-alls are compared.
+    is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph then has other operators than graphs of
+        larger batches, so only the all-to-alls are compared.
     key: the direction of the graph and its layers.
 
     Collective: one reduction of a digest, and one gathering of the operators if the digests differ.

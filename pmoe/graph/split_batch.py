@@ -2,16 +2,16 @@
 
 A range is a run of consecutive operator calls. Part p of k holds the p-th of k nearly equal runs of
 sequences. Inside a range, each all-to-all of rows ends a stage. Each stage runs once for each part;
-`pmoe.graph.ranges.turns` gives the order. With k = 2 and the stages A (attention, gate), E (experts) and F
-(what follows), it is
+`pmoe.graph.ranges.turns` gives the order. With k = 2 parts and three stages, A (attention and gate), E
+(experts) and F (the operators after the layer), the order is
 
     compute        A0   A1   E0   E1   F0   F1
     communicate        S0   S1   R0   R1            S dispatch, R combine
 
 The all-to-all of a part starts as soon as the rows that it sends are computed. Each part passes to the next
 how much of every expert's capacity it has used (section 2.3), so that all parts together drop the rows that
-the whole batch would drop. Tensors that are read outside the range, for example by backward, are joined at
-its end.
+the whole batch would drop. At the end of a range, tensors that are read outside it, for example by backward,
+are joined.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from pmoe.graph.ranges import Range, stages, turns
 aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-"""Operators with the sizes of the result as their second argument; one size may be -1."""
+"""Operators whose second argument is the sizes of the result. One size may be -1, the size that is left."""
 
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
-"""Operators with the sizes of the result as their second argument; none may be -1."""
+"""Operators whose second argument is the sizes of the result. No size may be -1."""
 
 COUNTED: dict[object, int] = {
     aten.native_group_norm.default: 3,
@@ -58,7 +58,8 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
     Each part has whole sequences.
 
     size: length of the dimension, a multiple of ``sequences``.
-    sequences: number of sequences in the batch.
+    sequences: number of sequences in the batch. It is not always ``size``: a dimension that holds tokens or
+        rows has several entries for each sequence.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
 
@@ -69,10 +70,12 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
 
 
 def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -> Tensor:
-    """Returns a view of one part of a tensor that holds the whole batch, (...) of any shape.
+    """Returns a view of one part of a tensor that holds the whole batch.
 
+    tensor: (...) of any shape.
     dim: the dimension along which the tensor is cut.
-    sequences: number of sequences in the batch.
+    sequences: number of sequences in the batch. The dimension may be longer, if it has several entries (such
+        as tokens) for each sequence. Each part has all entries of its sequences.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
     """
@@ -83,14 +86,15 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
 def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
     """Joins the rows of all parts of the batch, in the order that the rows of the whole batch would have.
 
-    Shapes use k parts, N rows, R senders and E_local experts of one rank.
+    N is the number of rows of a part, R the number of ranks that sent rows, E_local the number of experts of
+    one rank.
 
     rows: for each part a tensor (N, ...), sorted by (sender, expert); with ``by_expert`` by (expert, sender).
     counts_RE: for each part (R, E_local) on the host, its number of rows from each sender for each expert.
     by_expert: whether rows are sorted by expert first.
 
-    The rows of one sender and expert lie in the order of the parts. Example with 1 sender, 2 experts and 2
-    parts:
+    In the result, rows of the same sender and expert are in the order of the parts. Example with 1 sender, 2
+    experts and 2 parts:
 
         part 0         a0 b0       (a rows of expert 0, b rows of expert 1)
         part 1         a1 b1
@@ -107,13 +111,14 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 
 
 def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tensor:
-    """Returns the rows of one part of the batch from the rows of the whole batch.
+    """Selects the rows of one part of the batch from the rows of the whole batch.
 
-    It reverses `joined_rows` with rows sorted by expert. Shapes use N rows, R senders and E_local experts of
-    one rank.
+    It is the reverse of `joined_rows` for rows that are sorted by expert. N is the number of rows, R the
+    number of ranks that sent rows, E_local the number of experts of one rank.
 
     rows: (N, ...), rows of the whole batch, sorted by (expert, sender).
-    counts_kRE: for each part (R, E_local) on the host, its number of rows from each sender for each expert.
+    counts_kRE: for each of k parts (R, E_local) on the host, its number of rows from each sender for each
+        expert.
     part: number of the part.
     """
     counts_ERk = torch.stack(list(counts_kRE), 2).transpose(0, 1)
@@ -127,8 +132,9 @@ def order_of_part(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sorted slots of one part of the batch, from the sorted slots of the whole batch.
 
-    A slot is one choice of one token. Backward needs this function, because only the order of the whole batch
-    is saved in forward. Shapes use S slots, W ranks and E_local experts of one rank.
+    A slot is one choice of one token: a token with K experts has K slots. Backward needs this function,
+    because forward saves only the order of the whole batch. S is the number of slots, W the number of ranks,
+    E_local the number of experts of one rank.
 
     slot: (S,), the sorted slots of the whole batch.
     send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows of the whole batch that travel to each
@@ -162,7 +168,7 @@ def cut(
 
     A range is a run of consecutive operator calls.
 
-    ranges: each range, with a tensor whose first dimension is the length of the batch in sequences or tokens.
+    ranges: for each range, a tensor with the length of the batch (in sequences or tokens) as its first size.
     axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
 
     In the new graph, each part of a call holds the call's `label` in meta["origin"]. A node that joins the
@@ -175,16 +181,17 @@ def cut(
 class Route:
     """The calls of one MoELayer in a backward graph, from `pack` to the last `join`.
 
-    pack: packs the gradients of the layer's output into rows, which then travel to the experts.
-    last: sums the gradients of the rows of each token: the gradient of the layer's input.
+    pack: the call that packs the gradients of the layer's output into rows, which then travel to the experts.
+    last: the call that sums, for each token, the gradients of its rows: the gradient of the layer's input.
     layer: the number that stands for the layer (`number_of`).
     kept: tensors of the whole batch that the forward pass saved, by name:
 
-        names in `ORDER`             the sorted slots and the row counts
-        "own 1", "own 2", "own 3"    rows, routing weights and T_M of rows that stayed on this rank
-        "recv 1", "recv 2", "recv 3" the same of rows that came from other ranks
+        "slot", "position"              the sorted slots (choices of tokens) and their inverse
+        "send", "own", "recv"           numbers of rows that were sent, that stayed, and that were received
+        "own 1", "own 2", "own 3"       of the rows that stayed: the rows, their routing weights, and T_M
+        "recv 1", "recv 2", "recv 3"    of the rows that came in: the rows, their routing weights, and T_M
 
-    T_M is the hidden activation of the experts. The counts "own" and "recv" give the numbers of these rows.
+    T_M is the hidden activation of the experts.
     """
 
     pack: fx.Node
@@ -196,9 +203,9 @@ class Route:
 def routes(graph: fx.Graph) -> list[Route]:
     """Finds the MoELayers of a backward graph, in order. Returns [] for a forward graph.
 
-    Layers can be cut into parts only if the sorted slots (a slot is one choice of one token) are an input of
-    the graph, and gradients of rows travel. If this does not hold for every layer, the result is [] too, and
-    no layer is cut.
+    The backward pass of a layer can be cut into parts only under two conditions: its sorted slots (a slot is
+    one choice of one token) are an input of the backward graph, saved by forward, and gradients of rows are
+    sent between ranks. If any layer does not meet them, the result is [], and no layer is cut.
     """
     found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
@@ -220,7 +227,7 @@ def routes(graph: fx.Graph) -> list[Route]:
 
 
 ORDER = ("slot", "position", "send", "own", "recv")
-"""Names in `Route.kept` of the sorted slots and of the row counts. All other names are those of rows."""
+"""Names in `Route.kept` of the sorted slots and of the row counts. Other names in it are those of rows."""
 
 
 class _Cutter:
@@ -232,11 +239,11 @@ class _Cutter:
     axes: for each node of the old graph, the dimension along which it is cut.
     graph: the new graph.
     whole: for a node of the old graph, the node of the new graph with its value for the whole batch.
-    sequences: length of the batch in the range that is cut now: a number, or a node of the new graph.
+    sequences: length of the batch in the range that is being cut: a number, or a node of the new graph.
     kept: for a tensor that forward saved for a layer, the layer's `Route` and the tensor's name in
         `Route.kept`.
-    routed: for each layer's `Route`, one dict for each part: the sorted slots, row counts and rows of this
-        part, by the names of `Route.kept`.
+    routed: for each layer's `Route`, one dict for each part. It holds the nodes with the sorted slots, row
+        counts and rows of this part, by the names of `Route.kept`.
     """
 
     def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
@@ -251,8 +258,8 @@ class _Cutter:
     def run(self, ranges: Mapping[Range, fx.Node]) -> fx.GraphModule:
         """Copies the old graph in its order, with ranges cut into parts. Returns the new module.
 
-        ranges: each range (run of consecutive calls) to be cut, with a tensor whose first dimension is the
-            length of the batch.
+        ranges: for each range (run of consecutive calls) to be cut, a tensor with the length of the batch as
+            its first size.
         """
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
         place_of = {label(node): index for index, node in enumerate(calls)}
@@ -283,10 +290,11 @@ class _Cutter:
         return fx.GraphModule(self.module, self.graph)
 
     def _size_of(self, batch: fx.Node, route: Route | None = None) -> Any:
-        """Returns the length of the batch: a number, or a node that computes it when the graph runs.
+        """Returns the length of the batch: a number, or a node that computes the length when the graph runs.
 
-        batch: a tensor of the old graph from whose first dimension the length is read.
-        route: the layer for which the length is needed before any call of the layer; else None.
+        batch: a tensor of the old graph with the length as its first size.
+        route: a layer for which the length is needed before ``batch`` is computed. The length is then
+            computed from the layer's saved slots (choices of tokens). None if ``batch`` is already computed.
         """
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):
@@ -299,13 +307,14 @@ class _Cutter:
         return self._call(aten.sym_size.int, self.whole[batch], 0)
 
     def _route(self, route: Route, batch: fx.Node, k: int) -> None:
-        """Adds the calls that compute a layer's sorted slots and row counts for every part.
+        """Adds the operator calls that compute a layer's sorted slots and row counts for every part.
 
-        A slot is one choice of one token. The calls come before all others of the graph: if row counts were
-        exchanged later, they would queue behind rows that travel, and the host would wait for both.
+        A slot is one choice of one token. These calls are put before all others of the graph. If their
+        exchange of row counts came later, it would wait on the link behind rows that are being sent, and the
+        host would wait for both.
 
-        route: the layer.
-        batch: the tensor from whose first dimension the length of the batch is read.
+        route: the layer in the backward graph.
+        batch: a tensor with the length of the batch as its first size.
         k: number of parts.
         """
         slot, _, send, own, _ = (self.whole[route.kept[name]] for name in ORDER)
@@ -327,9 +336,10 @@ class _Cutter:
             parts.append(dict(zip(ORDER, (slot_p, position_p, send_p, own_p, recv_p), strict=True)))
 
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
-        """Returns the node with one part's rows of a tensor that forward saved for a layer.
+        """Returns the node of the new graph that holds one part's rows of a tensor that forward saved.
 
-        If the new graph has no such node, the call that selects the rows is added.
+        When a part of a tensor is first asked for, an operator that selects the part's rows is added to the
+        new graph.
 
         node: the saved tensor, a node of the old graph.
         part: number of the part.
@@ -369,7 +379,8 @@ class _Cutter:
 
         body: the calls of the range, in order.
         k: number of parts.
-        lag: by how many parts a layer's second stage is behind its first (`pmoe.graph.ranges.turns`).
+        lag: in each MoELayer, the second stage (experts, combine) of part p runs after the first stage (gate,
+            dispatch) of part p + lag (`pmoe.graph.ranges.turns`).
         """
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
@@ -396,14 +407,15 @@ class _Cutter:
         node: the call, a node of the old graph.
         part: number of the part.
         k: number of parts.
-        parts: for each part, the new node of each old one. The added node is entered.
+        parts: for each part, a dict from nodes of the old graph to nodes of the new one. The added node is
+            stored in the dict.
         """
         new_nodes = parts[part]
 
         def value(each: fx.Node) -> fx.Node:
-            """Returns the node with this part of an input of the call.
+            """Returns the node of the new graph that holds this part of an input of the call.
 
-            An input from outside the range is cut at its first use.
+            If the input was computed before the range, the operator that cuts it is added at its first use.
             """
             if each not in new_nodes:
                 axis = self.axes.get(each)
@@ -448,16 +460,16 @@ class _Cutter:
     def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
         """Returns a node with a call's value for the whole batch, joined from its parts.
 
-        How parts are joined depends on the axis along which the call was cut:
+        The way in which parts are joined depends on the axis along which the call was cut:
 
-            a dimension   concatenated
-            SUM           added
-            None          the same in all parts: the first is taken
+            a dimension   the parts are concatenated
+            SUM           the parts are added
+            None          the value is the same in all parts, so the first one is taken
             IRREGULAR     rows are sorted in the order of the whole batch, row counts are added, and sorted
                           slots are computed again for the whole batch
 
         node: the call, a node of the old graph.
-        parts: for each part, the new node of each old one.
+        parts: for each part, a dict from nodes of the old graph to nodes of the new one.
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]
@@ -485,11 +497,11 @@ class _Cutter:
         return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        """Returns a node with one result of the operator `order` for the whole batch.
+        """Returns a node with one result of the operator `order` (sorts slots by expert) for the whole batch.
 
         node: the call of `order`, a node of the old graph.
         place: position of the result among the results of `order`.
-        parts: for each part, the new node of each old one.
+        parts: for each part, a dict from nodes of the old graph to nodes of the new one.
         """
         if place == 3:  # used_E: the last part has counted all before it
             return self._call(operator.getitem, parts[-1][node], 3)
@@ -502,10 +514,10 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns the layer's operator from which an irregular tensor comes, and which of its results it is.
+    """Returns (a MoELayer's operator from which an irregular tensor comes, index of its result).
 
-    An irregular tensor holds rows, row counts or slots, whose number in a part depends on the routing.
-    Operators such as pointwise ones may lie between the layer's operator and the tensor.
+    An irregular tensor holds rows, row counts or slots: the number that a part has depends on the routing.
+    Other operators, such as pointwise ones, may lie between the layer's operator and the tensor.
 
     node: the tensor.
     axes: for each node, the dimension along which it is cut.
@@ -521,12 +533,12 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
 
 
 def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, bool]:
-    """Returns the node with the row counts of some rows, and whether the rows are sorted by expert.
+    """Returns (node with the row counts of some rows, whether the rows are sorted by expert first).
 
-    The rows are sorted by (expert, sender), True, or by (sender, expert), False.
+    The second result is True for rows sorted by (expert, sender), False for (sender, expert).
 
     node: the operator that makes the rows (`_maker`).
-    place: position of the rows among its results.
+    place: position of the rows among the operator's results.
     axes: for each node, the dimension along which it is cut.
     """
     args: Any = node.args
@@ -540,4 +552,4 @@ def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.
 MAKERS = frozenset(
     getattr(moe, name).default for name in ("order", "exchange_counts", "pack", "exchange", "experts")
 )
-"""Operators of a MoELayer that make tensors whose length in a part depends on the routing."""
+"""Operators of a MoELayer whose results have a length that depends on the routing, in each part."""

@@ -6,11 +6,11 @@
                  communicate        | all-to-all |
 
 In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
-may run at any time after its inputs. While an all-to-all runs it costs no time, because nothing else could be
-computed then.
+may run at any time after its inputs. If it runs while all other computation waits for an all-to-all, it costs
+no time.
 
-The list schedule (`listed`) beats Lancet's pass (`assign`, `placed`). `pmoe.graph.run` predicts the time of
-both, and takes the faster order that fits into memory.
+The list schedule (`listed`) gives faster orders than Lancet's pass (`assign`, `placed`). `pmoe.graph.run`
+predicts the time of both, and takes the faster order that fits into memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Listing = Sequence[Instruction]
 
 
 def weight_gradients(instructions: Listing) -> set[str]:
-    """Returns the names of the instructions from which no path leads to an all-to-all.
+    """Returns the names of the instructions for which no all-to-all waits, directly or through others.
 
-    They need not run before any all-to-all, so they can be moved to where one runs. Most of them are
+    They need not run before any all-to-all, so they can be moved to run beside one. Most of them compute
     gradients of weights.
     """
     needed: set[str] = set()
@@ -42,10 +42,12 @@ def weight_gradients(instructions: Listing) -> set[str]:
 def labels(instructions: Listing) -> dict[str, set[str]]:
     """Returns, for each all-to-all, the names of the weight gradients that can run beside it.
 
-    A weight gradient is any instruction that no all-to-all waits for. As in Lancet, section 4.1, it can run
-    beside an all-to-all if it does not wait for it, directly or through others, and if all instructions for
-    which it waits stand before the all-to-all. Weight gradients among those may stand anywhere, because they
-    can be moved too.
+    A weight gradient is any instruction that no all-to-all waits for. It can run beside an all-to-all under
+    two conditions (Lancet, section 4.1):
+
+    - it does not wait for this all-to-all, directly or through other instructions;
+    - all instructions that it waits for come before the all-to-all. Weight gradients among them may come
+      later, because they can be moved too.
 
     instructions: the pass, in order.
     """
@@ -74,8 +76,9 @@ def assign(instructions: Listing) -> dict[str, str]:
     """Assigns weight gradients to all-to-alls beside which they run (Lancet, Algorithm 1).
 
     A weight gradient is any instruction that no all-to-all waits for. The all-to-alls choose in their order.
-    Each takes the weight gradient whose seconds are closest to its own seconds, subtracts them from its own,
-    and repeats this with the seconds that remain, until no seconds or no weight gradients are left.
+    Each all-to-all starts with its own seconds as the time to fill. It takes the weight gradient with the
+    seconds closest to the time to fill, and subtracts these seconds. This is repeated until the time is
+    filled, or until no weight gradient is left.
 
     Returns for each assigned weight gradient, by name, the name of its all-to-all.
     """
@@ -100,8 +103,8 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     instructions: the pass, in order.
     assigned: for each weight gradient that moves, by name, the name of its all-to-all.
 
-    Weight gradients for which an assigned one waits move with it, ahead of it. Weight gradients that wait for
-    an assigned one follow it. All other instructions keep their order.
+    If an assigned weight gradient waits for other weight gradients, these are put right before it. Weight
+    gradients that wait for an assigned one come after it. All other instructions keep their order.
     """
     by_name = {each.name: each for each in instructions}
     free = weight_gradients(instructions)
@@ -147,8 +150,8 @@ def listed(
 
     A lane is a queue of instructions: all-to-alls run on one, all others on the compute lane. All-to-alls
     keep their order, because it must be the same on every rank. The compute lane always runs the first
-    instruction that is ready. If all wait for an all-to-all, it runs the weight gradient (an instruction that
-    no all-to-all waits for) that fits the gap best.
+    instruction that is ready. If all wait for an all-to-all, it runs a weight gradient (an instruction that
+    no all-to-all waits for): the one whose time is closest to the length of the gap.
 
     instructions: the pass, in order.
     limit: bytes. While results take more, weight gradients that free memory run first.
@@ -166,10 +169,11 @@ class _List:
         by_name      the instructions by name
         place        the position of each instruction in the given order
         free         names of the weight gradients: instructions that no all-to-all waits for
-        sorter       counts what each instruction still waits for
+        sorter       counts how many of its inputs each instruction still waits for
         ready        names of instructions whose inputs have all been scheduled
-        uses         for each memory, how many instructions still read it, the caller of the graph included
-        num_bytes    bytes of each memory
+        uses         for each piece of memory, how many instructions still read it; one more if the graph
+                     returns it
+        num_bytes    bytes of each piece of memory, by the name of the instruction or input that owns it
         limit        while more bytes are held, weight gradients that free memory run first
         held         bytes that are held now
         reductions   seconds of the reduction that follows an instruction, by its name
@@ -247,9 +251,10 @@ class _List:
     def _fill(self) -> None:
         """Fills a gap, in which all computation waits for an all-to-all, with a weight gradient.
 
-        Takes the weight gradient whose time is closest to the gap. Any that takes more than twice the gap is
-        left out, because it would delay other instructions by more than the gap. If none remains, the time
-        goes on to the end of the gap.
+        The weight gradient (an instruction that no all-to-all waits for) with the time closest to the gap is
+        taken. A weight gradient that takes more than twice the gap is not considered, because it would delay
+        other instructions by more than the gap. If none is short enough, the time moves on to the end of the
+        gap.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now
@@ -266,9 +271,10 @@ class _List:
         return max((self.end[each] for each in self.by_name[name].waits), default=0.0)
 
     def _message_begins(self) -> float:
-        """Returns when the next all-to-all has all rows that it sends, in seconds.
+        """Returns when the rows that the next all-to-all sends are complete, in seconds.
 
-        Infinity if no all-to-all is left, or if some of these rows have not been scheduled.
+        The result is infinity if no all-to-all is left, or if an instruction that computes these rows has not
+        been scheduled.
         """
         if not self.messages or self.messages[-1] not in self.ready:
             return float("inf")
@@ -277,8 +283,10 @@ class _List:
     def _offer(self, place: int, name: str) -> None:
         """Puts an instruction that can begin now into ``pool`` (weight gradients) or ``chain`` (others).
 
+        A weight gradient is any instruction that no all-to-all waits for.
+
         place: the instruction's position in the given order.
-        name: its name.
+        name: the instruction's name.
         """
         if name in self.free:
             self.pool.add(name)
@@ -303,7 +311,7 @@ class _List:
                 heapq.heappush(self.later, (begin, place, name))
 
     def _take(self, name: str) -> None:
-        """Schedules an instruction: moves the time of its lane on, and frees memory that it reads last.
+        """Schedules an instruction: advances the time of its lane, and frees memory that nothing reads later.
 
         A lane is a queue of instructions: one for all-to-alls, one for computation.
         """
@@ -328,5 +336,8 @@ class _List:
         return sum(self.num_bytes.get(each, 0) for each in holds if self.uses[each] == 1)
 
     def _freeing(self) -> bool:
-        """Returns whether a weight gradient that can begin now frees more bytes than it allocates."""
+        """Returns whether any weight gradient that can begin now frees more bytes than it allocates.
+
+        A weight gradient is an instruction that no all-to-all waits for.
+        """
         return any(self._freed(name) > self.by_name[name].num_bytes for name in self.pool)

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 RATIOS = ("drop_rate", "imbalance", "rank_imbalance")
 DEGREES = ("n_forward", "n_backward")
 SECONDS = ("communication_seconds", "exposed_seconds")
-"""Names of the `LayerStats` fields that TensorBoard shows as one curve for each layer.
+"""Names of the `LayerStats` fields that TensorBoard shows as a curve for each layer.
 
-RATIOS are shares and imbalances, DEGREES numbers of chunks, SECONDS times.
+RATIOS has shares and imbalances, DEGREES has numbers of chunks, SECONDS has times.
 """
 
 
@@ -282,7 +282,7 @@ class StatsWriter:
 
     @contextlib.contextmanager
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:
-        """Turns an OSError of the block into a warning.
+        """A context that turns an OSError into a warning, so that training goes on.
 
         Only rank 0 writes files. An error on rank 0 alone would leave the other ranks waiting in a
         collective.

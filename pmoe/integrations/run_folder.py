@@ -52,7 +52,7 @@ def _whole(cell: str) -> int:
 
 
 def _or_none(parse: Parse) -> Parse:
-    """Returns a parser that returns None for an empty cell, and otherwise what ``parse`` returns."""
+    """Returns a parser that returns None for an empty cell, and the result of ``parse`` for any other."""
     return lambda cell: parse(cell) if cell else None
 
 
@@ -225,11 +225,14 @@ def mend(path: Path) -> None:
 
 
 def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False) -> None:
-    """Adds a session to run.json, and writes the whole file again.
+    """Writes a session to run.json: appends it, or replaces the newest session. The whole file is rewritten.
+
+    A session is data about one start of training: machine, versions, settings, layers. `StatsWriter` appends
+    it when training starts, and replaces it once when it knows the layers.
 
     path: the file run.json.
-    session: data about a start of training: machine, versions, settings, layers.
-    instead: replace the newest session in the file, to which details were added, instead of adding another.
+    session: the session.
+    instead: True replaces the newest session in the file; False appends.
     """
     sessions = read_sessions(path)
     kept = sessions[:-1] if instead else sessions
@@ -289,12 +292,12 @@ def _is_session(found: Any) -> bool:
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows that count, by ascending step.
+    """Leaves out rows that a continued run has written again, and returns the others by ascending step.
 
     rows: the rows in the order of the file.
 
-    When the step number goes back to s, because a run continued from an earlier step, older rows of step s
-    and later steps are left out.
+    A run that continues from an earlier step s writes the rows of step s and later steps a second time. Of
+    these steps only the newer rows are returned.
     """
     kept: list[Row] = []
     for row in rows:

@@ -345,14 +345,14 @@ def _of_pool(device: str) -> PoolStats:
 
 
 def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
-    """Returns the statistics of all layers, summed or averaged over the ranks. One all-reduce.
+    """Returns the statistics of all layers, summed or averaged over the ranks, after one all-reduce.
 
     found: this rank's statistics of each layer.
     layers: the layers, in the same order.
 
     The numbers are summed as float64, which is exact for integers up to 2**53. The same all-reduce compares
-    the values of parameters. If experts differed between ranks in an earlier call and are now the same on
-    all, rank 0 warns; and so it does if parameters differ that must be the same on all ranks.
+    digests of parameters. Rank 0 warns if experts that differed between ranks in an earlier call are now the
+    same on all ranks, or if parameters differ that must be the same on all ranks.
     """
     numbers = [_numbers(each) for each in found]
     marks = [_marks(each) for each in layers]
@@ -376,14 +376,14 @@ def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: 
 
 
 def _marks(layer: MoELayer) -> list[int]:
-    """Returns short digests of parameter values, by which ranks find out whether their values are equal.
+    """Returns short digests of a layer's parameters, which ranks compare to find out if values are equal.
 
-    The first digest is for the experts. The others are for the parts in `DENSE`, which must be the same on
+    The first digest is for the experts. The others are for the modules in `DENSE`, which must be the same on
     all ranks: gate, shared expert, its gate, and callbacks.
 
     A digest has 20 bits, because ranks compare digests by their sums and sums of squares, and the squares
-    must be exact in float64. It is 0, and the values are not read, if a comparison could not show a mistake:
-    the experts of different ranks may be the same anyway, or each rank has a layer of its own.
+    must be exact in float64. A digest is 0, and the values are not read, if equal or different values would
+    be no mistake: the experts of different ranks may be equal, or each rank has a layer of its own.
     """
     modules = layer.layer_modules
     texts = [sampled(modules.experts) if modules.cache.differed else ""]
@@ -410,8 +410,9 @@ def _warn_of_values(
     experts_are_same: whether all ranks have the same experts.
     dense_are_same: for each part in `DENSE`, whether all ranks have the same values.
 
-    There is no warning about experts if they never differed, or if the layer has ranks that were not
-    compared.
+    Experts of different ranks should differ. If they were different in an earlier call and are the same now,
+    something has overwritten them, and a warning says so. There is no such warning if the experts were the
+    same in earlier calls, too, or if the layer has ranks that were not compared.
     """
     name = name or "model"  # a layer that is itself the model has the name ""
     cache = layer.layer_modules.cache

@@ -1,6 +1,8 @@
 """Python functions that call pmoe's CUDA kernels (cuda/). Importing them needs no compiled extension.
 
     extension      loads the compiled extension `pmoe._cuda`, and finds out which kernels each device can run
+    gemm           codes and checks that all products share
+    operands       checks of the memory of tensors that kernels read and write
     registry       chooses what computes a grouped product: pmoe's kernels, PyTorch's grouped_mm, or a loop
     grouped_gemm   grouped products: rows sorted by expert, each times the weight matrix of its expert
     permute        copies tokens into the order of their experts, and sums the results of each token

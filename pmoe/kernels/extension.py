@@ -130,12 +130,12 @@ class LoadedKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A CUDA device that torch sees, with those kernels of pmoe that were asked about.
+    """A CUDA device that torch sees, with properties of pmoe's kernels on this device.
 
     index, name: torch's index and name of the device.
     capability: its compute capability; (9, 0) means 9.0.
-    kernels: the properties of all kernels, or of `PROBE` alone if only that one was asked about; empty if
-        loading failed.
+    kernels: the properties of the kernels that were loaded to ask for them: all kernels, or only the kernel
+        `PROBE`. Empty if loading failed.
     reason: why ``kernels`` is empty; None if it is not.
     """
 
@@ -148,10 +148,12 @@ class Device:
 
 @cache
 def on_device(index: int) -> Device:
-    """Returns a CUDA device with the properties of a single kernel, `PROBE`.
+    """Returns a description of a CUDA device, with the properties of a single kernel, `PROBE`.
 
-    It stands for all kernels, because they are compiled for the same architectures. The driver is asked once
-    for each device; the result is cached.
+    If the device can run this kernel, it can run all kernels, because they are compiled for the same
+    architectures. Loading only one is faster. The result is cached.
+
+    index: torch's index of the device.
     """
     return ask_device(index, PROBE)
 
@@ -172,7 +174,9 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
 
 
 def ask_device(index: int, only: str = "") -> Device:
-    """Loads kernels on a CUDA device and returns the device with the properties of these kernels.
+    """Loads kernels on a CUDA device and returns the device's description with these kernels' properties.
+
+    index: torch's index of the device.
 
     only: name of the only kernel to load; "" loads all kernels.
 
@@ -359,7 +363,9 @@ def status() -> Status:
 def _nvshmem(module: ModuleType | None) -> str | None:
     """Returns a text about NVSHMEM: the version that the extension was built with, and its library's path.
 
-    It is None if the extension is missing or was built without NVSHMEM.
+    Returns None if the extension is missing or was built without NVSHMEM.
+
+    module: the extension, or None.
     """
     version = getattr(module, "NVSHMEM", None)
     if version is None:

@@ -5,21 +5,21 @@ other blocks are processors: tile by tile they compute the gate's scores, choose
 rows, send rows, multiply them, and sum results. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5;
 the backward pass is pmoe's own).
 
-Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. The memory for the rows
-that one rank sends to one expert is called a cell (section 5.3):
+Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. The part of a rank's
+heap for the rows that one rank sends to one expert is called a cell (section 5.3). With W ranks and E experts
+of each, a heap has A = W * E cells. They lie in the heap in one of two ways:
 
     with a capacity      Every cell has room for C rows. If fewer arrive, the rest of the cell stays unused:
                          missing rows are neither sent nor computed (section 5.4).
-    without a capacity   All cells of a rank lie in one pool of C rows. Each cell begins at an offset that the
-                         receiving rank chooses, once it knows how many rows the sender has.
+    without a capacity   All cells of a rank together have C rows, called a pool. The receiving rank chooses
+                         where in the pool each cell begins, once it knows how many rows the sender has.
 
-Therefore tensors with a row for each row in the cells have the shape (P, C, columns). With a capacity P is A,
-the number of cells of a rank; with a pool P is 1. Rows of such a tensor in which no token's row lies are
-undefined.
+Tensors with a row for each row of the cells have the shape (P, C, columns): P = A with a capacity, and P = 1
+without. Rows of these tensors that belong to no token are undefined.
 
 Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E cells of a
-rank, P = A or 1 (pool), C rows of a cell or of the pool, M = d_model, H = d_hidden, G = columns of the hidden
-activation before the nonlinearity: H, or 2H for SwiGLU.
+rank (also the number of experts of all ranks), P = A or 1, C rows of a cell or of the pool, M = d_model, H =
+d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingInput:
-    """The experts of a rank's tokens, or how to choose them. The launch computes from it where rows go.
+    """The experts of a rank's tokens, or what the launch needs to choose them itself.
 
     T tokens, K choices of a token. A is the number of experts of all ranks.
 
-    expert_TK: (T, K) int64 or int32, global indices of experts. deferred: if it is not None, the launch
-    itself chooses the experts and writes them into ``deferred.routes``,
-        to which expert_TK then belongs.
+    expert_TK: (T, K) int64 or int32, global indices of experts. If ``deferred`` is given, it is the tensor
+        deferred.routes.expert_TK, which has no values yet.
+    deferred: gate logits, and tensors into which the launch writes the experts that it chooses. None if the
+        experts are known.
     keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
     capacity: the most rows of this rank that each expert keeps, the first ones in token order. None means as
         many as the heap has room for; the caller must have checked that this is enough.
@@ -95,8 +96,7 @@ def pass_tensors(
 ) -> RankTensors:
     """Returns the arguments that forward and backward launches have in common, after checking them.
 
-    There are T tokens of M = d_model columns, each with K choices of an expert. A cell is the part of a
-    rank's symmetric heap for the rows that one rank sends to one expert.
+    There are T tokens of M = d_model columns, each with K choices of an expert.
 
     heap: this rank's symmetric heap.
     expert_TK: (T, K), the experts of the tokens.
@@ -110,9 +110,10 @@ def pass_tensors(
     Among the result are two new tensors that the launch fills:
 
         result   (T, M)      the layer's output in forward, the input's gradient in backward
-        active   (P, C, H)   activation after the nonlinearity: H = d_hidden columns for C rows in P cells
+        active   (P, C, H)   activation after the nonlinearity of the rows that arrived: H = d_hidden columns
 
-    If the cells of a rank share one pool of C rows, P is 1.
+    With a capacity there are P groups (cells) of up to C rows, one for each sending rank and local expert.
+    Without a capacity P is 1, and C is the most rows that a rank can receive.
 
     Raises ValueError, naming the tensor, if the kernels could not read an operand correctly.
     """
@@ -145,24 +146,30 @@ def forward_tensors(
     heap: this rank's symmetric heap.
     arguments: the result of `pass_tensors`.
     chosen: the experts of each token.
-    keeps_input, keeps_hidden: whether backward needs the dispatched input (T_DI) and the hidden activation
-        before the nonlinearity (T_M).
+    keeps_input, keeps_hidden: whether the launch stores, for backward, the dispatched input (T_DI) and the
+        hidden activation before the nonlinearity (T_M).
 
-    A slot is one of the T * K (token, choice) pairs. A cell is the part of a rank's heap for the rows that
-    one rank sends to one expert. There are A experts of all ranks. The new tensors, by name:
+    Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E, M =
+    d_model, G = columns of T_M: d_hidden, or twice as many for SwiGLU. A cell is the rows that one rank sends
+    to one expert: this rank receives A cells, and sends A cells. A row is element [p, c] of the tensors (P,
+    C, ...):
 
-        input         (P, C, M)     dispatched input, for C rows in P cells; None unless it is kept
-        hidden        (P, C, G)     G columns before the nonlinearity; None unless it is kept
-        send_counts   (A,) int32    number of this rank's rows for each expert
-        expert        (T, K) int32  expert of each slot
-        row           (T, K) int32  index of the slot's row among the rows for its expert; -1 if dropped
-        slot          (P, C) int32  slot of each row; the inverse of "row"
-        home          (A,) int32    for each expert, the offset of its results in this rank's pool
-        offset        (A,) int32    by source rank and expert, the offset of arriving rows in this rank's pool
+        with a capacity      P = A: p is the row's cell, c its index in the cell. C is the capacity
+        without a capacity   P = 1: c is the row's index in a pool of C rows, in which each cell begins at an
+                             offset that the launch chooses
 
-    Without a capacity all cells of a rank lie in one pool of C rows, and P is 1. With a capacity there is no
-    pool, "home" and "offset" are None, and each of the P = A cells has C rows of its own. With a pool "row"
-    includes the offset "home".
+    A slot is one of the T * K (token, choice) pairs. The new tensors, by name:
+
+        input         (P, C, M)     the rows that arrived, T_DI; None unless it is kept
+        hidden        (P, C, G)     T_M of the rows that arrived; None unless it is kept
+        send_counts   (A,) int32    number of this rank's rows for each of the A experts of all ranks
+        expert        (T, K) int32  global expert index of each slot
+        row           (T, K) int32  index c of the slot's row among the rows that this rank sends; -1 if
+                                    the slot is dropped
+        slot          (P, C) int32  slot of each row that this rank sends; the inverse of "row"
+        home          (A,) int32    offset in the pool at which the cell of each expert begins, for the
+                                    cells that this rank sends; None with a capacity
+        offset        (A,) int32    the same for the cells that arrive, by sending rank and local expert
     """
     _, wide, d_model = arguments["w1"].shape
     expert_TK = chosen.expert_TK
@@ -214,7 +221,7 @@ def backward_tensors(
     """Returns the arguments of a backward launch, with new tensors that the launch fills.
 
     arguments: the result of `pass_tensors`.
-    places: the tensors of forward that `PLACES` names, by name.
+    places: the tensors of the forward launch, by name, that say where rows lie: those of `PLACES`.
     kept: two tensors of forward, or None for those that were not kept: the dispatched input (T_DI) and the
         hidden activation before the nonlinearity (T_M). Without the first, the launch sends the layer's input
         again. Without the second, it computes the hidden activation again.
@@ -256,15 +263,15 @@ def backward_tensors(
 def launch_pass(
     launcher: Launcher, direction: PassDirection, activation: str, ranks: Sequence[RankTensors]
 ) -> None:
-    """Launches one forward or backward pass for all ranks of this process.
+    """Launches the persistent kernel for one forward or backward pass of all ranks of this process.
 
     launcher: has the symmetric heaps of these ranks.
-    direction: which pass.
+    direction: "forward" or "backward".
     activation: name of the experts' nonlinearity.
     ranks: for each rank the result of `forward_tensors` or `backward_tensors`.
 
-    At least two blocks of each rank must run at the same time. Otherwise the launch could not finish, because
-    the block that schedules waits for the blocks that compute.
+    One thread block of each rank schedules, and waits for the thread blocks that compute. So the kernel ends
+    only if at least two thread blocks of each rank run at the same time.
 
     Raises HeapError for a broken heap.
     """
@@ -291,13 +298,14 @@ def launch_pass(
 
 
 def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns uninitialised memory for ``columns`` numbers of each row in the heap's cells.
+    """Returns an uninitialised tensor with ``columns`` numbers for each row that can arrive in the heap.
 
-    A cell is the part of a rank's heap for the rows that one rank sends to one expert. The shape is (P, C,
-    columns), for P cells of C rows each.
+    The shape is (P, C, columns), in which ``arguments["active"]`` has the same P and C.
 
-    arguments: the result of `pass_tensors`, from which P and C are taken.
-    dtype: None means the dtype of the rows.
+    A row is element [p, c]: p is one of P groups of rows (cells, or 1 for the pool), c the row's index in it.
+
+    arguments: the result of `pass_tensors`.
+    dtype: dtype of the result; None means the dtype of the rows.
     """
     active_PCH: Tensor = arguments["active"]
     return active_PCH.new_empty(*active_PCH.shape[:2], columns, dtype=dtype)

@@ -1,6 +1,6 @@
 """Constants and checks that grouped products and fused products share.
 
-The integer codes are those of enums in cuda/, to which launches pass them.
+The integer codes are the values of enums in cuda/. Launches pass them to the kernels.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
 """Code of each dtype that the products take: `Element` of cuda/grouped_gemm/launch.h."""
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
-"""Codes of the products rows W^T, its gradient of rows, and its gradient of W.
+"""Codes of three products: rows W^T, the gradient of its rows, and the gradient of W.
 
-They are `Form` of cuda/grouped_gemm/problem.h.
+They are the enum `Form` of cuda/grouped_gemm/problem.h.
 """
 
 PLAIN, HIDDEN, HIDDEN_GRADIENT = 0, 1, 2
 """Codes of what a kernel computes after a product: `Epilogue` of cuda/grouped_gemm/problem.h.
 
-PLAIN adds a bias and scales. HIDDEN also applies the nonlinearity. HIDDEN_GRADIENT applies its derivative.
+PLAIN adds a bias and scales. HIDDEN adds a bias and applies the nonlinearity. HIDDEN_GRADIENT scales and
+multiplies by the nonlinearity's derivative.
 """
 
 SPARE = 16

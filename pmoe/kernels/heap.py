@@ -83,10 +83,11 @@ class DeviceMemory:
         loaded_extension().heap_close(device.index, peer)
 
     def place(self, device: torch.device) -> tuple[str, str]:
-        """Returns two texts, from which ranks find out if they can share a heap.
+        """Returns two texts, which ranks compare to find out if they can write into each other's heaps.
 
-        The first is the kernel code that the driver loaded on the device (`Architecture`); all ranks must
-        have the same. The second is `host_name`, which is the same for all ranks of a node.
+        The first text names the kernel code that the driver loaded on the device (`Architecture`). It must be
+        equal on all ranks. The second is the result of `host_name`: if two ranks have the same, they are on
+        the same node.
         """
         return str(extension.loaded_architecture(device)), host_name()
 
@@ -108,8 +109,8 @@ def synchronize(device: torch.device) -> None:
 def host_name() -> str:
     """Returns a text that is the same for all processes of a node and different on other nodes.
 
-    It is the boot id of the node's Linux kernel, or the host name if there is none. A host name is not
-    reliable: two nodes may have the same, and containers on one node have several.
+    The text is the boot id of the node's Linux kernel, or the host name if there is no boot id. The host name
+    is not reliable: two nodes may have the same name, and each container of one node has its own.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -122,7 +123,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
     """Returns a contiguous tensor over existing memory, without a copy.
 
     address: the address of the tensor's first element.
-    shape, dtype, device: of the tensor.
+    shape, dtype, device: those of the tensor.
 
     The tensor does not keep the memory alive: the memory must not be freed while the tensor is in use.
 
@@ -155,18 +156,18 @@ class HeapShape:
 
     num_ranks: number of ranks.
     experts: number of experts of one rank.
-    rows: the most rows that a rank can receive. For FlashDMoE's kernels it is the capacity C of one cell,
-        rounded up to whole tiles; a cell is the memory for the rows that one rank sends to one expert.
-    home_rows: the most rows that a rank can send to experts, whose results are written back into its heap.
-        For FlashDMoE's kernels it is the most tokens of a rank.
+    rows: COMET's kernels (`pmoe.kernels.comet`): the most rows that a rank can receive. FlashDMoE's kernels
+        (`pmoe.kernels.flashdmoe`): the most rows that one rank can send to one expert, rounded up to whole
+        tiles; with is_pool, the most rows that a rank can receive.
+    home_rows: COMET: the most rows that a rank can send, because their results are written back into its
+        heap. FlashDMoE: the most tokens of a rank.
     d_model, dtype: number of columns and dtype of a row.
-    d_hidden: the experts' hidden size for FlashDMoE's kernels (`pmoe.kernels.flashdmoe`), whose heap also
-        holds the state that these kernels keep from one round to the next; 0 for COMET's kernels
-        (`pmoe.kernels.comet`).
-    sends_again: whether backward may dispatch the layer's input once more (T_DI), for which the heap needs
-        room beside the gradients. For FlashDMoE's kernels only.
-    is_pool: whether all cells of a rank share ``rows`` rows, from which each cell takes whole tiles, instead
-        of having ``rows`` rows each. For FlashDMoE's kernels only.
+    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has buffers of these kernels.
+        COMET: 0.
+    sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
+        heap needs room beside the dispatched gradients.
+    is_pool: FlashDMoE only: False gives the rows from each rank for each expert a buffer of their own, of
+        ``rows`` rows. True puts all rows that a rank receives into one buffer of ``rows`` rows.
 
     Raises ValueError if a row is not a multiple of 16 bytes. Numbers of ranks or experts that the kernels
     cannot take are refused later, by `pmoe.kernels.comet.launcher.Launcher`.
@@ -206,13 +207,14 @@ class HeapShape:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one rank's heap."""
+        """Size of one rank's heap, in bytes."""
         return self.places["bytes"]
 
     def holds(self, other: HeapShape) -> bool:
         """Returns whether a heap of this shape can be used for calls that ask for the shape ``other``.
 
-        It can if this shape has at least as many rows and home_rows, and all other sizes are equal.
+        True if this shape has at least as many ``rows`` and ``home_rows`` as the other, and all other fields
+        are equal.
         """
         same = replace(other, rows=self.rows, home_rows=self.home_rows) == self
         return same and other.rows <= self.rows and other.home_rows <= self.home_rows
@@ -223,6 +225,8 @@ def _places(
     ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int, *cell: int
 ) -> dict[str, int]:
     """Returns the byte offsets of a heap's regions by name. The extension computes them once for each shape.
+
+    The arguments are fields of `HeapShape`.
 
     cell: () for COMET's kernels; (d_hidden, sends_again, is_pool) for FlashDMoE's.
     """
@@ -256,7 +260,7 @@ PERSISTENT_WAITS = (
     "rank {peer}: the offsets of rank {rank}'s rows for its experts",
     "rank {rank} itself: room for the rows of rank {peer}",
 )
-"""Descriptions of what a kernel can wait for, indexed by the code `Wait` of cuda/peers/watch.h.
+"""Texts for error messages: what a kernel can wait for, indexed by the code `Wait` of cuda/peers/watch.h.
 
 `WAITS` are those of COMET's kernels, `PERSISTENT_WAITS` those of FlashDMoE's.
 """
@@ -369,9 +373,9 @@ class Heap:
     def give_up(self, why: str) -> None:
         """Makes the heap unusable, because this rank left a round before its end.
 
-        A round is one launch that dispatches rows, and the later launches that use these rows. If this rank
-        began another round instead, the other ranks would take its flags of that round for flags of the round
-        that it left.
+        A round is one launch that dispatches rows, and the later launches that use these rows. Ranks set
+        flags in each other's heaps when they have written rows. If this rank began a new round, the other
+        ranks, which still wait in the old round, would take its new flags for those of the old round.
 
         why: the reason, for the error of later calls.
         """
@@ -393,9 +397,11 @@ class Heap:
         return self._first(self._weights, count)
 
     def _first(self, of_rows: Tensor, count: int) -> Tensor:
-        """Returns the first ``count`` rows of a tensor in the heap.
+        """Returns the first ``count`` rows of a tensor in the heap, without a copy.
 
-        Raises ValueError if the heap has fewer rows.
+        of_rows: a tensor in the heap's memory, with an entry for each row that can arrive.
+
+        Raises ValueError if the heap has fewer rows, HeapError if the heap is broken or closed.
         """
         self.check_usable()
         if not 0 <= count <= self.shape.rows:
@@ -411,8 +417,8 @@ class Heap:
     def raise_if_failed(self) -> None:
         """Raises HeapError if a kernel of an earlier launch has already reported that it waited too long.
 
-        It is called before each launch. It does not wait for kernels that still run: their reports are found
-        later.
+        Launches call this first. Kernels that still run are not waited for: the next call finds their
+        reports.
         """
         self.check_usable()
         if self._words[0] == 0:  # the kernel writes this word last, so a report is complete or absent

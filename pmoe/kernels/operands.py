@@ -52,9 +52,18 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
-    """Raises ValueError if kernels could not read the strides or the address of a tensor.
+    """Raises ValueError if kernels could not read a tensor because of its strides or its address.
 
-    operands: ``rows`` and ``dense``, tensors by name, with the rules of `memory_misfit`.
+    operands: two keyword arguments, each a dict from a tensor's name to the tensor or None. Either may be
+        left out:
+
+        rows     tensors (rows, columns) with adjacent columns, and a row stride that is a multiple of 16
+        bytes dense    tensors that must be contiguous
+
+    The address of each tensor must be a multiple of 16 bytes. Tensors without elements and None are not
+    checked.
+
+    Example: check_memory(rows={"grad": grad}, dense={"weight": weight, "bias": None}).
     """
     if (why := memory_misfit(**operands)) is not None:
         raise ValueError(why)
@@ -63,9 +72,10 @@ def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
 def memory_misfit(
     *, rows: Mapping[str, Tensor | None] | None = None, dense: Mapping[str, Tensor | None] | None = None
 ) -> str | None:
-    """Returns why kernels could not read the strides or the address of a tensor; None if they can read all.
+    """Returns why kernels could not read a tensor with its strides and its address; None if they can.
 
-    rows: tensors (rows, columns) by name. There may be gaps between rows, but not between columns.
+    rows: tensors (rows, columns) by name. Columns must be adjacent; rows may have gaps between them, if the
+        row stride is a multiple of 16 bytes.
     dense: tensors by name that must be contiguous.
 
     The address of each tensor must be a multiple of 16 bytes. Tensors without elements and None are not
@@ -137,10 +147,10 @@ def address(tensor: Tensor | None) -> int:
 
 
 def at(**rows: Tensor | None) -> dict[str, int]:
-    """Returns the address and the row stride of each tensor, as a launch takes them.
+    """Returns a dict with the address and the row stride of each tensor, as arguments of a kernel launch.
 
-    The address has the tensor's name as key; the row stride, in elements, has the name with "_stride". Both
-    are 0 for None.
+    rows: tensors (rows, columns) by name. The address gets the name as key, the row stride (in elements) the
+        name with "_stride" behind it. Both are 0 for None.
 
     Example: at(a=rows) -> {"a": address, "a_stride": elements}.
     """

@@ -1,14 +1,15 @@
 """Chooses which implementation computes a grouped product: pmoe's own kernels or a plain one.
 
-Each implementation is a candidate. It returns reasons to refuse a product, or none: then it is called
-willing. The first candidate (pmoe's kernels) is called the challenger, because it must prove to be faster.
-The other candidates are called plain, and are listed in order of preference. The first rule that applies
-chooses:
+Each implementation is a candidate. A candidate lists its reasons to refuse a product; if it has none, it is
+called willing. The first candidate (pmoe's kernels) is called the challenger, because it must prove to be
+faster. The other candidates are called plain, and are listed in order of preference. The first rule that
+applies chooses:
 
     a user forces a candidate   that candidate (`Registry.forcing`)
     deterministic mode is on    the first willing plain candidate, so that measurements do not change results
     times were measured         the faster of the challenger and the first willing plain candidate
-    nothing was measured        the first willing plain candidate, because kernels are checked when measured
+    nothing was measured        the first willing plain candidate, because only a measurement checks that the
+                                challenger computes correctly
 
 This module measures nothing. `pmoe.measure.product_choices` measures times, and also checks that the
 challenger computes correctly.
@@ -48,7 +49,7 @@ def bucket(rows: int) -> int:
 class ProductRequest:
     """A grouped product that is to be computed: form, sizes and device. Choices are stored by request.
 
-    form: which of the three products.
+    form: "forward", "input" or "weight": rows times weights, gradient of the rows, gradient of the weights.
     device: the device that computes. It is not compared: devices of the same name share a choice.
     device_name: name of the device; "" is replaced by torch's name for the device.
     dtype: dtype of the operands.
@@ -75,7 +76,10 @@ class ProductRequest:
 
     @property
     def key(self) -> str:
-        """The request as text, without the device."""
+        """The request as text, without the device: the key of stored measurements.
+
+        Example: "forward bfloat16 experts=8 rows=4096 in=1024 out=4096 bias".
+        """
         bias = " bias" if self.bias else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return (
@@ -95,7 +99,8 @@ class ProductOperands(NamedTuple):
         input     grad (N, O)   weight (E, O, I)   (N, I)
         weight    grad (N, O)   rows (N, I)        (E, O, I)
 
-    form: which of the three products.
+    form: "forward", the product of rows and weights; "input", the gradient of rows; or "weight", the gradient
+        of weights.
     first, second: the operands, as in the table.
     experts: E.
     bias: (E, O), or None.
@@ -158,14 +163,15 @@ class MeasuredChoice:
 
 
 class Registry:
-    """Candidates that compute grouped products, the choices among them, and the reasons for these choices.
+    """Chooses which candidate computes a grouped product, by measured times and by reasons to refuse.
 
-    candidates: in the order of preference. The first is the challenger, which is used only if it was measured
-        to be faster. The last must refuse nothing.
+    candidates: the implementations in the order of preference. The first, pmoe's kernels, is used only for
+        requests for which it was measured to be faster than the others. The last must refuse nothing.
     challenger: name of the first candidate.
-    forced: the candidate that `forcing` names at present; None outside such a block.
-    measured: measured choices by request.
-    faults: results of checks of the challenger.
+    forced: the candidate that every product must use inside a `forcing` block; None outside such a block.
+    measured: for each request that was measured, the faster candidate and the times.
+    faults: results of checks of the first candidate, by checked case: what it computed wrongly, in words;
+        None if all was right.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -186,7 +192,7 @@ class Registry:
     # ---- results of measurements
 
     def learn(self, request: ProductRequest, found: MeasuredChoice) -> None:
-        """Stores a measured choice. From now on `choose` follows it."""
+        """Stores the result of a measurement. From now on `choose` returns the faster candidate."""
         self.measured[request] = found
         self._ranked.pop((request, False), None)
 
@@ -197,7 +203,7 @@ class Registry:
         self._ranked.pop((request, False), None)
 
     def distrust(self, request: ProductRequest, why: str) -> None:
-        """Makes pmoe's kernels refuse all requests with this request's device name and dtype.
+        """Excludes pmoe's kernels from all products with this request's device name and dtype.
 
         why: what the kernels computed wrongly. The reason is shown in warnings and logs.
         """
@@ -210,11 +216,11 @@ class Registry:
         """Returns the name of the candidate that computes a product.
 
         request: the product's form, sizes, dtype and device.
-        operands: the product's tensors. If the chosen candidate cannot read their memory, the next candidate
-            that does not refuse is tried. None skips this check.
+        operands: the product's tensors. If a candidate cannot read their strides or addresses, the next
+            candidate that does not refuse is tried. None skips this check.
 
-        If the first candidate (pmoe's kernels) cannot be used on a CUDA device, it warns once for each
-        reason.
+        If the first candidate (pmoe's kernels) cannot be used on a CUDA device, this method warns once for
+        each reason.
         """
         if self.forced is not None:
             fits = operands is None or self.forced.layout_problem(operands) is None
@@ -246,9 +252,10 @@ class Registry:
             self.forced = outer
 
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
-        """Returns two candidates to time: pmoe's kernels and the first other one that does not refuse.
+        """Returns the names of the two candidates to time: pmoe's kernels, and the best other candidate.
 
-        Both are names. Returns None if pmoe's kernels refuse the request.
+        The best other candidate is the first one in the order of preference that does not refuse the request.
+        Returns None if pmoe's kernels refuse the request.
         """
         willing = self._willing(request)
         return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None
@@ -274,8 +281,9 @@ class Registry:
         return ranked
 
     def _refusals(self, request: ProductRequest) -> dict[str, list[str]]:
-        """Returns each candidate's reasons to refuse a request, by the candidate's name. [] means that it
-        does not.
+        """Returns each candidate's reasons to refuse a request, by the candidate's name.
+
+        An empty list means that the candidate does not refuse.
         """
         refusals = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
         why = self._distrusted.get((request.device_name, request.dtype))
@@ -286,7 +294,7 @@ class Registry:
         return [name for name, reasons in self._refusals(request).items() if not reasons]
 
     def _first(self, request: ProductRequest, willing: Sequence[str]) -> tuple[str, str]:
-        """Returns (name of the best candidate for a request, why it is the best).
+        """Returns the name of the candidate to use for a request, and the reason in words.
 
         willing: names of the candidates that do not refuse the request, in the order of preference.
         """
@@ -332,7 +340,7 @@ class Registry:
     ) -> None:
         """Warns, once for each reason, that pmoe's kernels cannot be used on a CUDA device.
 
-        It does nothing for other candidates and other devices.
+        Does nothing for a candidate other than pmoe's kernels, or a device that is not a CUDA device.
         """
         if candidate is self.candidates[0] and request.device.type == "cuda":
             for reason in reasons:
@@ -367,7 +375,7 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
 
 
 def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
-    """Returns why PyTorch's grouped_mm refuses a request, or would not compute it in one launch."""
+    """Returns why PyTorch's grouped_mm refuses a request, or would need several launches; [] if neither."""
     device = request.device
     if device.type != "cuda":
         return [f"device {device.type}: a loop is as fast there and writes in place"]

@@ -1,11 +1,14 @@
-"""The MoE layer as a module: its construction, its call, and everything else that a layer can do.
+"""`MoELayer`, the module that users build: its construction, its forward, and its other methods.
 
-    moe_layer         MoELayer: its arguments, and a call: begin, decide and run, record, shape the output
-    construct         makes the modules of a layer from its arguments, and checks them together
-    calls_with_any    calls with inputs that are not plain tensors
-    shapes_only       calls without values: on the meta device, or with fake tensors
-    predict_memory    predicts the bytes of a call
-    reshard           spreads a layer over other ranks, and draws new values for its parameters
+    moe_layer         MoELayer: its arguments and methods
+    construct         makes the layer's gate, experts and grid of ranks from the arguments, and checks them
+    calls_with_any    forward for inputs that are not plain tensors
+    shapes_only       forward without values: on the meta device, or with fake tensors
+    predict_memory    predicts the bytes that a forward and a backward pass take
+    reshard           spreads a layer's experts over other ranks, and draws new values for its parameters
+    old_attributes    attributes of MoELayer under their old names
+
+decision, module, parts, spec and stored_state are old names of modules that are now in other folders.
 
 Letters: T tokens of a rank, K experts for each token, E experts of all ranks, W ranks, M = d_model, H =
 d_hidden, n chunks (micro-batches) of a batch.

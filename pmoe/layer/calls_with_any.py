@@ -1,16 +1,21 @@
-"""Calls with inputs that are not plain tensors or have no values, and calls under dispatch modes.
+"""`MoELayer.forward` for inputs that are not plain tensors with values.
 
-The layer runs on a plain tensor that is made from the input x. The result gets the type of x:
+The layer computes only plain tensors. So a plain tensor is taken out of the input x, the layer runs on it,
+and the result is turned back into the type of x:
 
-    input x                     the layer's tokens             the result
-    jagged nested tensor        its values                     jagged, with the same offsets
-    DTensor                     this rank's part               a DTensor with the same placements
-    subclass, own functions     the tensor without its class   as the class makes it (``__torch_function__``)
-    AsyncCollectiveTensor       the tensor, after a wait       plain
-    meta, fake                  none                           a shape only (`pmoe.layer.shapes_only`)
+    type of x                    what the layer runs on      what forward returns
+    jagged nested tensor         x.values()                  a jagged tensor with the same offsets
+    DTensor                      x.to_local()                a DTensor with the same placements
+    AsyncCollectiveTensor        x, once it has arrived      a plain tensor
+    another subclass of Tensor   x as a plain Tensor         what the class's ``__torch_function__`` returns
+    on the meta device or fake   nothing                     a tensor without values (`layer.shapes_only`)
 
-`pmoe.call.tensor_kinds.refused_kind` refuses other types. A rank that refuses its input tells the others in
-the exchange of row counts, so that every rank raises.
+`MoELayer.forward` also uses this file for a plain x while a ``TorchDispatchMode`` is active. Under
+FakeTensorMode the result has no values. Selective activation checkpointing must see no operator of the layer
+(`pmoe.checkpointing.selective`). make_fx and torch.export are refused. Other modes change nothing.
+
+`pmoe.call.tensor_kinds.refused_kind` says which types are refused. A rank that refuses its input reports this
+to the other ranks in the exchange of row counts, so that every rank raises and none waits.
 """
 
 from __future__ import annotations
@@ -33,10 +38,12 @@ if TYPE_CHECKING:
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
     """Computes a layer's forward for an input of any tensor type. The result has the type of x.
 
+    An AsyncCollectiveTensor gives a plain tensor.
+
     layer: the `MoELayer`.
     x: (..., d_model), the input: one row for each token.
-    of_tokens: (...), further arguments with one value for each token: ids and mask. Each is a plain tensor,
-        or of the type of x.
+    of_tokens: forward's arguments token_ids and mask, (...): one value for each token, or None. Each is a
+        plain tensor, or of the type of x.
 
     Raises what `MoELayer.forward` raises, and RuntimeError if make_fx or torch.export traces the call.
     """
@@ -51,10 +58,13 @@ def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tens
 
 
 def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    """Calls the layer in the way that the type of x needs. One type may wrap another: then it calls itself.
+    """Runs the layer on the plain tensor inside of x, and returns the output in the type of x.
 
-    x: (..., d_model), the input.
-    of_tokens: (...), further arguments with one value for each token.
+    The types may be nested: a DTensor may hold a subclass, for example. Each call of this function takes off
+    one type and calls the function again with the tensor inside, until a plain tensor is left.
+
+    x: (..., d_model), the input, of any tensor type.
+    of_tokens: forward's arguments token_ids and mask, (...): one value for each token, or None.
     """
     if not isinstance(x, Tensor) or refused_kind(x, layer.d_model) is not None:
         return layer._forward_plain(x, *of_tokens)  # raises the refusal, on every rank
@@ -75,8 +85,9 @@ def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
 def _jagged(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
     """Calls the layer with the values of a jagged nested tensor, and returns one with the same offsets.
 
-    x: the jagged nested tensor, its last dimension d_model.
-    of_tokens: ids and mask, each a plain tensor of all values or a jagged nested tensor.
+    x: (batch, ragged, d_model), the jagged nested tensor. Its values are (tokens, d_model).
+    of_tokens: forward's arguments token_ids and mask: each a jagged nested tensor like x, a plain tensor
+        (tokens,) or None.
     """
     values = x.values()
     y = _call(layer, values, *map(_values, of_tokens))
@@ -96,10 +107,11 @@ def _values(of_tokens: Any) -> Tensor | None:
 
 
 def _distributed(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
-    """Calls the layer with this rank's part of a DTensor, and returns one with the same placements.
+    """Calls the layer with this rank's part of a DTensor, and returns a DTensor with the same placements.
 
     x: the DTensor, (..., d_model).
-    of_tokens: ids and mask, (...): each this rank's part, or a DTensor.
+    of_tokens: forward's arguments token_ids and mask, (...): each a DTensor like x, a plain tensor that has
+        the values of this rank's part, or None.
     """
     local = x.to_local()
     y = _call(layer, local, *map(_local, of_tokens))
@@ -119,10 +131,14 @@ def _local(of_tokens: Any) -> Tensor | None:
 
 
 def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tensor:
-    """Makes the call as one of torch's functions, so that x's class handles it (``__torch_function__``).
+    """Runs the layer on a tensor subclass like an operator of torch, through ``__torch_function__``.
 
-    x: (..., d_model), of a tensor subclass, or a plain tensor, on which the layer is called.
-    of_tokens: (...), further arguments with one value for each token.
+    If x's class has a ``__torch_function__``, that method is called, with `_as_function` as the operator. Its
+    default calls `_as_function` a second time with ``__torch_function__`` disabled, and wraps the result in
+    the class. The second call runs the layer on x as a plain Tensor.
+
+    x: (..., d_model), the input, of a subclass of Tensor. A class that unwraps it passes a plain Tensor.
+    of_tokens: forward's arguments token_ids and mask, (...): one value for each token, or None.
     """
     if has_torch_function_unary(x):
         y: Tensor = handle_torch_function(_as_function, (x,), x, layer, *of_tokens)

@@ -1,6 +1,7 @@
-"""Construction of a layer: makes its modules from its arguments, and checks these together.
+"""Construction of a layer: makes its gate, experts and ranks from MoELayer's arguments, and checks them.
 
-Code for special arguments, such as experts that are modules, is imported only if it is needed.
+Functions import the code for rare arguments, such as a user's own expert modules, only if they need it. This
+keeps `import pmoe` fast.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def check_arguments(
 ) -> None:
     """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer`.
 
-    It checks those arguments that `LayerOptions` does not hold and check itself.
+    Only the arguments in this signature are checked. `LayerOptions` checks the options when it is made.
     """
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
@@ -59,7 +60,7 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
     """Raises ValueError if a layer's options contradict each other or the layer's modules.
 
     modules: the layer's modules and options.
-    shared_expert: MoELayer's argument ``shared_expert``, for errors.
+    shared_expert: MoELayer's argument ``shared_expert``, which error messages quote.
     """
     options = modules.options
     pair = modules.options.restore
@@ -132,7 +133,7 @@ def make_layer_gate(
     z_loss_weight: float,
     factory_options: dict[str, Any],
 ) -> nn.Module:
-    """Returns the gate of a layer: makes the one of that name, or checks a user's module.
+    """Returns the gate of a layer: a new gate if ``gate`` is a name; a user's module, after checks.
 
     options: the layer's options.
     gate, normalize_gate, z_loss_weight: arguments of `pmoe.MoELayer`.
@@ -164,9 +165,10 @@ def make_experts(
 ) -> Experts:
     """Returns this rank's experts: makes "ffn" or "swiglu" experts, or wraps a user's modules.
 
-    Their random values depend on the seed and on their numbers among all experts, but not on the number of
-    ranks.
+    Each expert's initial values depend on torch's seed and on the expert's index among all experts, but not
+    on the number of ranks. So a layer over 4 ranks starts with the values of the same layer on one rank.
 
+    layer: the layer that is being built. Only its sizes and its ranks are read.
     expert, activation, bias: arguments of `pmoe.MoELayer`.
     factory_options: device and dtype of the parameters.
     """
@@ -185,12 +187,14 @@ def make_grid(
     mesh: DeviceMesh | None,
     device: torch.device | str | None = None,
 ) -> Grid:
-    """Returns the ranks of a layer, from its argument ``group`` or ``mesh``.
+    """Returns the ranks over which a layer spreads its experts and splits each expert's hidden columns.
 
+    group, mesh: arguments of `pmoe.MoELayer`. Without both, the default group is used, or this process alone
+        if torch.distributed is not initialised.
     device: device of the layer's parameters.
 
-    Warns if a launcher has started several processes, but torch.distributed is not initialised: the layer
-    then runs on this process alone.
+    Warns if a launcher such as torchrun has started several processes, but torch.distributed is not
+    initialised, because this process alone is probably not what the user wants.
 
     Raises ValueError if both arguments are given.
     """
@@ -208,9 +212,11 @@ def make_grid(
 
 
 def _warn_of_other_processes() -> None:
-    """Warns if a layer is built for one rank, although a launcher has started several processes.
+    """Warns if a launcher has set the environment variable WORLD_SIZE to more than 1.
 
-    Not called for layers on the meta device. They have no values yet, and are spread when they get some.
+    The caller is building a layer for this process alone, which is probably an oversight. The caller does not
+    warn for layers on the meta device, because these are often spread over ranks later, before they get
+    values.
     """
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes.isdecimal() and int(processes) > 1:
@@ -226,9 +232,10 @@ def _warn_of_other_processes() -> None:
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
     """Raises ValueError if experts or their hidden columns cannot be divided evenly among the ranks.
 
-    grid: the ranks. Experts are divided among ``grid.ep``, each expert's hidden columns among
-        ``grid.esp``.
-    across: name of the ranks that share the experts, for errors.
+    num_experts: number of experts of all ranks; must be divisible by the number of ranks in ``grid.ep``.
+    d_hidden: hidden columns of an expert; must be divisible by the number of ranks in ``grid.esp``.
+    grid: the layer's ranks.
+    across: name of the ranks ``grid.ep`` in the error message, such as "group".
     """
     if num_experts % grid.ep.size:
         size = grid.ep.size

@@ -1,4 +1,4 @@
-"""The MoE layer as users build it: its arguments, its modules, and a call in four statements."""
+"""`MoELayer`, the MoE layer that users build: its arguments, attributes and methods."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NO_GRAPH = (
 
 
 def _breaks_graphs(forward: F) -> F:
-    """Excludes ``forward`` from torch.compile, with `NO_GRAPH` as the reason that torch reports.
+    """Makes torch.compile break the graph at ``forward``, and report `NO_GRAPH` as the reason.
 
     torch.compiler.disable does the same, but it imports the compiler, which is slow.
     """
@@ -62,8 +62,9 @@ class MoELayer(OldAttributes, nn.Module):
     """A Mixture-of-Experts layer: experts are spread over ranks, tokens are sent to them in micro-batches.
 
     The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each
-    times its routing weight. Of W ranks, rank r holds the experts [r * E / W, (r + 1) * E / W). All-to-alls
-    carry rows between ranks while experts compute (MPipeMoE, section III.B). See docs/choosing.md.
+    times its routing weight. Of W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1.
+    All-to-alls carry one micro-batch's rows (copies of tokens) between ranks while experts compute another
+    micro-batch (MPipeMoE, section III.B). See docs/choosing.md.
 
     Args:
         d_model: M, the columns of input and output.
@@ -71,9 +72,8 @@ class MoELayer(OldAttributes, nn.Module):
         num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
         top_k: K, the experts that each token goes to.
         device, dtype: those of the parameters.
-
         expert: "ffn", "swiglu", a callable that builds one expert, a ModuleList of this rank's experts, or a
-            `pmoe.experts.Experts`. An expert that is a module maps N rows, (N, M), to (N, M).
+            `pmoe.experts.Experts`. An expert that is a user's module maps N rows, (N, M), to (N, M).
         activation: the nonlinearity of "ffn": "relu", "gelu" (exact) or "silu".
         bias: whether "ffn" and "swiglu" experts have b1 and b2.
         shared_expert: an expert for all T tokens: its width, or a module that maps (T, M) to (T, M).
@@ -82,10 +82,10 @@ class MoELayer(OldAttributes, nn.Module):
         gate: a name in `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
         normalize_gate: whether a token's weights are divided by their sum; None is the gate's default.
         z_loss_weight: the factor of the router z-loss in l_aux.
-        capacity_factor: each rank keeps its first ceil(factor * T * K / E) rows per expert; None keeps all.
-        pad_to_capacity: pads the rows of every expert to the capacity, so the host waits for no row counts.
-        check_finite: raises on every rank if gate logits of any rank are not finite. False does not check;
-            None checks unless the host would wait only for this check.
+        capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
+        pad_to_capacity: pads the rows of every expert to this number, so the host waits for no row counts.
+        check_finite: whether gate logits that are not finite raise on every rank. None means True, unless
+            pad_to_capacity is True: the check would make the host wait.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
@@ -94,28 +94,28 @@ class MoELayer(OldAttributes, nn.Module):
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
 
         memory_reuse: False keeps received rows (T_DI) and hidden activations (T_M) for backward. "S1" to "S4"
-            or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (by Eq. 10).
-        memory_budget: the most bytes that any routing may take, such as "2GiB". If pipeline or memory_reuse
-            is True, the layer takes the fastest n or memory_reuse within the budget.
-        slack: buffers that chunks share hold ceil(slack * T * K / n) rows. Skewed routing gets more chunks.
+            or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (MPipeMoE, Eq. 10).
+        memory_budget: a limit for the layer's memory, in bytes or such as "2GiB", which holds for any
+            routing. If pipeline or memory_reuse is True, the layer takes the fastest values within the limit.
+        slack: micro-batches share buffers of ceil(slack * T * K / n) rows; n grows under skewed routing.
 
         group: the process group; None is the default group, and `Ranks.single()` one rank.
-        mesh: a device mesh ("ep", "esp") in place of group. "esp" splits each expert's hidden columns.
+        mesh: in place of group, a device mesh: "ep" spreads experts, "esp" splits each one's hidden columns.
         dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes
             the fastest of them), or a `pmoe.Dispatch`.
-        combine: the all-to-all of the results, named as dispatch, or a `pmoe.Combine`; None is as dispatch.
-        nodes: if hierarchical, ranks in a node, or the node of each rank; None reads LOCAL_WORLD_SIZE.
+        combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
+        nodes: if hierarchical, ranks of a node, or a list of each rank's node; None reads LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
-        order: how rows are sorted: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
+        order: copies tokens into rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
-    Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the four sizes may
-    not. `switches` (`pmoe.call.options.Switches`) turns parts off for measurements. `l_aux`, `ran`,
-    `tokens_per_expert` and `row_counts` describe the last call. `traffic` counts the bytes of all calls.
+    Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the sizes d_model
+    to top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps off for measurements. `l_aux`,
+    `ran`, `tokens_per_expert` and `row_counts` describe the last call, `traffic` counts bytes of all calls.
 
     ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M), gate rows first;
-    ``experts.w2`` (E / W, M, H). Expert parameters carry ``allreduce = False``, as their gradients are sums
-    over all ranks' tokens. Under one seed, all ranks together hold the values that a single rank would hold.
+    ``experts.w2`` (E / W, M, H). Expert parameters have ``allreduce = False``: their gradients are sums over
+    all ranks' tokens already. Under one seed, all ranks together hold the values of a layer on one rank.
 
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """
@@ -152,7 +152,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     options: LayerOptions
     last: LastCall
-    """The record of the last call."""
+    """The auxiliary loss, the row counts and the `RunReport` of the last call."""
     _layer_modules: LayerModules | None
 
     def __init__(
@@ -255,7 +255,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def layer_modules(self) -> LayerModules:
-        """The layer's modules and options, with all that follows from them.
+        """The layer's modules and options in one record, which the code that runs a call reads.
 
         The record is cached until a module or an option changes.
         """
@@ -273,9 +273,9 @@ class MoELayer(OldAttributes, nn.Module):
         return modules
 
     def _make_layer_modules(self) -> LayerModules:
-        """Collects the layer's modules and options as they are now.
+        """Makes the record of the layer's present modules and options, for `layer_modules`.
 
-        If a library has wrapped the experts or the gate, the modules inside of the wrappers are listed, too.
+        If a library has wrapped the experts or the gate, the record has the wrapper and the module inside.
         """
         shared_expert = None
         if self.shared_expert is not None:
@@ -305,9 +305,12 @@ class MoELayer(OldAttributes, nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Options are checked, and a new module makes `layer_modules` be collected again.
+        """Sets an attribute, after a check if it is an option such as ``pipeline``.
 
-        An option, such as ``layer.pipeline``, is stored in new `options`.
+        `options` is a frozen record, so setting an option replaces it by a record with the new value. Setting
+        a module or `options` empties the cache of `layer_modules`.
+
+        Raises what `pmoe.layer.construct.set_option` raises.
         """
         if name in LayerOptions.__dataclass_fields__ or name in Switches.__dataclass_fields__:
             construct.set_option(self, name, value)
@@ -328,16 +331,16 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def first_expert(self) -> int:
-        """The number, among all experts, of this rank's first expert."""
+        """The global index of this rank's first expert, from 0 to num_experts - 1."""
         return self.grid.ep.rank * self.num_local_experts
 
     @property
     def shard(self) -> Shard:
-        """The part of every expert's hidden columns that this rank holds."""
+        """The part of each local expert's hidden columns that this rank holds; all without a mesh's "esp"."""
         return Shard(self.grid.esp.rank, self.grid.esp.size)
 
     def _bind_to_ranks(self) -> None:
-        """Gives the all-to-alls the ranks to send to, and the counter of the bytes that they send."""
+        """Gives each all-to-all its process group, and the counter ``traffic``, which adds up sent bytes."""
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.ep, self.traffic)
 
@@ -348,18 +351,20 @@ class MoELayer(OldAttributes, nn.Module):
         """Maps x (..., d_model) to the same shape, in x's dtype, or in autocast's dtype under autocast.
 
         x: (..., d_model), the tokens. Ranks may have different numbers of tokens, or none.
-        token_ids: (...) int64, for gates that route by them (`pmoe.Gate.needs_token_ids`).
-        mask: (...) bool or integer, True or not 0 where x has a token. The other rows are padding: they are
-            not routed, take no capacity, count in no loss or statistic, and their output is zero. The output
-            of the N tokens is ``layer(x[mask])``; callbacks see only the tokens' rows, (N, d_model).
+        token_ids: (...) int64, each token's id in the vocabulary, for gates that route by it
+            (`pmoe.Gate.needs_token_ids`).
+        mask: (...) bool or integer, True or not 0 where x has a token. Elsewhere x is padding, which is not
+            routed, takes no capacity, counts in no loss or statistic, and gets an output of zero. Tokens get
+            the output of ``layer(x[mask])``. Callbacks see only tokens, as (N, d_model) for N tokens.
 
         Raises ValueError on every rank, before any row is sent, if any rank's input has another last
-        dimension, dtype or device than the layer, or if any rank's gate fails. Raises RuntimeError that names
-        the stage and the rank, if another rank does not take part in the call. While a CUDA graph is
-        captured, raises RuntimeError before any launch if the graph cannot hold the call.
+        dimension, dtype or device than the layer, or if any rank's gate fails. Raises RuntimeError if another
+        rank does not take part in the call; the message names that rank and the stage. While a CUDA
+        graph is captured, raises RuntimeError before any kernel starts, if a graph cannot hold the call.
 
-        Under activation checkpointing, `pmoe.checkpoint_contexts` keeps the routing for the second forward
-        pass. Without it, all ranks raise ValueError if the second pass routes any token differently.
+        Activation checkpointing runs forward a second time, during backward. `pmoe.checkpoint_contexts` keeps
+        the routing of the first time. Without it, the routing is computed twice, and ValueError is raised on
+        every rank if any token is routed differently the second time.
         """
         if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
             from pmoe.layer.calls_with_any import call_with_any
@@ -370,9 +375,15 @@ class MoELayer(OldAttributes, nn.Module):
     def _forward_plain(
         self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Computes `forward` for a plain tensor with values, x (..., d_model). Refuses other types.
+        """Computes `forward` for an input that is a plain `torch.Tensor` with values.
 
+        Inputs of tensor subclasses are first converted, and inputs without values (meta, fake) take another
+        way.
+
+        x: (..., d_model), the tokens.
         token_ids, mask: (...), one value for each token, or None.
+
+        Raises ValueError on every rank if any rank passes an input of a type that the layer does not take.
         """
         call = begin_call(self, self.layer_modules, x, token_ids, mask)
         decision, y_TM = ExpertsCall(counts_source(call))()
@@ -389,9 +400,9 @@ class MoELayer(OldAttributes, nn.Module):
     def l_aux(self) -> Tensor:
         """The auxiliary loss of the last call, a scalar that is connected to the autograd graph of the call.
 
-        The layer keeps this graph alive until its next call, with all tensors that earlier layers saved for
-        backward. To free them without a backward pass, set ``layer.l_aux = None``. After that, and before the
-        first call, the loss is a zero without a graph, on the device of the parameters.
+        The layer keeps this graph alive until its next call, with all tensors that this and earlier layers
+        saved for backward. To free them without a backward pass, set ``layer.l_aux = None``. After that, and
+        before the first call, the loss is a zero without a graph, on the device of the parameters.
         """
         return self.layer_modules.no_loss() if self.last.l_aux is None else self.last.l_aux
 
@@ -401,7 +412,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def ran(self) -> RunReport | None:
-        """Record of how the last call was run: number of chunks, what was kept for backward, and so on.
+        """The `RunReport` of the last call: number of chunks, what was kept for backward, and so on.
 
         None before the first call.
         """
@@ -414,9 +425,9 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def row_counts(self) -> RankCounts | None:
-        """The row counts of the last call, on the host, for `predict_memory`; None before the first call.
+        """Numbers of rows that the ranks sent each other in the last call, for `predict_memory`.
 
-        Reading them may make the host wait for the device.
+        None before the first call. Reading this property may make the host wait for the device.
         """
         return None if self.last.counts is None else self.last.counts.rows()
 
@@ -433,28 +444,31 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def restore(self) -> Restore | bool:
-        """The restore pair: what becomes of received rows (T_DI) and hidden activations (T_M) until backward.
+        """The option ``memory_reuse`` as a `Restore`: how backward gets back the experts' inputs and T_M.
 
-        False without `memory_reuse`: both are kept. True if the layer chooses the pair itself.
+        A Restore says for T_DI (received rows, the experts' inputs) and for T_M (hidden activations) whether
+        they are kept, offloaded, or sent or computed again. False without memory_reuse, which keeps both.
+        True if the layer chooses.
         """
         return self.options.restore
 
     def check_spread(self, mesh: DeviceMesh) -> None:
-        """Checks whether `spread` can spread the layer's experts over ``mesh``. Changes nothing.
+        """Raises ValueError or TypeError if `spread` cannot spread the layer's experts over ``mesh``.
 
-        Raises ValueError or TypeError with the reason if it cannot.
+        The message has the reason. The layer is not changed.
         """
         from pmoe.layer import reshard
 
         reshard.check_spread(self.layer_modules, mesh)
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Spreads the experts over ``mesh``. Every rank must have built this layer with all experts.
+        """Spreads the experts over the ranks of ``mesh``. Before, every rank must hold all experts.
 
-        This rank keeps its own experts, as new Parameters, so make optimizers afterwards. A layer on the meta
-        device has no values to lose, so it may also have been built for other ranks.
+        Each rank keeps its part of the experts and drops the others. What it keeps are new Parameters, so
+        make optimizers afterwards. On the meta device a rank need not hold all experts, as no values are
+        lost.
 
-        mesh: a device mesh, as `MoELayer` takes it.
+        mesh: a device mesh with a dimension "ep" and perhaps "esp", as for `MoELayer`.
 
         Every rank must call this method. Raises what `check_spread` raises, before anything is changed.
         """
@@ -466,24 +480,30 @@ class MoELayer(OldAttributes, nn.Module):
         )
         self.last = LastCall()
         self.cache = LayerCache()
-        self.experts.was_loaded = False  # by one rank, which had all
+        # What was loaded before had all experts, so the ranks need not compare which experts they loaded.
+        self.experts.was_loaded = False
         stored_state.watch(self.experts, self.grid, self.num_experts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws new random values for the parameters: those of a layer built under this seed.
+        """Draws new random values for all parameters, as if the layer were built under torch's current seed.
 
-        A layer from the meta device needs this after ``to_empty``. Every rank must call it, under one seed.
+        A layer from the meta device needs this after ``to_empty``. Every rank must call this method, with the
+        same seed on all ranks.
 
-        In a user's gate and experts, it calls each submodule's ``reset_parameters``, under a seed of its own
-        for each expert. Parameters of submodules without such a method stay as they are.
+        If the gate or the experts are a user's own modules, ``reset_parameters`` of each of their submodules
+        is called; submodules without this method keep their values. Each expert has a seed of its own, which
+        follows from torch's seed and the expert's global index.
         """
         from pmoe.layer import reshard
 
         reshard.reset_parameters(self.layer_modules)
 
     def save_degrees(self, path: str | Path) -> None:
-        """Writes the numbers of chunks that pipeline=True has found for layers like this one to a JSON file.
+        """Writes the numbers of chunks that pipeline=True has found in this process to a JSON file.
+
+        Only those for layers with the same sizes and settings as this one are written. `load_degrees` reads
+        the file, so that a later run needs no trials.
 
         Raises OSError if the file cannot be written.
         """
@@ -493,10 +513,10 @@ class MoELayer(OldAttributes, nn.Module):
         search.save_degrees(search.learned_in_this_process(self.layer_modules.ranks, key).tables, path, key)
 
     def load_degrees(self, path: str | Path) -> None:
-        """Loads the numbers of chunks that `save_degrees` wrote. All ranks take those of rank 0's file.
+        """Loads the numbers of chunks that `save_degrees` wrote. All ranks get the content of rank 0's file.
 
-        Every rank must call it. On every rank it raises ValueError if rank 0's file is corrupt or belongs to
-        another layer, and OSError if it cannot be read.
+        Every rank must call this method. If rank 0's file is corrupt or belongs to a layer of other sizes or
+        settings, every rank raises ValueError; if the file cannot be read, OSError.
         """
         from pmoe.choose import search
 
@@ -521,15 +541,15 @@ class MoELayer(OldAttributes, nn.Module):
 
         Returns a `pmoe.planner.memory.PredictedMemory`. If the layer itself chooses the number of chunks n,
         or what is kept for backward, the result is that of the choice with the largest peak, and its
-        ``candidates`` hold all choices; under a memory budget, all that stay within it. Its ``unknown`` names
-        the user's own modules that are not counted. Rows are assumed to have the dtype of the parameters,
-        also under autocast.
+        ``candidates`` hold the predictions of all choices; under a memory budget, of those that stay within
+        the budget. ``unknown`` in the result names a user's own modules whose memory is not fully counted.
+        Rows are assumed to have the dtype of the parameters, also under autocast.
 
         Raises ValueError or TypeError for arguments that are not of the types above or out of range, and
         ValueError
 
-        - if n does not divide the number of parts of the batch (bins) in which row_counts are counted;
-        - if no choice stays within the budget; the message has the smallest budget that is possible;
+        - if n does not divide the number of equal parts of the batch in which row_counts are counted;
+        - if no choice stays within the memory budget; the message has the smallest budget that is possible;
         - if the layer has options whose memory is not predicted, such as fused kernels.
         """
         from pmoe.layer import predict_memory
@@ -539,8 +559,8 @@ class MoELayer(OldAttributes, nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The loss is attached to a graph, which can be neither copied nor pickled. What ranks agreed on is
-        # left out too, because a copy may be used with other ranks.
+        # The loss is attached to a graph, which can be neither copied nor pickled. The cache, which has what
+        # the ranks have agreed on, is left out too, because a copy may be used with other ranks.
         last = replace(self.last, l_aux=None)
         return {
             **self.__dict__,

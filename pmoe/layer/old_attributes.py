@@ -19,7 +19,10 @@ class OldAttributes:
 
     @property
     def layer_modules(self) -> LayerModules:
-        """The attribute that ``parts`` was: `MoELayer` defines it."""
+        """Declares for type checkers which type ``parts`` returns.
+
+        `MoELayer` overrides this property, so it is never called.
+        """
         raise NotImplementedError
 
     @property
@@ -36,7 +39,10 @@ class OldAttributes:
 
 
 def with_new_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of a pickled layer under their new names."""
+    """Renames the attributes of a layer that was pickled by an older release to their new names.
+
+    state: the pickled ``__dict__``: values by attribute name. Names that have not changed stay.
+    """
     return {NEW_NAMES.get(name, name): value for name, value in state.items()}
 
 

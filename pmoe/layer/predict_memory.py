@@ -1,4 +1,4 @@
-"""Predicts the bytes of a call, and checks whether a layer's memory can be predicted."""
+"""Predicts the bytes that a layer's forward and backward pass take, and refuses layers where it cannot."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from pmoe.arguments import check_count, check_int, check_kind, plain_int
 from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import memory_shape, rows_of_call
-from pmoe.comm.counts import RankCounts
-from pmoe.planner.degree import SOLVE, Choice, all_choices
-from pmoe.planner.layer_sizes import CallRows, LayerSizes
+from pmoe.comm.counts import RankCounts, cuts
+from pmoe.planner.degree import Choice, all_choices
+from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.priced_choices import PricedChoice, bound, within_budget
 from pmoe.planner.rows_per_pass import counted_rows
@@ -23,7 +23,10 @@ USERS_OWN = {
     Feature.OWN_EXCHANGE: "dispatch or combine is a user's: what it allocates is not counted",
     Feature.MODULE_EXPERTS: "experts are a user's modules: counted as feed-forward experts of width d_hidden",
 }
-"""Notes about modules of a user, whose memory pmoe cannot know, by the feature that stands for them."""
+"""Notes for `PredictedMemory.unknown`: a user's own modules, whose memory pmoe does not know.
+
+The key is the feature that a layer with such a module has.
+"""
 
 
 def predict_memory(
@@ -43,11 +46,11 @@ def predict_memory(
     row_counts: row counts of a batch; None predicts an upper bound for any routing.
     pipeline, pipeline_backward: number of chunks (micro-batches) of forward and of backward; None takes the
         layer's own.
-    memory_reuse: what becomes of the tensors between the passes, "S1" to "S4" or a Restore; None takes the
-        layer's own.
+    memory_reuse: how backward gets back received rows (T_DI) and hidden activations (T_M), "S1" to "S4" or a
+        Restore; None takes the layer's own.
 
-    If the layer itself chooses among several of these, the result is for the choice with the largest peak,
-    and its ``candidates`` hold all choices.
+    If the layer itself chooses the numbers of chunks or memory_reuse, the result is for the choice with the
+    largest peak, and its ``candidates`` hold the results of all choices.
     """
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None:
@@ -59,8 +62,10 @@ def predict_memory(
     choices = _ways(modules, pipeline, pipeline_backward, memory_reuse)
     rotates = modules.options.rotates or memory_reuse is not None
     sizes = replace(memory_shape(modules), rotates=rotates)
-    call = rows_of_call(modules, num_tokens)
-    memory_of = {choice: _of_way(modules, sizes, call, row_counts, choice) for choice in choices}
+    if row_counts is not None and modules.options.solves and pipeline is None:
+        # Rows were counted for the numbers of chunks of that call only.
+        choices = [choice for choice in choices if _is_counted(choice, row_counts)] or choices
+    memory_of = {choice: _of_way(modules, sizes, num_tokens, row_counts, choice) for choice in choices}
     arguments = (row_counts, pipeline, pipeline_backward, memory_reuse)
     if (budget := modules.options.budget) is not None and all(argument is None for argument in arguments):
         priced = [
@@ -75,8 +80,8 @@ def predict_memory(
 def check_predictable(modules: LayerModules) -> None:
     """Raises ValueError for a layer whose memory cannot be predicted.
 
-    Either a feature of the layer takes unknown memory, or the layer uses fused kernels, which allocate memory
-    of their own for rows.
+    This is so if the layer has a feature that takes memory which pmoe does not count, or uses fused kernels,
+    which allocate memory of their own for rows.
 
     modules: the layer's modules and options.
     """
@@ -91,7 +96,7 @@ def check_predictable(modules: LayerModules) -> None:
 
 
 def check_budget(modules: LayerModules) -> None:
-    """Raises ValueError if a layer cannot keep a memory budget, because part of its memory is unknown.
+    """Raises ValueError if a layer cannot promise a memory budget, because part of its memory is unknown.
 
     modules: the layer's modules and options.
     """
@@ -107,9 +112,11 @@ def check_budget(modules: LayerModules) -> None:
 
 
 def unknown(modules: LayerModules) -> tuple[str, ...]:
-    """Returns notes about memory that a prediction does not count, because the modules are a user's own.
+    """Returns notes about a layer's modules that are a user's own, whose memory is not fully predicted.
 
     modules: the layer's modules and options.
+
+    The notes are for `PredictedMemory.unknown`. There are none if all modules are pmoe's own.
     """
     notes = [note for feature, note in USERS_OWN.items() if feature in modules.features]
     shared = modules.shared_expert
@@ -124,10 +131,11 @@ def _ways(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> list[Choice]:
-    """Returns the choices that the layer has: numbers of chunks of both passes, and a restore pair.
+    """Lists the settings for which memory is predicted: numbers of chunks of both passes, and a restore pair.
 
-    A restore pair says what becomes of T_DI (received rows) and T_M (hidden activations) between the passes.
-    There is one choice if the layer leaves nothing open.
+    A restore pair says how backward gets back T_DI (received rows) and T_M (hidden activations). An argument
+    that is not None fixes its value in all settings. Otherwise every value that the layer's options allow is
+    combined with every other. The list has one element if arguments and options leave no choice.
 
     modules: the layer's modules and options.
     pipeline, pipeline_backward: number of chunks of forward and of backward; None takes what the layer's
@@ -144,36 +152,49 @@ def _ways(
             raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, one of S1 to S4 or a Restore")
         pairs = (pair,)
     n = pipeline or options.fixed_degree
-    forward = options.degrees if n is None else (n,)
     n_backward = pipeline_backward or options.pipeline_backward
-    has_two_degrees = options.pipeline == SOLVE and options.rotates and n is None and n_backward is None
-    degrees = [(n, m) for n in forward for m in (options.degrees if has_two_degrees else (n_backward or n,))]
-    return all_choices(degrees, pairs)
+    if options.solves and n is None and n_backward is None:
+        return [choice for pair in pairs for choice in all_choices(modules.degree_pairs(pair), [pair])]
+    forward = options.degrees if n is None else (n,)
+    return all_choices([(n, n_backward or n) for n in forward], pairs)
+
+
+def _is_counted(choice: Choice, counts: RankCounts) -> bool:
+    """Returns whether the rows of a call were counted for a choice that the solver might have made.
+
+    choice: the numbers of chunks.
+    counts: the row counts of the call.
+    """
+    bins = counts.send.shape[0]
+    return all(bins % n == 0 and n in (counts.depth or {n}) for n in choice.degrees)
 
 
 def _of_way(
-    modules: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
+    modules: LayerModules, sizes: LayerSizes, num_tokens: int, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
-    """Predicts the memory of one choice: the numbers of chunks, and what is kept for backward.
+    """Predicts the memory of one choice of the numbers of chunks and of the restore pair.
 
     modules: the layer's modules and options.
     sizes: sizes of the layer.
-    call: numbers of the call's tokens and rows that do not depend on routing.
+    num_tokens: number of this rank's tokens.
     counts: row counts of a batch; None predicts an upper bound for any routing.
-    way: the choice.
+    way: the number of chunks of forward and of backward, and what is kept for backward.
 
     Raises ValueError if a number of chunks does not divide the number of bins of ``counts``: the parts of the
     batch in which rows were counted.
     """
     sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
+    counted = way.degrees if modules.options.solves else modules.options.degrees
+    call = rows_of_call(modules, num_tokens, counted)
     if counts is None:
-        return bound(sizes, call, way, modules.options.slack, modules.num_bins)
+        return bound(sizes, call, way, modules.options.slack, modules.bins_for(counted))
     bins = counts.send.shape[0]
     degrees = (way.forward, way.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
-    cut = [n << counts.depth.get(n, 0) for n in degrees]  # skewed routing was cut into more chunks
+    # Skewed routing was cut into more chunks.
+    forward_n, backward_n = (cuts(n, bins)[counts.depth.get(n, 0)] for n in degrees)
     rank = modules.ranks.rank
     place = modules.grid.esp.rank
-    forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in cut)
-    return predict(sizes, call, forward, backward, way.restore, rearranged=cut[0] != cut[1])
+    forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in (forward_n, backward_n))
+    return predict(sizes, call, forward, backward, way.restore, rearranged=forward_n != backward_n)

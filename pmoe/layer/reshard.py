@@ -1,4 +1,4 @@
-"""Later changes of a layer's parameters: spreads them over other ranks, or draws new random values."""
+"""Changes of a built layer's parameters: checks for spreading experts over ranks, and new random values."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from pmoe.layer.construct import check_fit
 
 
 def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
-    """Raises ValueError or TypeError, with the reason, if a layer cannot be spread over a mesh.
+    """Raises ValueError or TypeError if a layer's experts cannot be spread over the ranks of a mesh.
 
-    modules: the layer's modules and options.
-    mesh: a device mesh with "ep" (experts) and perhaps "esp" (each expert's hidden columns).
+    modules: the layer's modules and options. This rank must hold all experts, or be on the meta device.
+    mesh: a device mesh with a dimension "ep", over which experts are spread, and perhaps a dimension "esp",
+        over which each expert's hidden columns are split.
     """
     dimensions_of(mesh)
     options = modules.options
@@ -58,8 +59,8 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
 def reset_parameters(modules: LayerModules) -> None:
     """Draws new random values for all parameters of a layer.
 
-    The values are those that building the layer under the same seed would give. Every rank must call it,
-    under one seed.
+    They are the values that a layer built under torch's current seed would get. Every rank must call this
+    function, with the same seed on all ranks.
 
     modules: the layer's modules and options.
     """

@@ -1,18 +1,18 @@
-"""Calls without values: on the meta device, or with fake tensors (``FakeTensorMode``).
+"""A layer's forward for tensors without values: on the meta device, or fake tensors (``FakeTensorMode``).
 
-The output has the shape, dtype, device and requires_grad that a real call would give, and gradients have the
-right shapes. No row is routed, nothing is sent and the host reads nothing, so this works with any options and
-any number of ranks. Whether a call has no values depends on the layer's parameters and on the input:
+The output has the shape, dtype, device and requires_grad that real tensors would give, and backward gives
+gradients of the right shapes. No row is routed or sent, so this works with any options and any number of
+ranks. The layer's parameters and the input decide whether forward computes shapes only:
 
-    parameters   input x   the call
+    parameters   input x   forward
     meta         meta      shapes only
-    meta         plain     an error
+    meta         plain     raises an error, as does a plain parameter with a meta input
     fake         fake      shapes only
     plain        fake      shapes only
-    fake         plain     shapes only, inside of FakeTensorMode
+    fake         plain     shapes only; needs an active FakeTensorMode
 
-Tools that count memory or operations see nothing of the inside of the layer. `MoELayer.predict_memory` gives
-its bytes.
+Tools that count a model's memory or operations with such tensors miss what happens inside the layer.
+`MoELayer.predict_memory` predicts the layer's memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from pmoe.gates.base import at_least_float32
 
 
 def has_no_values(modules: LayerModules, x: Tensor) -> bool:
-    """Returns whether a call computes shapes only, because the input or the parameters hold no numbers.
+    """Returns whether forward must compute shapes only, because the input or the parameters have no values.
+
+    Meta and fake tensors have no values. An active FakeTensorMode gives tensors without values, too.
 
     modules: the layer's modules and options.
     x: (..., M), the input.
@@ -43,11 +45,11 @@ def has_no_values(modules: LayerModules, x: Tensor) -> bool:
 
 
 def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
-    """Returns the output of the layer without values, (..., M), and the record of the call.
+    """Returns the layer's output as a tensor without values, (..., M), and the record of the call.
 
-    The record holds only the auxiliary loss, a scalar. Output and loss are connected to the autograd graphs
-    of x, of the parameters, and of a router outside of the layer, so that backward gives all of them
-    gradients.
+    The record holds only the auxiliary loss, a scalar without a value. Backward of the output gives gradients
+    without values to x, to all parameters, and to the weights that a router outside of the layer computed.
+    Backward of the loss gives them to x and to the gate's parameters.
 
     modules: the layer's modules and options.
     x: (..., M), the input.
@@ -72,17 +74,22 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
 
 
 def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-    """Returns a tensor without values, of the shape of ``like``. Backward gives ``tensors`` gradients.
+    """Returns a tensor without values that has ``tensors`` as inputs in the autograd graph.
 
-    like, tensors: of any shape.
-    dtype: of the result.
+    like: a tensor of any shape. The result has its shape and device.
+    dtype: dtype of the result.
+    tensors: tensors of any shape. Backward gives each of them a gradient without values.
     """
     shaped: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
     return shaped
 
 
 class _Shape(torch.autograd.Function):
-    """Makes a tensor without values from others. Its backward gives each of them a gradient of zeros."""
+    """The autograd function of `_shape_like`: connects an output without values to its inputs.
+
+    So the output requires a gradient if an input does, and backward gives each input a gradient of its shape,
+    without values. Tools can then follow shapes through the layer.
+    """
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
@@ -96,10 +103,12 @@ class _Shape(torch.autograd.Function):
 
 
 def _zeros_of(tensor: Tensor, grad: Tensor) -> Tensor:
-    """Returns a gradient of the shape of ``tensor`` without numbers: on the meta device or fake.
+    """Returns a gradient without values for ``tensor``: a meta tensor if ``grad`` is one, else a fake tensor.
 
-    grad: a tensor on the meta device or fake; the result is of the same sort. So no optimizer can mistake it
-        for a real gradient.
+    A real tensor of zeros would also have the right shape, but an optimizer could take it for a gradient.
+
+    tensor: of any shape, a parameter or an input of the layer.
+    grad: of any shape, the gradient that reached the layer's output.
     """
     if hasattr(tensor, "to_local"):  # a DTensor, whose gradient must be a DTensor
         return torch.zeros_like(tensor)

@@ -1,10 +1,10 @@
-"""Times work alone or side by side, on the lanes on which the engine runs tasks.
+"""Times work while nothing else runs, or while other work runs beside it, as in a step of the layer.
 
-A lane is a queue of tasks that run one after another. There are three: computation, messages between ranks,
-and copies to and from the host.
+Work runs in three lanes: computation, messages between ranks, and copies to and from the host. A lane is a
+queue of tasks that run one after another. The lanes run side by side.
 
-All ranks time the same work. It may be a collective, so all ranks must run it equally often. The number of
-runs follows from numbers on which all ranks have agreed (`Bench.largest`), never from a rank's own clock.
+All ranks time the same work. The work may be a collective, so all ranks must run it equally often. The number
+of runs follows from numbers on which all ranks have agreed (`Bench.largest`), never from a rank's own clock.
 """
 
 from __future__ import annotations
@@ -44,20 +44,22 @@ TimedCall = Callable[[], object]
 """Work to be timed, as a function without arguments: a product, a message, or a copy."""
 
 Marks = list[float]
-"""Times of one lane in seconds, on any clock: the start of the lane, then the end of each run."""
+"""Times of one lane in seconds: when its first run started, then when each run ended. Any zero point."""
 
 LaneRuns = Mapping[str, tuple[TimedCall, int]]
-"""The work of each lane: (a function, how often it is repeated)."""
+"""The work of each lane, by the lane's name: (a function, how often it is called)."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Runs work on three lanes (computation, messages, copies), as the engine would, and times it.
+    """Runs and times work in three lanes: computation, messages and copies.
+
+    A lane is a queue: its work runs one piece after another, while the other lanes run beside it.
 
     ranks: the ranks that measure together.
     device: the device on which the work runs.
-    run: repeats the work of each lane as often as asked, one run after another; lanes run side by side.
-        Returns for each lane the time of its start and of the end of each run.
+    run: calls the function of each lane as often as its number says. Returns for each lane, in seconds, when
+        its first call started, then when each call ended.
     """
 
     ranks: Ranks
@@ -65,19 +67,19 @@ class Bench:
     run: Callable[[LaneRuns], dict[str, Marks]]
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Returns the largest of each value over all ranks. It is a reduction, so it is also a barrier.
+        """Returns the largest of each value over all ranks. Collective, so it also serves as a barrier.
 
-        Every rank must pass the same number of values.
+        values: numbers of this rank, as many as on every other rank.
         """
         return largest(self.ranks, self.device, values, stage=AGREEING)
 
 
 @contextmanager
 def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
-    """Returns a context with a `Bench` for a device.
+    """Returns a context that provides a `Bench`, which times computation, messages and copies on a device.
 
-    Computation uses the calling thread (on CUDA, its current stream). Messages and copies have a thread (on
-    CUDA, a stream) each.
+    On the CPU, computation runs in the calling thread, and messages and copies in a thread each. On CUDA,
+    computation runs on the current stream, and messages and copies on a stream each.
 
     ranks: the ranks that measure together.
     """
@@ -94,10 +96,10 @@ def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
 def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -> dict[str, Marks]:
     """Runs the work of all lanes side by side, each lane on its own thread.
 
-    threads: the thread of each lane, except for computation, which runs on the calling thread.
-    work: the function of each lane, and how often it is repeated.
+    threads: by lane (messages, copies), its thread. Computation runs on the calling thread.
+    work: by lane, a function and how often it is called.
 
-    Returns for each lane the time of its start and of the end of each run.
+    Returns for each lane, in seconds, when its first call started, then when each call ended.
     """
     started = {lane: threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE}
     marks = {COMPUTE: _repeat(*work[COMPUTE])} if COMPUTE in work else {}
@@ -107,13 +109,14 @@ def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -
 def _run_on_streams(
     device: torch.device, streams: Mapping[str, torch.cuda.Stream], work: LaneRuns
 ) -> dict[str, Marks]:
-    """Runs the work of all lanes side by side on CUDA streams. The host only enqueues work until all is
-    enqueued.
+    """Runs the work of all lanes side by side on CUDA streams, and returns when it has finished.
 
-    streams: the stream of each lane.
-    work: the function of each lane, and how often it is repeated.
+    The host waits only after it has enqueued all work.
 
-    Returns for each lane the time of its start and of the end of each run, in seconds.
+    streams: by lane (computation, messages, copies), its stream.
+    work: by lane, a function and how often it is called.
+
+    Returns for each lane, in seconds, when its first call started, then when each call ended.
     """
 
     def mark(lane: str) -> torch.cuda.Event:
@@ -137,9 +140,9 @@ def _run_on_streams(
 
 
 def _repeat(action: TimedCall, count: int) -> Marks:
-    """Runs a function ``count`` times. Returns when the first run began, then when each run ended.
+    """Calls a function ``count`` times. Returns when the first call began, then when each call ended.
 
-    The times are in seconds.
+    The times are in seconds of `time.perf_counter`.
     """
     marks = [time.perf_counter()]
     for _ in range(count):
@@ -155,14 +158,14 @@ def seconds_of(
     repeats: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Returns the seconds of one run of a function that runs alone, on the slowest rank. Collective.
+    """Returns the seconds of one call of a function, while nothing else runs, on the slowest rank.
 
-    One more run comes first, which does not count.
+    Collective. One call that is not timed comes first, to warm up.
 
-    lane: the lane on which it runs.
+    lane: the queue in which the function runs: computation, messages or copies.
     action: the function.
-    repeats: number of runs that count.
-    of: makes one number of the seconds of all runs; the median by default.
+    repeats: number of timed calls.
+    of: computes the result from the seconds of these calls; the median by default.
     """
     bench.largest([0.0])  # begin together
     marks = bench.run({lane: (action, repeats + 1)})[lane][1:]
@@ -170,9 +173,10 @@ def seconds_of(
 
 
 def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
-    """Sends n rows to every other rank and receives n from each, by one all-to-all. Own rows are not sent.
+    """Sends n rows to every other rank and receives n rows from each, in one all-to-all.
 
-    sent, received: ((W - 1) * n, ...), rows in the order of ranks; W is the number of ranks.
+    sent, received: ((W - 1) * n, ...), n rows for each other rank, in the order of ranks. W is the number of
+        ranks.
 
     Raises RuntimeError if another rank fails.
     """

@@ -1,7 +1,7 @@
-"""Stored measurements of how to divide the thread blocks of fused kernels, and the choice on all ranks.
+"""Stores and shares among ranks how many thread blocks of a fused kernel should communicate.
 
-In a fused kernel, n_c of the thread blocks communicate and the others compute. The best n_c is measured once
-and stored. There is one file for each device name, beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
+In a fused kernel, n_c of the thread blocks communicate and the others compute. The fastest n_c is measured
+once and stored. There is one file for each device name, in $PMOE_CACHE or ~/.cache/pmoe:
 
     {"format": 1,
      "entries": [{"device_name": "NVIDIA H200", "num_blocks": 132, "num_ranks": 8, ..., "kernel": "dispatch",
@@ -9,8 +9,9 @@ and stored. There is one file for each device name, beside the profiles, in $PMO
                   "seconds": [[1, 512, 0.0021], ...], "when": "2026-..."}, ...],
      "layers": [{"device_name": "NVIDIA H200", ..., "fused_forward": 0.0031, ..., "when": "2026-..."}, ...]}
 
-All ranks use the division that follows from rank 0's files (`pmoe.planner.block_split`). The files of other
-ranks are not read, so that ranks cannot differ.
+"entries" has one measurement for each fused kernel, "layers" compares a whole fused layer with a chunked one.
+Only rank 0 reads its files, and all ranks use its choice (`pmoe.planner.block_split`), so ranks cannot
+differ.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ AGREEING = "agreeing on divisions of the fused kernels"
 T = TypeVar("T")
 
 _agreed: dict[tuple[str, FusedLayerSizes], Any] = {}
-"""The answers that ranks got from rank 0's table, by (name of the group, sizes of the kernel or layer)."""
+"""Results of `agreed` and `agreed_layer`, by (name of the group, sizes of the kernel or layer)."""
 
 
 def fused_layer_sizes(
@@ -68,13 +69,15 @@ def fused_layer_sizes(
     dtype: torch.dtype,
     **sizes: Any,
 ) -> FusedLayerSizes:
-    """Returns the sizes of a layer on this CUDA device, by which measurements are stored and found.
+    """Returns the sizes of a layer on this CUDA device. Stored measurements are looked up by these sizes.
 
-    A rank is assumed to receive as many rows as it sends, tokens * top_k.
+    A rank is assumed to receive as many rows as it sends, tokens * top_k. The number is rounded up to a power
+    of two.
 
     num_experts: number of experts of all ranks.
     tokens: number of tokens of a rank.
-    sizes: d_model, d_hidden, gated and virtual of `FusedLayerSizes`.
+    sizes: the other fields of `FusedLayerSizes`: d_model, d_hidden, gated (SwiGLU or not) and virtual
+        (whether all ranks are in one process).
 
     Raises ValueError if num_ranks does not divide num_experts, if top_k is above num_experts, or if
     `FusedLayerSizes` refuses a size.
@@ -92,12 +95,13 @@ def fused_layer_sizes(
 
 
 def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Division:
-    """Returns how many thread blocks of a fused kernel communicate, by rank 0's table, on every rank.
+    """Returns how many thread blocks of a fused kernel should communicate; the same on every rank.
 
-    The answer is the measured division, the one of the nearest sizes, or that of a rule
-    (`DivisionTable.find`).
+    Rank 0 looks in its stored measurements. The result is the fastest number for these sizes, or for the
+    nearest sizes that were measured. If there are none, a rule gives it (`DivisionTable.find`).
 
-    Collective when a group asks for a kernel the first time. The answer is then cached until `forget`.
+    The first call of a group for these sizes is collective. Later calls return the cached result, until
+    `forget` is called.
 
     kernel: sizes of the kernel.
 
@@ -114,21 +118,26 @@ def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Divi
 
 
 def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> LayerSeconds | None:
-    """Returns the measured times of the fused and of the chunked layer by rank 0's table, on every rank.
+    """Returns the measured seconds of a fused and of a chunked layer; the same on every rank.
 
-    None if the table has no times for these sizes, nor for half or twice as many rows.
+    Rank 0 looks in its stored measurements. The result is None if they have no seconds for these sizes, nor
+    for half or twice as many rows.
 
-    Collective when a group asks for a layer the first time; the answer is then cached until `forget`. Raises
-    ValueError on every rank if the sizes differ between ranks, and RuntimeError if another rank is missing.
+    The first call of a group for these sizes is collective. Later calls return the cached result, until
+    `forget` is called.
+
+    Raises ValueError on every rank if the sizes differ between ranks, and RuntimeError if another rank is
+    missing.
     """
     sizes = sizes_of(sizes)
     return _of_rank_0(ranks, device, sizes, lambda table: table.find_layer_times(sizes))
 
 
 def forget() -> None:
-    """Clears the cache of answers, so that the next call reads rank 0's files once more.
+    """Clears the cached results, so that the next `agreed` or `agreed_layer` reads rank 0's files again.
 
-    Either all ranks must call it, or none, because the next call is then a collective.
+    Either all ranks must call this function, or none: the next `agreed` or `agreed_layer` is a collective,
+    which the ranks must enter together.
     """
     _agreed.clear()
 
@@ -136,10 +145,12 @@ def forget() -> None:
 def _of_rank_0(
     ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, found: Callable[[DivisionTable], T]
 ) -> T:
-    """Returns what rank 0 finds in its table, on every rank. Collective if the answer is not cached.
+    """Returns the result of a function of rank 0's stored measurements, the same on every rank.
 
-    sizes: sizes of the kernel or layer.
-    found: finds the answer in the table; only rank 0 calls it.
+    Collective, unless the result is cached.
+
+    sizes: sizes of the kernel or layer, under which the result is cached.
+    found: takes the table of stored measurements and returns the result; only rank 0 calls it.
 
     Raises ValueError on every rank if the sizes differ between ranks.
     """
@@ -160,7 +171,7 @@ FORMAT = 1
 
 
 def division_path(device_name: str, folder: PathLike | None = None) -> Path:
-    """Returns the file with the measurements of devices of this name.
+    """Returns the path of the file that stores the measurements of devices of this name.
 
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
@@ -195,10 +206,10 @@ def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path
     """Merges measurements of one device into the device's file, and returns the file's path.
 
     Older measurements of the same kernels and layers are replaced. A reader never sees a partly written file,
-    but if two processes write at the same time, the additions of one may be lost. A file that has the name
-    but cannot be used is replaced, with a warning.
+    but if two processes write at the same time, the new measurements of one may be lost. If the file exists
+    and cannot be used, it is replaced, with a warning.
 
-    found: the measurements.
+    found: the new measurements, all of devices of one name.
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
     Raises OSError or RuntimeError if the file cannot be written.
@@ -229,7 +240,11 @@ def _usable(path: Path) -> DivisionTable:
 
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
-    """Returns a table as dicts and lists that JSON can store, sorted by the text of the sizes."""
+    """Converts a table of measurements to dicts and lists that JSON can store.
+
+    "entries" has the measurements of kernels, "layers" those of whole layers. Both are sorted by the text of
+    the sizes, so that equal tables give equal files.
+    """
 
     def rows(held: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**asdict(sizes), **numbers(held[sizes])} for sizes in sorted(held, key=str)]
@@ -238,7 +253,7 @@ def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
 
 
 def _entry_numbers(entry: Entry) -> dict[str, Any]:
-    """Returns the fields of one measurement as JSON can store them, without the sizes of the kernel."""
+    """Converts one measurement of a kernel to fields that JSON can store, without the kernel's sizes."""
     seconds = [
         [*astuple(division), division_seconds] for division, division_seconds in sorted(entry.seconds.items())
     ]
@@ -246,11 +261,11 @@ def _entry_numbers(entry: Entry) -> dict[str, Any]:
 
 
 def _table_from(held: Mapping[str, Any]) -> DivisionTable:
-    """Returns the table that the fields of a file describe.
+    """Converts the content of a file to a table of measurements.
 
-    held: the content of the file.
+    held: the JSON object in the file.
 
-    Raises ValueError if they are not of this format.
+    Raises ValueError if the content has another format.
     """
     if held.get("format") != FORMAT:
         raise ValueError(f"format ({held.get('format')!r}) must be {FORMAT}")
@@ -267,12 +282,12 @@ def _table_from(held: Mapping[str, Any]) -> DivisionTable:
 
 
 def _entry(name: str, value: Any) -> Entry:
-    """Returns one measurement of a file.
+    """Converts one entry of a file to the measurement of a kernel.
 
-    name: the name of the field, for errors.
-    value: the field as JSON gives it.
+    name: the place of the entry in the file, for errors ("entries[0]").
+    value: the entry as JSON gives it.
 
-    Raises CorruptFileError, with the name of the field, if it is not a measurement.
+    Raises CorruptFileError, with ``name``, if the entry is not a measurement.
     """
     sizes = typed(FusedKernelSizes, value, name)
     division = typed(Division, value, name)

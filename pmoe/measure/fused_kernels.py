@@ -1,9 +1,10 @@
 """Measures fused kernels: how many thread blocks should communicate, and whether fusing is faster.
 
-See COMET, Section 3.2.2. The ranks are processes, or "virtual" ranks: several ranks in one process that share
-a device. With virtual ranks the tokens of all ranks are rows of one tensor. The tokens of rank r begin at row
-floor(r T / W), where T is the number of all tokens and W the number of ranks, because `pmoe.kernels.route`
-cuts tokens into chunks this way.
+In a fused kernel some thread blocks send and receive rows while the others compute (COMET, Section 3.2.2).
+
+The ranks are processes, or "virtual" ranks: several ranks in one process that share a device. With virtual
+ranks the tokens of all ranks are rows of one tensor. The tokens of rank r begin at row floor(r T / W), where
+T is the number of all tokens and W the number of ranks, because `pmoe.kernels.route` cuts tokens this way.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ ROUNDS = 7
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[FusedRouting]:
-    """Returns for each of these ranks where its rows go and which rows it receives, for COMET's kernels.
+    """Returns, for each of these ranks, where its rows are sent and which rows it receives.
 
-    routes: the routing of the tokens of all ranks, cut into one chunk for each rank.
+    The result has the form that the fused kernels (COMET) take.
+
+    routes: the routing of the tokens of all ranks. Its chunk r holds the tokens of rank r.
     shape: sizes of the heap, the device memory that all ranks can write.
-    ranks: the ranks whose rows are wanted.
+    ranks: the ranks for which the routing is returned.
     """
     experts = shape.experts
     top_k = routes.expert_TK.shape[1]
@@ -77,11 +80,12 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
 def even_routes(
     num_tokens: int, top_k: int, num_experts: int, num_ranks: int, device: torch.device
 ) -> Routes:
-    """Returns a routing in which the tokens of every rank choose every expert equally often.
+    """Returns a routing in which every expert is chosen equally often, for measurements.
 
-    It has one chunk for each rank, as virtual ranks need it.
+    The tokens of all ranks are in one tensor. Chunk r of the routing holds the tokens of rank r.
 
     num_tokens: number of tokens of all ranks.
+    top_k: number of experts that each token chooses.
     num_experts: number of experts of all ranks.
     """
     slot = torch.arange(num_tokens * top_k, device=device)
@@ -93,13 +97,15 @@ def even_routes(
 def time_division(
     kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Ranks
 ) -> float:
-    """Returns the seconds of one fused kernel with a number of communicating blocks, as a median of rounds.
+    """Returns the median seconds of one fused kernel with a number of communicating thread blocks.
 
-    Rows are random and evenly routed. Collective over ``group``. With virtual ranks (several ranks in this
-    process) it runs in one process.
+    Rows are random and evenly routed. Collective over ``group``, unless the kernel has virtual ranks: several
+    ranks in this process.
 
     kernel: the kernel and its sizes.
-    division: number of communicating blocks, and columns that are sent at a time.
+    division: number of thread blocks that communicate, and number of columns that they send at a time.
+    top_k: number of experts that each token chooses.
+    group: the ranks that measure together. Unused with virtual ranks.
 
     Raises HeapError if a rank waits too long for another one, and the errors of allocating the heap: the
     device memory that all ranks can write (`process_heap`, `virtual_heaps`).
@@ -148,11 +154,16 @@ def _launches(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Returns two functions: one launches the kernels that must run first, one launches the timed kernel.
 
-    fused_routings: destinations of the rows of each rank of this process.
-    w1: (E, G, M) for each rank of this process; G is the number of w1's rows, d_hidden or twice as many.
-    w2: (E, M, H) for each rank of this process; H = d_hidden.
+    In the shapes, T is the number of tokens of all ranks, K = top_k, E the number of experts of a rank, M =
+    d_model, H = d_hidden, and G = H, or 2H for SwiGLU.
+
+    kernel: the kernel that is timed, and its sizes.
+    launcher: launches kernels for the ranks of this process.
+    fused_routings: for each rank of this process, where its rows are sent and which rows it receives.
+    w1: (E, G, M) for each rank of this process: the first weights of its experts.
+    w2: (E, M, H) for each rank of this process: the second weights of its experts.
     x_TM: (T, M), the tokens of all ranks.
-    weight_TK: (T, K), their routing weights.
+    weight_TK: (T, K), the routing weights of the tokens.
     """
     act = "swiglu" if kernel.gated else "gelu"
     no_bias = [None] * len(w1)
@@ -191,10 +202,12 @@ def measure_kernels(
 ) -> DivisionTable:
     """Measures every fused kernel of these layers, each with several numbers of communicating blocks.
 
-    Rows are random and evenly routed. A division that cannot be measured is left out, with a warning.
-    Collective: all ranks must pass the same layers (`sweep`).
+    Rows are random and evenly routed. A kernel that cannot be measured with any number of communicating
+    blocks is left out, with a warning. Collective (`sweep`).
 
-    layers: sizes of the layers.
+    layers: sizes of the layers, the same on every rank.
+    ranks: the ranks that measure together.
+    top_k: number of experts that each token chooses.
     """
     seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
     kernels = [kernel for layer in dict.fromkeys(layers) for kernel in all_kernel_sizes(layer)]
@@ -205,11 +218,11 @@ def measure_kernels(
 def sweep(
     kernels: Sequence[FusedKernelSizes], time: Callable[[FusedKernelSizes, Division], float], agree: Agree
 ) -> list[Entry]:
-    """Measures kernels with several numbers of communicating blocks. Returns the fastest of each kernel.
+    """Measures each kernel with several numbers of communicating thread blocks, and returns the fastest.
 
-    The seconds of the slowest rank count. Of equally fast divisions (numbers of communicating blocks, and of
-    columns sent at a time), the one with fewer communicating blocks is chosen. Kernels for which no division
-    could be measured are left out.
+    A division is a number of thread blocks that communicate, and a number of columns that they send at a
+    time. The seconds of a division are those of the slowest rank. If divisions are equally fast, the one with
+    fewer communicating blocks is chosen. A kernel for which no division could be measured is left out.
 
     Args:
         kernels: the kernels; the same on every rank.
@@ -217,8 +230,8 @@ def sweep(
             the same divisions in the same order.
         agree: takes the largest of each value over the ranks.
 
-    If ``time`` raises on one rank, that rank warns, and the division counts on no rank. If ``time`` is
-    collective, it must raise on all ranks or on none, since the others would wait.
+    If ``time`` raises on one rank, that rank warns, and no rank uses this division of this kernel. If
+    ``time`` is collective, it must raise on all ranks or on none, since the others would wait.
 
     Collective: one reduction, and one more for each kernel.
 
@@ -252,13 +265,13 @@ def sweep(
 
 
 def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> float:
-    """Returns the measured seconds, or infinity if this rank cannot measure them.
+    """Returns the seconds that ``time`` measures, or infinity, with a warning, if it raises.
 
-    Warns once for each reason.
+    A warning with the same reason is given only once.
 
-    time: measures the seconds.
+    time: measures and returns the seconds.
     name: what is measured, for the warning.
-    warned: the reasons that were given before; updated.
+    warned: the reasons of earlier warnings. A new reason is added.
     """
     try:
         seconds = float(time())
@@ -272,12 +285,13 @@ def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> f
 
 
 def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks) -> LayerSeconds:
-    """Returns the median seconds of a fused and of a chunked layer, forward and step, on the slowest rank.
+    """Returns the median seconds of a fused and of a chunked layer, on the slowest rank. Collective.
 
-    A step is a forward and a backward pass. Rounds of both layers alternate. Collective. Clears the gradients
-    of both layers.
+    Two times are measured for each layer: a forward pass without gradients, and a step (forward and
+    backward). The four take turns. The gradients of both layers are cleared.
 
-    x_TM: (T, M), the input of both layers.
+    fused, chunked: the layer with fused kernels, and the layer that cuts its batch into chunks.
+    x_TM: (T, M), the input of both layers: T tokens of this rank, M = d_model.
     """
     dy_TM = torch.randn_like(x_TM)
     clock = clock_of(x_TM.device)

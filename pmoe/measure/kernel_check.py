@@ -1,8 +1,8 @@
 """A check that pmoe's kernels compute correctly on this device: one small case, compared with plain PyTorch.
 
-The case has the experts' products with everything that is fused into them, in both passes and in the dtype
-that is asked for. It is compared with a loop over experts, once on the same device in the same dtype, and
-once in float64 on the CPU.
+The case runs forward and backward of a few experts, with the bias, activation and routing weights that the
+kernels fuse into their matrix products. The results are compared with those of a loop over experts in plain
+PyTorch, once on the same device in the same dtype, and once in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_HIDDEN = 72
 
 @dataclass(frozen=True)
 class KernelCase:
-    """The properties of a check. Each case is checked once in a process.
+    """The device, dtype, activation and bias with which pmoe's kernels are checked, once in a process.
 
     device: the device on which the kernels run.
     dtype: dtype of rows and weights.
@@ -47,12 +47,16 @@ class KernelCase:
 
     @classmethod
     def of(cls, experts: StackedExperts, device: torch.device, dtype: torch.dtype) -> KernelCase:
-        """Returns the case that checks the kernels which these experts would use."""
+        """Returns the case that checks the kernels which these experts would use.
+
+        device: the device on which the kernels run.
+        dtype: dtype of rows and weights.
+        """
         return cls(device, dtype, experts.fused_activation or "gelu", experts.has_bias)
 
 
 def mismatch(case: KernelCase) -> str | None:
-    """Returns a text that names a wrong result of the kernels, with its error; None if all are right."""
+    """Runs pmoe's kernels on a small case. Returns a text about a wrong result; None if all are right."""
     generator = torch.Generator().manual_seed(0)
     kind: ExpertName = "swiglu" if case.activation == "swiglu" else "ffn"
     activation = cast(ActivationName, case.activation)  # SwiGLU experts do not look at it
@@ -99,10 +103,10 @@ def first_wrong(
 
 
 def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Computes both passes of experts by the kernels that are selected now.
+    """Computes forward and backward of experts by the kernels that `PRODUCTS` selects at present.
 
-    operands: rows (N, M), the gradient of their outputs (N, M), routing weights (N,), and the experts'
-        parameters.
+    operands: rows (N, M), the gradient of the experts' outputs (N, M), routing weights (N,), and the experts'
+        parameters. N is the number of rows of all experts, M = d_model.
 
     Returns the experts' output T_DO, their hidden activation T_M, and the gradients of rows, routing weights
     and parameters.

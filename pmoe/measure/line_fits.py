@@ -1,13 +1,15 @@
-"""Work of one lane in any size, and the line through its seconds: seconds = alpha + beta * size.
+"""Measures work of different sizes and fits a line: seconds = alpha + beta * size.
 
-A lane is a queue of tasks that run one after another: computation, messages, or copies. WIDTH is the number
-of columns and rows of the weight by which products are measured.
+The work is a matrix product, a message or a copy. A product multiplies a number of rows by a square weight of
+WIDTH rows and columns. Work runs in a lane (computation, messages, copies): a queue of tasks that run one
+after another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +20,7 @@ from pmoe.planner.costs import Fit, fit, from_zero
 from pmoe.planner.profile import GOOD_FIT, WIDTH
 
 MAX_ROWS = {"cpu": 8192, "cuda": 16384}
-"""Largest number of rows in a measured product, by device type."""
+"""Largest number of rows that are multiplied in a measured product, by device type."""
 
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
 """Smallest number of rows in a measured product. The number grows until a product takes long enough."""
@@ -29,10 +31,16 @@ FIRST_BYTES = 2**14
 MAX_BYTES = 2**26
 """Largest size of a message or a copy, in bytes. Sizes grow until a message takes long enough."""
 
-TRIES = 7
-"""Number of runs of each size, while a size is searched that takes long enough. The fastest run counts.
+SMALLEST = 16
+"""Smallest allowed value of `LaneWork.max_units`, and smallest width of a measured weight.
 
-Several runs are needed, because beside other processes a message may take many times as long as usual.
+A line is also measured at a sixteenth of its largest size, which must be at least one unit.
+"""
+
+TRIES = 7
+"""Number of runs of each size during the search for a size that takes long enough. The fastest run counts.
+
+Several runs are needed, because a message may take many times as long as usual if other processes run.
 """
 
 
@@ -40,10 +48,11 @@ Several runs are needed, because beside other processes a message may take many 
 class Effort:
     """The effort of a measurement: how long and how often work runs.
 
-    piece_seconds: seconds that the largest size of each line should take.
-    span_seconds: seconds for which lanes run side by side.
-    repeats: runs of each size.
-    rounds: runs of each combination of lanes.
+    piece_seconds: seconds that the largest work of each line (seconds = alpha + beta * size) should take.
+    span_seconds: seconds for which computation, messages and copies run side by side, to measure how much
+        they slow each other.
+    repeats: number of runs of each size.
+    rounds: number of runs of each combination of computation, messages and copies.
     """
 
     piece_seconds: float
@@ -58,29 +67,37 @@ USUAL = Effort(piece_seconds=5e-3, span_seconds=0.1, repeats=15, rounds=7)
 
 @dataclass(frozen=True, kw_only=True)
 class LaneWork:
-    """A kind of work that can be made in any size: products, messages or copies.
+    """A kind of work that can be timed in different sizes: matrix products, messages or copies.
 
-    The size is a number of units: rows of a product, or elements of a message or copy.
+    The size of the work is a number of units. A unit is a row of a product, an element of a copy, or an
+    element for each receiver of a message.
 
-    lane: the lane on which it runs: computation, messages or copies.
+    lane: the queue in which the work runs: computation, messages or copies.
     size: multiply-adds or bytes of one unit.
+    unit_bytes: bytes of memory that one unit takes while the work exists.
     first_units, max_units: smallest and largest number of units to try.
-    make: returns a function that does work of a number of units.
+    make: a function that takes a number of units, and returns a function that does work of this size.
     """
 
     lane: str
     size: int
+    unit_bytes: int
     first_units: int
     max_units: int
     make: Callable[[int], TimedCall]
 
 
-def products(device: torch.device, dtype: torch.dtype) -> LaneWork:
-    """Returns products as a kind of work. The size is a number of rows that are multiplied by a weight.
+def products(device: torch.device, dtype: torch.dtype, most_bytes: float = math.inf) -> LaneWork:
+    """Returns matrix products as work to be timed: a number of rows multiplied by one square weight.
 
-    dtype: dtype of the rows and of the weight, which has WIDTH rows and columns.
+    The weight has WIDTH rows and columns.
+
+    dtype: dtype of the rows and of the weight.
+    most_bytes: how many bytes the weight may take. If it takes more, its width is halved until it fits.
     """
     width = WIDTH[device.type]
+    while width > SMALLEST and width * width * dtype.itemsize > most_bytes:
+        width //= 2
     generator = torch.Generator(device).manual_seed(0)  # leaves the caller's random numbers as they are
 
     def make(rows: int) -> TimedCall:
@@ -92,28 +109,52 @@ def products(device: torch.device, dtype: torch.dtype) -> LaneWork:
 
     first_units = FIRST_ROWS[device.type]
     max_units = MAX_ROWS[device.type]
-    return LaneWork(lane=COMPUTE, size=width * width, first_units=first_units, max_units=max_units, make=make)
+    return LaneWork(
+        lane=COMPUTE,
+        size=width * width,
+        unit_bytes=2 * width * dtype.itemsize,
+        first_units=first_units,
+        max_units=max_units,
+        make=make,
+    )
 
 
 def transfer(
     lane: str, size: int, make: Callable[[int], TimedCall], first_bytes: int = FIRST_BYTES
 ) -> LaneWork:
-    """Returns messages or copies as a kind of work.
+    """Returns messages or copies as work to be timed in different sizes.
 
-    lane: the lane on which they run.
-    size: bytes of one unit.
-    make: returns a function that sends or copies a number of units.
-    first_bytes: smallest size to try.
+    lane: the queue in which they run: messages or copies.
+    size: bytes of one unit, by which the size of the work is counted.
+    make: a function that takes a number of units, and returns a function that sends or copies this many.
+    first_bytes: smallest size to try, in bytes.
     """
     first_units = max(16, first_bytes // size)
     max_units = max(64, MAX_BYTES // size)
-    return LaneWork(lane=lane, size=size, first_units=first_units, max_units=max_units, make=make)
+    return LaneWork(
+        lane=lane,
+        size=size,
+        unit_bytes=2 * size,  # there is a tensor to read and a tensor to write
+        first_units=first_units,
+        max_units=max_units,
+        make=make,
+    )
+
+
+def within_bytes(work: LaneWork, most_bytes: float) -> LaneWork:
+    """Returns the same kind of work with sizes that take at most ``most_bytes`` bytes of memory."""
+    max_units = max(SMALLEST, int(min(work.max_units, most_bytes / work.unit_bytes)))
+    first_units = min(work.first_units, max(SMALLEST, max_units // 4))
+    return replace(work, first_units=first_units, max_units=max_units)
 
 
 def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:
-    """Returns all-to-alls with equal splits as a kind of work, among two or more ranks.
+    """Returns all-to-alls as work to be timed: each rank sends equally many elements to every other rank.
 
-    A unit is one element for each other rank.
+    The size is counted in units of one element for each other rank.
+
+    ranks: two or more ranks, which exchange the messages.
+    dtype: dtype of the elements.
     """
     others = ranks.size - 1
 
@@ -126,12 +167,13 @@ def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork
 
 
 def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
-    """Returns the number of units for the largest size of a line. Collective, because the work may be a
-    collective.
+    """Returns the largest size of work to measure for a line: a size that takes about ``piece_seconds``.
 
-    Work of this size takes about ``piece_seconds``, and at least three times as long as work of the smallest
-    size. In smaller work, the fixed cost of a task would hide the effect of its size. Of a few tries the
-    fastest counts, because a try that something else interrupts would make the size too small.
+    Work of this size also takes at least three times as long as work of the smallest size: in smaller work,
+    the fixed cost of a task would hide the effect of its size. The fastest of a few runs counts, because a
+    run that another process interrupts would make the size too small.
+
+    Collective, because the work may be a collective. The result is a number of units (`LaneWork`).
     """
     units = work.first_units
     first_seconds = seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
@@ -144,14 +186,13 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
 
 
 def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: int) -> Fit:
-    """Returns the line through the measured seconds of some sizes. Collective, because the work may be a
-    collective.
+    """Measures the seconds of some sizes of work, and returns the line seconds = alpha + beta * size.
 
-    If the seconds are not on a line, they are measured a second time. If caches or noise make the smaller
-    sizes cheaper than any line with alpha, beta >= 0 allows, the line goes from zero through the largest
-    size.
+    If the seconds are not on a line, they are measured a second time. If the best line would have alpha = 0
+    or beta = 0, because caches or noise make small sizes cheap, the line from zero through the largest size
+    is returned instead. Collective, because the work may be a collective.
 
-    sizes: numbers of units.
+    sizes: the sizes, as numbers of units (`LaneWork`).
     repeats: runs of each size.
     """
     sizes = list(sizes)

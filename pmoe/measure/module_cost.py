@@ -27,7 +27,7 @@ TABLES = "_parameters", "_buffers", "_modules"
 """Attributes of a module in which parameters, buffers and child modules are stored."""
 
 RUNS = 5
-"""Number of timed runs for each number of rows. One more run comes first, which does not count."""
+"""Number of timed runs for each number of rows. One run that is not timed comes first, to warm up."""
 
 
 def profile_module(
@@ -47,13 +47,13 @@ def profile_module(
             of the module's first floating-point parameter; or a function that makes the module's arguments
             for a number of rows.
 
-    Backward starts from all tensors that are found in the result, and computes gradients of the module's
-    parameters and of its floating-point arguments. If no tensor of the result requires a gradient, backward
-    takes no time.
+    Backward starts from all tensors in the module's result, and computes gradients of the module's parameters
+    and of its floating-point arguments. If no tensor of the result requires a gradient, backward counts as 0
+    seconds.
 
-    The module is left as it was: buffers, attributes of the module and its children, gradients, and torch's
-    random numbers. No gradient is accumulated into a parameter, so hooks on that do not run. A change inside
-    an attribute, such as in a list, is not undone.
+    Afterwards the attributes and buffers of the module and its children, their gradients, and the state of
+    torch's random generators are as before. No gradient is accumulated into a parameter, so hooks on gradient
+    accumulation do not run. A change inside an attribute's value, such as in a list, is not undone.
 
     Raises ValueError if rows has fewer than two distinct numbers or a number below 1, or if make_input is
     below 1.
@@ -86,10 +86,11 @@ def _timed_run(
     """Returns the seconds of one forward and of one backward pass.
 
     The module gets copies of its arguments, because it may change them in place, and autograd forbids writing
-    to a leaf that requires a gradient. The gradients are those of the copies before the change.
+    to a leaf that requires a gradient. If the module does change a copy, the gradient is still computed for
+    the value that the copy had before.
 
     arguments: the module's arguments.
-    now: a clock in seconds, which waits for the device.
+    now: a clock in seconds, which waits for the device before it reads the time.
     """
     copies = [_copied(argument) for argument in arguments]
     starts: list[Any] = [get_gradient_edge(argument) for argument in copies if _wants_gradient(argument)]
@@ -112,9 +113,10 @@ def _wants_gradient(argument: object) -> bool:
 
 
 def _copied(argument: Any) -> Any:
-    """Returns a copy of a tensor, or any other argument as it is.
+    """Returns a clone of a tensor; returns any other argument unchanged.
 
-    The copy of a tensor that requires a gradient is part of the graph.
+    The clone of a tensor that requires a gradient is part of the autograd graph, so it is no leaf and a
+    module may change it in place.
     """
     return argument.clone() if isinstance(argument, Tensor) else argument
 
@@ -149,9 +151,10 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
 
 @contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Returns a context that restores a module and torch's random numbers when it ends.
+    """Returns a context that, when it ends, undoes changes of a module and of torch's random state.
 
-    It restores the module's attributes, its buffers and the values of the buffers, and those of its children.
+    It restores the attributes of the module and its children, which buffers they have, and the buffers'
+    values.
     """
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))

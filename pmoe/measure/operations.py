@@ -1,22 +1,28 @@
 """Measures the lines of FSMoE's performance models (Eq. 1): seconds of products and of four collectives.
 
-A line is seconds = alpha + beta * size. The collectives are those of a layer whose experts are sharded over
-ranks, measured on the layer's groups. The paper measures the sizes of Section 6.2 and takes the mean of five
-runs. Here it is the median of the runs, on the slowest rank, after one run that does not count. On a slow
-network all of the paper's sizes take minutes. So by default a line goes through five sizes, of which the
-largest takes some milliseconds.
+A line is seconds = alpha + beta * size. The collectives are those of a layer in which each expert is sharded
+over several ranks; they are measured on the layer's process groups.
+
+The FSMoE paper measures the sizes that its Section 6.2 lists, and takes the mean of five runs. This file
+takes the median of the runs on the slowest rank, after one run to warm up. On a slow network, the paper's
+sizes take minutes. So by default a line is fitted to five sizes, of which the largest takes some
+milliseconds.
+
+`measure_operations` measures the flat all-to-all. `measure_exchange` measures the one that a layer has.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.agreement import largest
-from pmoe.comm.base import Traffic
+from pmoe.comm.base import Exchange, Traffic
 from pmoe.comm.expert_sharding import ShardCollectives
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
@@ -37,25 +43,25 @@ from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import WIDTH, Operations
 
 MESSAGE_STEP_BYTES = 4 * 2**18
-"""The smallest size of a message in Section 6.2 in bytes; the other sizes are its multiples.
+"""The smallest size of a message in FSMoE's Section 6.2, in bytes; the other sizes are its multiples.
 
 It is the size of 2^18 float32 elements. Other dtypes are measured with the same number of bytes.
 """
 
 MESSAGE_STEPS = 24
-"""Number of sizes of messages in Section 6.2: 2^18, 2 * 2^18, ..., 24 * 2^18 elements."""
+"""Number of sizes of messages in FSMoE's Section 6.2: 2^18, 2 * 2^18, ..., 24 * 2^18 elements."""
 
 GEMM_STEP = 2**19
-"""The smallest size of a product in Section 6.2 in elements; the other sizes are its multiples.
+"""The smallest size of a product in FSMoE's Section 6.2, in elements; the other sizes are its multiples.
 
-Here they are elements of the matrix that is multiplied by a weight.
+pmoe takes them as elements of the matrix (rows, columns) that is multiplied by a weight.
 """
 
 GEMM_STEPS = 12
-"""Number of sizes of products in Section 6.2: 2^19, 2 * 2^19, ..., 12 * 2^19 elements."""
+"""Number of sizes of products in FSMoE's Section 6.2: 2^19, 2 * 2^19, ..., 12 * 2^19 elements."""
 
 SMALLER = (16, 4)
-"""Divisors of the smallest size of Section 6.2, which give two more sizes to measure.
+"""Two more sizes to measure: the smallest size of FSMoE's Section 6.2 divided by each of these numbers.
 
 They are needed because the seconds of large messages alone do not determine alpha, the fixed cost.
 """
@@ -79,10 +85,12 @@ def measure_operations(
             node.
         inside: ranks that share each expert, for example those of a node.
         quick: smaller sizes and fewer runs.
-        full: all sizes of Section 6.2 of the paper.
+        full: whether all sizes of Section 6.2 of the FSMoE paper are measured. By default there are five
+            smaller sizes.
 
     ``across`` and ``inside`` are subsets of ``ranks`` that are equally large on every rank; None stands for
-    all ranks. Different groups are measured at the same time, as they run in a layer; the slowest counts.
+    all ranks. Each rank measures on its own groups, at the same time as the other ranks. The seconds are
+    those of the slowest rank.
 
     Raises ValueError for a device or dtype that cannot be measured, and for groups that are not within
     ``ranks`` or not equally large; RuntimeError if another rank fails.
@@ -93,7 +101,8 @@ def measure_operations(
     effort = QUICK if quick else USUAL
     named = (("across", across), ("inside", inside))
     across, inside = (part_of(ranks, device, name, part) for name, part in named)
-    lines = dict.fromkeys(("all_to_all", "all_gather", "reduce_scatter", "all_reduce"), FREE)
+    names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+    lines: dict[str, Any] = dict.fromkeys(names, FREE)
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         for name, work in _operations(device, dtype, across, inside).items():
             lines[name] = _line(bench, work, effort, full)
@@ -101,12 +110,55 @@ def measure_operations(
     return Operations(num_across=across.size, num_inside=inside.size, seconds=seconds, **lines)
 
 
+def measure_exchange(
+    ranks: Ranks,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    exchange: Exchange,
+    columns: int = WIDTH["cpu"],
+) -> Fit:
+    """Measures a layer's own all-to-all, such as a hierarchical one or a user's. Collective.
+
+    Returns the line of its seconds by the bytes of rows that a rank has for other ranks, with equal splits.
+    All ranks return the same.
+
+    ranks: all ranks that measure.
+    exchange: the all-to-all. It is bound to its ranks, which are among ``ranks``, and called as a layer calls
+        it. The bytes that it counts as traffic are taken back.
+    columns: number of columns of the rows.
+    """
+    device = torch.device(device)
+    peers = exchange.ranks
+    traffic_before = replace(exchange.traffic)
+
+    def make(num_rows: int) -> TimedCall:
+        splits = [num_rows] * peers.size
+        splits[peers.rank] = 0
+        sent, received = torch.ones(2, sum(splits), columns, dtype=dtype, device=device)
+        counts_FW = torch.tensor([splits], device=device)
+        counts = exchange.relay_counts(counts_FW, counts_FW)
+        relayed = () if counts is None else tuple(counts[0].tolist())
+
+        def run() -> None:
+            work = exchange.exchange(sent, splits, received, splits, relayed)
+            if work is not None:
+                work.wait()
+
+        return with_stage(peers, run)
+
+    work = transfer(COMMUNICATE, max(1, peers.size - 1) * columns * dtype.itemsize, make)
+    with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
+        line = _line(bench, work, QUICK, full=False)
+    vars(exchange.traffic).update(vars(traffic_before))
+    return line
+
+
 def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:
-    """Returns ``part``, or ``whole`` if it is None, after checking it on all ranks. Collective.
+    """Checks a group for measuring collectives, on all ranks, and returns it. Collective.
 
     whole: all ranks that measure.
-    name: name of the argument, for errors.
-    part: some of these ranks.
+    name: name of the argument that is checked, for errors.
+    part: the group: some or all ranks of ``whole``. None stands for ``whole``.
 
     Raises ValueError on every rank if on any rank ``part`` is not within ``whole``, or if its size differs
     between ranks.
@@ -132,15 +184,19 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
 def _operations(
     device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
 ) -> dict[str, LaneWork]:
-    """Returns the work to measure, by the name of its line in `Operations`.
+    """Returns the work to measure, by the name of its field in `Operations`.
 
-    Collectives among a single rank are left out, because nothing is sent.
+    dtype: dtype of all tensors.
+    across: ranks among which rows are dispatched (all-to-all) and gradients are summed (all-reduce).
+    inside: ranks that share each expert (all-gather, reduce-scatter).
+
+    A collective in a group of one rank is left out, because nothing is sent.
     """
     sharing = ShardCollectives(inside, Traffic())
     size = dtype.itemsize
 
-    # Zeros, so that repeated sums stay finite. They are written, because the operating system provides a page
-    # of memory only when it is first written.
+    # Zeros, because repeated sums of zeros stay finite. They are written explicitly, because the operating
+    # system provides a page of memory only at the first write, which must not be timed.
     def zeros(elements: int) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=device).zero_()
 
@@ -167,10 +223,13 @@ def _operations(
 
 
 def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
-    """Returns the measured line of one kind of work: over five sizes, or over those of Section 6.2
-    (``full``).
+    """Measures work of several sizes, and returns the fitted line seconds = alpha + beta * size.
 
     Collective, because the work may be a collective.
+
+    effort: how long and how often the work runs.
+    full: True measures the sizes that Section 6.2 of the FSMoE paper lists, False five sizes, each half of
+        the size before.
     """
     if full:
         product = work.lane == COMPUTE
@@ -184,7 +243,10 @@ def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
 
 
 def with_stage(ranks: Ranks, function: TimedCall) -> TimedCall:
-    """Returns the function wrapped so that its errors name the stage "measuring messages"."""
+    """Returns a function that calls ``function``. Its errors say that they came while measuring messages.
+
+    ranks: the ranks that take part in the messages, for the error.
+    """
 
     def call() -> object:
         with at_stage(MESSAGES, ranks):

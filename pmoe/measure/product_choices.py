@@ -1,8 +1,8 @@
-"""Decides, the same on every rank, whether pmoe's kernels or plain torch compute a product.
+"""Decides, the same on every rank, whether pmoe's kernels or plain torch compute a matrix product.
 
 First the kernels are checked for wrong results, once in a process (`pmoe.measure.kernel_check`). Then the
-ranks compare which products each process has measured, and measure the rest together. The seconds of the
-slowest rank count.
+ranks compare which products each of them has measured before, and measure the others together. The seconds of
+the slowest rank count.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pmoe.measure.timing import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once
 
 TIE = 0.01
-"""The kernels must be faster than the plain computation by this fraction of its seconds to be chosen."""
+"""The kernels are chosen if they save at least this fraction of the plain computation's seconds."""
 
 UNKNOWN = 0
-"""Code of a product that this rank has not measured. 1 and 2 stand for the faster of the two candidates."""
+"""Code of a product that this rank has not measured. The codes 1 and 2 name the faster of two candidates."""
 
 UNWILLING = 9
 """Code of a product that pmoe's kernels, or all plain candidates, refuse on this rank.
@@ -39,28 +39,29 @@ It is the largest code, so it wins in the maximum over ranks.
 def measure_choices(
     registry: Registry, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase
 ) -> None:
-    """Measures for each product whether pmoe's kernels or a plain candidate is faster. Stores the results.
+    """Measures for each product whether pmoe's kernels or plain PyTorch is faster. Stores the results.
 
-    Products for which a valid choice is stored on all ranks are not measured. Collective. The ranks use up to
-    three reductions:
+    Collective, with up to three reductions. In these, a number (a code) stands for what a rank knows of a
+    product: which of the two was faster when the rank measured it, or that it was not measured (`_code`).
 
-        1. facts      architectures of the kernels, digests of requests and codes, whether kernels are wrong
-        2. codes      what each rank knows of each product; only if the digests of codes differ
-        3. seconds    of both candidates; only if some rank does not know a product, or ranks differ
+        1. facts      versions of the kernels' code, digests of the requests and of the codes, and whether the
+                      kernels computed wrongly
+        2. codes      only if the digests of the codes differ between ranks
+        3. seconds    of both candidates, for products that a rank has not measured or whose codes differ
 
     Nothing is done in deterministic mode, which must be on for all ranks or for none.
 
     Args:
-        registry: the candidates, and the place of the results.
+        registry: the candidates; the results are stored in it.
         requests: the products, all of one device. If they differ between ranks nothing is measured, with a
             warning.
         agree: takes the largest of each value over the ranks.
-        case: the check of the kernels. If it fails on any rank, the registry refuses the kernels on all
-            ranks.
+        case: the case with which the kernels are checked. If the check fails on any rank, the registry
+            refuses the kernels on all ranks.
 
-    Trouble on one rank, such as too little memory, leaves products unmeasured. It gives a warning and never
-    an error on one rank alone. Raises ValueError on every rank if some rank has kernels, and the ranks'
-    binaries or compute capabilities differ.
+    If a rank cannot measure a product, for example because it has too little memory, it warns, and the
+    product stays unmeasured on all ranks. Raises ValueError on every rank if some rank has kernels, and the
+    kernels' code or the compute capabilities differ between ranks.
     """
     if not requests or torch.are_deterministic_algorithms_enabled():
         return
@@ -96,11 +97,13 @@ def measure_choices(
 
 
 def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | None) -> int:
-    """Returns a code for what this rank knows of a product, so that ranks can compare it by numbers.
+    """Returns a number for what this rank knows of a product, which ranks can compare by a reduction.
 
-    The code is UNKNOWN, UNWILLING, or 1 + the index of the faster candidate in ``pair``.
+        1, 2        the index in ``pair``, plus 1, of the candidate that was faster when this rank measured
+        UNKNOWN     this rank has not measured the product
+        UNWILLING   fewer than two candidates can compute it
 
-    pair: names of the two candidates; None if there are not two.
+    pair: names of the two candidates: pmoe's kernels and a plain computation. None if there are not two.
     """
     if pair is None:
         return UNWILLING
@@ -109,9 +112,9 @@ def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | N
 
 
 def _fault(registry: Registry, case: KernelCase) -> str | None:
-    """Returns a text about a wrong result of the kernels on this rank; None if the check finds none.
+    """Checks the kernels on this rank. Returns a text about a wrong result or an error; None if all is right.
 
-    It raises nothing, because other ranks are waiting.
+    No error is raised, because other ranks are waiting for this one.
     """
     if case not in registry.faults:
         try:
@@ -153,10 +156,11 @@ def _seconds(
 ) -> list[float]:
     """Returns the seconds of both candidates on this rank; infinities if they cannot be measured.
 
-    It raises nothing, because other ranks are waiting.
+    No error is raised, because other ranks are waiting for this one.
 
-    pair: names of the candidates.
-    failures: receives the reason.
+    request: the product.
+    pair: names of the candidates: pmoe's kernels and a plain computation.
+    failures: if the product cannot be measured, the reason is stored here under ``request``.
     """
     device = request.device
     try:
@@ -176,12 +180,15 @@ def _seconds(
 
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
-    """Returns the smallest and the largest of each value over the ranks, from a single reduction."""
+    """Returns (the smallest, the largest) of each value over the ranks, with a single reduction.
+
+    agree: takes the largest of each value over the ranks.
+    """
     maxima = agree([*values, *(-value for value in values)])
     return [-value for value in maxima[len(values) :]], maxima[: len(values)]
 
 
-# ---- timing: candidates take turns on the same random operands, and compute as a layer does
+# ---- timing: pmoe's kernels and a plain computation take turns on the same random operands
 
 WARM_UP = 2
 """Number of rounds that run before the rounds that count."""
@@ -196,17 +203,17 @@ SPAN_SECONDS = 0.03
 """Seconds that the rounds which count should take together. MIN_ROUNDS and MAX_ROUNDS limit them."""
 
 LEAD_CYCLES = 3_000_000
-"""Clock cycles, some 2 ms, for which the device sleeps while the host enqueues the timed work.
+"""Clock cycles (about 2 ms) for which the device sleeps while the host enqueues the timed work.
 
-Without this the device would wait for the host between launches, and the host's time would be measured.
+Without this sleep the device would wait for the host between launches, so the host's time would be measured.
 """
 
 
 def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[float]:
     """Returns the median seconds of each candidate for this product, on the current stream.
 
-    The candidates take turns in rounds, so that a change of the clock rate or of the cache affects all of
-    them.
+    The candidates (pmoe's kernels, plain computations) run in turns, so that a change of the clock rate or of
+    the cache affects all of them.
 
     names: names of the candidates.
     """
@@ -225,24 +232,22 @@ def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[flo
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns how many bytes new tensors can use: those free on the device, and those that torch holds
-    unused.
-    """
+    """Returns how many bytes are left for new tensors: free on the device, or unused in torch's cache."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Frees the memory that torch holds unused, after the operands of a measurement were deleted."""
+    """Returns unused memory of torch's cache to the device, after a measurement has deleted its operands."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
-    """Computes one product as a layer does, and writes the result into the operands' ``out``.
+    """Computes one product by a candidate, and writes the result into the operands' ``out``.
 
-    way: name of the candidate that computes it.
-    groups: the rows of each expert.
+    way: name of the candidate: pmoe's kernels or a plain computation.
+    groups: which rows belong to each expert.
     """
     form, first, second, experts, bias, out = operands
     if form == "forward":
@@ -255,10 +260,10 @@ def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
 
 
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:
-    """Returns random operands of a product, and the rows of each expert.
+    """Returns random operands of a product, and which rows belong to each expert.
 
-    Rows are spread evenly over all experts but one, which has none. The caller's random numbers stay as they
-    are.
+    Rows are spread evenly over all experts except the last one, which has none, as may happen in a real
+    batch. The state of torch's random generators is not changed.
     """
     device = request.device
     experts = request.experts
@@ -284,9 +289,10 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
 
 
 def needed_bytes(request: ProductRequest) -> int:
-    """Returns the bytes that a measurement of a product needs.
+    """Returns the bytes that a measurement of a product allocates.
 
-    They are those of the operands, of the result, and of a second result that some candidates make first.
+    They are the bytes of the operands, of the result, and of a second result that some candidates compute and
+    then copy into the first.
     """
     rows = request.rows
     columns = request.in_features + request.out_features

@@ -1,4 +1,4 @@
-"""The products of a layer: measures once which kernels compute them faster, the same on all ranks.
+"""Measures once which kernels compute the matrix products of a layer's experts fastest.
 
 The products to measure follow from the experts' sizes and from the largest number of rows, which are the same
 on all ranks. So all ranks measure the same products, or none (`pmoe.measure.product_choices`).
@@ -22,20 +22,23 @@ from pmoe.measure.kernel_check import KernelCase
 from pmoe.measure.product_choices import measure_choices
 
 FINEST = 32
-"""The smallest number of measured rows is 1 / FINEST of a rank's share under even routing.
+"""The smallest number of measured rows is 1 / FINEST of the rows of a rank under even routing.
 
-Chunks, and rows that stay on their rank, have fewer rows than the share. For still fewer rows the rule for
-unmeasured products applies.
+A product may have only the rows of one chunk, or only the rows that stay on their rank. Products with still
+fewer rows are not measured, and follow the rule for unmeasured products.
 """
 
 LARGEST = 2
-"""The largest number of measured rows is LARGEST times a rank's share, for skewed routing."""
+"""The largest number of measured rows is LARGEST times the rows of a rank under even routing.
+
+Under skewed routing a rank receives more rows than under even routing.
+"""
 
 FUSED_SAVES = 0.05
-"""The fraction of all products' seconds that the fused kernels of a single rank save, at least.
+"""Seconds that the fused kernels of a single rank save elsewhere, as a fraction of the products' seconds.
 
-Products that are not fused need copies, sorting and activations as separate kernels. These take a quarter of
-the time on an H200, with products of more than a millisecond (`bench/bench_alone.py`).
+Without fusing, copies, sorting and activations are separate kernels. They take a quarter of the time on an
+H200, with products of more than a millisecond (`bench/bench_alone.py`). This number is a safe lower bound.
 """
 
 _measured: set[tuple[object, ...]] = set()
@@ -45,17 +48,17 @@ _measured: set[tuple[object, ...]] = set()
 def measure_products(
     experts: Experts, ranks: Ranks, dtype: torch.dtype, device: torch.device, max_rows: int, needs_grad: bool
 ) -> None:
-    """Measures which kernels compute the products of these experts faster, once for a number of rows.
+    """Measures, for each product of these experts, whether pmoe's kernels or plain PyTorch is faster.
 
-    It is then collective over ``ranks``. Later calls with the same number of rows, rounded up to a power of
-    two, do nothing.
+    ``max_rows`` is rounded up to a power of two. The first call with this number measures, and is collective
+    over ``ranks``. Later calls with the same number do nothing.
 
     Args:
         experts: the experts of this rank.
         ranks: the ranks of the layer.
         dtype: dtype of the rows.
         max_rows: rows that the rank with the most tokens would receive under even routing.
-        needs_grad: whether a backward pass may follow.
+        needs_grad: whether a backward pass may follow, which has products of its own.
 
     All of these, and the experts' sizes, must be the same on every rank. Nothing is measured on the CPU, in
     deterministic mode (which must be on for all ranks or for none), while a CUDA graph is captured, for
@@ -81,10 +84,11 @@ def measure_products(
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
-    """Returns why the fused kernels of a single rank would be slower than the usual path; None if not.
+    """Returns why fused kernels of a single rank would be slower than separate ones; None if not.
 
-    Single products may be slower in the fused kernels, because fusing saves `FUSED_SAVES` of the time of all
-    products.
+    The measured seconds of all products are added up, once by pmoe's kernels, as fused, and once by the
+    fastest kernel of each product. The fused kernels count as slower if their sum is larger by more than the
+    fraction `FUSED_SAVES`: a smaller loss is made up for, because fusing saves other kernels.
 
     experts: the experts of this rank.
     rows: number of rows of the products.
@@ -111,7 +115,7 @@ def slower_kernels(
 def product_requests(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, max_rows: int, *, needs_grad: bool
 ) -> list[ProductRequest]:
-    """Returns the products of these experts to be measured; none if the kernels refuse dtype or sizes.
+    """Returns the products of these experts to measure; none if pmoe's kernels refuse the dtype or sizes.
 
     max_rows: rows that the rank with the most tokens would receive under even routing. Products are measured
         with powers of two around this number.
@@ -132,8 +136,9 @@ def product_requests(
 def _products(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, needs_grad: bool
 ) -> Iterator[tuple[str, ProductRequest]]:
-    """Yields (name of a weight, product) for every product of the experts with a number of rows.
+    """Yields (name of a weight, product) for every matrix product of the experts.
 
+    rows: number of rows of each product.
     needs_grad: whether the products of a backward pass are included.
     """
     forms: tuple[Form, ...] = ("forward", "input", "weight") if needs_grad else ("forward",)

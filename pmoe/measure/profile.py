@@ -1,8 +1,9 @@
 """The profile of a device and a group of ranks: loaded from its file, or measured once and stored.
 
-A profile holds a line, seconds = alpha + beta * size, for each kind of work measured alone
-(`pmoe.measure.rates`, `pmoe.measure.operations`). It also holds how much computation, communication and
-copies slow each other, measured side by side (MPipeMoE, Section II.C; FSMoE, Section 4.1).
+A profile holds a line, seconds = alpha + beta * size, for each kind of work (products, messages, copies),
+measured while nothing else runs (`pmoe.measure.rates`, `pmoe.measure.operations`). It also holds how much
+computation, communication and copies slow each other if they run at the same time (MPipeMoE, Section II.C;
+FSMoE, Section 4.1).
 
 All ranks hold the same profile, with the numbers of the slowest rank. There is one file for each device,
 group and dtype. Other files in the folder are ignored.
@@ -11,6 +12,7 @@ group and dtype. Other files in the folder are ignored.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -21,9 +23,10 @@ from typing import Any
 import torch
 
 from pmoe.comm.agreement import from_first, largest
+from pmoe.comm.base import Exchange
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import AGREEING, identity
-from pmoe.measure.operations import measure_operations, part_of
+from pmoe.measure.operations import measure_exchange, measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import (
     CorruptFileError,
@@ -50,37 +53,59 @@ def load_or_measure(
     operations: bool = False,
     across: Ranks | None = None,
     inside: Ranks | None = None,
+    exchanges: Mapping[str, Exchange] | None = None,
+    most_bytes: float = math.inf,
 ) -> Profile:
     """Returns the stored profile if every rank has a valid one; otherwise measures a profile and stores it.
 
     Collective; every rank returns the same profile, and rank 0 stores it. Ranks on different kinds of devices
     measure every time, because their files never agree.
 
-    operations: whether the profile must have FSMoE's lines (`measure_operations`) for the groups ``across``
-        and ``inside``. If the file has none, or has lines of groups of other sizes, only these lines are
-        measured and replaced.
+    dtype: dtype of the tensors that are multiplied, sent and copied.
+    operations: whether the profile must also have the seconds of FSMoE's operations, a product and four
+        collectives (`measure_operations`), for the groups ``across`` and ``inside``. If the stored profile
+        lacks them, or has them for groups of other sizes, only the operations are measured.
+    across: ranks among which rows are dispatched and gradients are summed, for example one rank of each node.
+        None stands for all ranks. Only used if ``operations``.
+    inside: ranks that share each expert, for example those of a node. None stands for all ranks. Only used if
+        ``operations``.
+    exchanges: all-to-alls, by name, whose seconds the operations must have, too (`Operations.exchanges`).
+        Those that the stored profile lacks are measured and added. Only used if ``operations``.
+    most_bytes: how many bytes the tensors that are measured may take, the same on every rank. Below
+        `WHOLE_BYTES`, only small products and messages can be measured. This process then uses the profile,
+        but no file stores it, because it says little about large ones.
 
-    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name,
-    and is not touched. If the folder cannot be written, it warns, and the next run measures again. Rank 0
-    warns if lines fit badly although they were measured twice.
+    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name
+    and stays. If the folder cannot be written, rank 0 warns, and the next run measures again. Rank 0 also
+    warns if a line fits the measured seconds badly although they were measured twice.
 
-    Raises ValueError for a device or dtype that cannot be measured and for unequal groups; RuntimeError if
-    another rank fails.
+    Raises ValueError for a device or dtype that cannot be measured, and if ``across`` or ``inside`` is not
+    equally large on all ranks or has ranks outside ``ranks``. Raises RuntimeError if another rank fails.
     """
     device = torch.device(device)
     profile = stored = _found_by_all(ranks, device, identity(ranks, device, dtype))
     if profile is None:
         log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
-        profile = measure(ranks, device, dtype, quick=True)
+        limit = most_bytes if most_bytes < WHOLE_BYTES else math.inf
+        profile = measure(ranks, device, dtype, quick=True, most_bytes=limit)
+        _limits[ranks.name, device, dtype] = limit
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
         operation_lines = profile.operations
         if operation_lines is None or [operation_lines.num_across, operation_lines.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
-            measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
-            profile = replace(profile, operations=measured)
-    if ranks.rank == 0 and profile is not stored:
+            operation_lines = measure_operations(ranks, device, dtype, across=across, inside=inside)
+        for name, exchange in sorted((exchanges or {}).items()):
+            if name in operation_lines.exchanges:
+                continue
+            log.info("measuring the all-to-all %s on %s, once", name, device)
+            line = measure_exchange(ranks, device, dtype, exchange)
+            operation_lines = replace(operation_lines, exchanges={**operation_lines.exchanges, name: line})
+        if operation_lines is not profile.operations:
+            profile = replace(profile, operations=operation_lines)
+    is_whole = _limits.get((ranks.name, device, dtype), math.inf) == math.inf
+    if ranks.rank == 0 and profile is not stored and is_whole:
         path = profile_path(profile)
         save_or_warn(
             "the profile could not be saved, so the next run measures again",
@@ -92,12 +117,13 @@ def load_or_measure(
     return profile
 
 
-def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
-    """Returns rank 0's stored profile if every rank has one that is valid on that rank; else None.
+def _found_by_all(
+    ranks: Ranks, device: torch.device, here: Identity, otherwise: str = "it is measured again"
+) -> Profile | None:
+    """Returns rank 0's stored profile, or None if any rank has no valid stored profile. Collective.
 
-    Collective.
-
-    here: the device, ranks and versions for which a profile must be valid.
+    here: the device, ranks and versions of this rank, for which its stored profile must be valid.
+    otherwise: the end of the warning about a file that cannot be used. It says what happens now.
     """
     own_profile = None
     fault = None
@@ -112,27 +138,61 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
     own_state = [float(own_profile is None), float(place if fault else 0)]
     missing, warning = largest(ranks, device, own_state, stage=AGREEING)
     if fault and warning == place:
-        warnings.warn(f"{fault}; it is measured again", stacklevel=3)
+        warnings.warn(f"{fault}; {otherwise}", stacklevel=3)
     if own_profile is None or missing:
         return None
     return from_first(ranks, own_profile, stage="sharing a profile")
 
 
-PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
-"""The profiles that this process uses, by (name of the ranks, device, dtype)."""
+PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile | None] = {}
+"""The profiles that this process uses, by (name of the process group, device, dtype).
+
+The value None says that no file with a profile was found, and that no profile has been measured since.
+"""
 
 
-def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
+WHOLE_BYTES = 2**28
+"""Bytes that are enough to measure the longest products and messages of a profile."""
+
+WIDER = 4
+"""A profile measured within b bytes is used for layers that allow up to WIDER * b bytes, then made again."""
+
+_limits: dict[tuple[str, torch.device, torch.dtype], float] = {}
+"""The limit of bytes under which each profile of this process was measured; infinite if there was none."""
+
+
+def profile_of(
+    ranks: Ranks, device: torch.device, dtype: torch.dtype, most_bytes: float = math.inf
+) -> Profile:
     """Returns the profile that this process uses. The first time it is loaded or measured.
 
-    Collective the first time (`load_or_measure`).
+    The profile is measured again if it was measured within so few bytes that it says little about larger
+    work: fewer than ``most_bytes`` / `WIDER`. Collective if it is loaded or measured (`load_or_measure`).
+
+    most_bytes: how many bytes the tensors that are measured may take, the same on every rank.
     """
-    return PROFILES.get((ranks.name, device, dtype)) or load_or_measure(ranks, device, dtype)
+    key = (ranks.name, device, dtype)
+    profile = PROFILES.get(key)
+    if profile is None or most_bytes > WIDER * _limits.get(key, math.inf):
+        profile = load_or_measure(ranks, device, dtype, most_bytes=most_bytes)
+    return profile
+
+
+def stored_profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile | None:
+    """Returns the profile that this process uses, or None if there is none. Never measures one.
+
+    The first call loads the profile from its file, if a valid one exists on every rank, and is collective.
+    """
+    key = (ranks.name, device, dtype)
+    if key not in PROFILES:
+        PROFILES[key] = _found_by_all(ranks, device, identity(ranks, device, dtype), "it is not used")
+    return PROFILES[key]
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
-    """Returns the file of the profile for a device, group, dtype and versions (an identity).
+    """Returns the path of the file in which a profile is stored.
 
+    who: the device, ranks, backend, dtype and versions for which the profile is valid. They make the name.
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
@@ -153,10 +213,11 @@ def save_profile(profile: Profile, path: PathLike) -> None:
 def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile:
     """Returns the profile in a file.
 
-    expected: the device, group, dtype and versions that it must be for; None accepts any.
+    expected: the device, ranks, backend, dtype and versions for which the profile must have been measured;
+        None accepts any.
 
-    Raises FileNotFoundError if there is no file; CorruptFileError if the file holds no profile; ValueError,
-    with both values, if its device, number of ranks, backend, dtype or version is not the expected one.
+    Raises FileNotFoundError if there is no file, CorruptFileError if the file holds no profile, and
+    ValueError, with the differences, if the profile was not measured for ``expected``.
     """
     profile = load_json(path, profile_from, "`pmoe profile` writes it")
     if expected is not None and profile.identity != expected:
@@ -167,9 +228,9 @@ def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile
 
 
 def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSError | ValueError]:
-    """Returns, for each file with a profile, the profile, or the error that makes it unusable.
+    """Returns all stored profiles by file, with the error instead of the profile for an unusable file.
 
-    Files of other kinds are left out.
+    Files that hold other things than a profile are left out.
 
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """
@@ -184,7 +245,7 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSEr
 
 
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
-    """Returns the file and the profile if exactly one stored profile fits this number of ranks and dtype.
+    """Returns (file, profile) if exactly one stored profile has this number of ranks and this dtype.
 
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
@@ -209,9 +270,12 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
-    """Returns the profile that the fields of a file describe, as `dataclasses.asdict` has written them.
+    """Returns the profile that is made of the fields of a file.
 
-    Raises CorruptFileError if a field is missing or has another type, and ValueError for another format.
+    fields: the profile's fields, as `dataclasses.asdict` gives them.
+
+    Raises CorruptFileError if a field is missing or has another type, and ValueError if the file has another
+    version of the format.
     """
     versions = fields.get("versions")
     file_format = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT

@@ -29,6 +29,7 @@ from pmoe.measure.line_fits import (
     messages,
     products,
     transfer,
+    within_bytes,
 )
 from pmoe.measure.timing import timestamp
 from pmoe.planner.cost_model import COMMUNICATE, COPY, FACTORS, Interference
@@ -38,20 +39,33 @@ from pmoe.planner.profile import Profile
 FIRST_COPY_BYTES = 2**20
 """Smallest size of a measured copy, in bytes."""
 
-MIN_SPEED = 1e-3
-"""Smallest relative speed of a lane (a kind of work) that other lanes bring to a halt.
+WEIGHT_SHARE = 16
+"""The weight of the measured products takes at most 1 / WEIGHT_SHARE of the bytes that measuring may take."""
 
-The speed is not 0, because it is divided by.
+MIN_SPEED = 1e-3
+"""Smallest stored speed of computation, messages or copies beside others, relative to its speed alone.
+
+A measured speed of 0 is replaced by this number, because code divides by the speed.
 """
 
 
 def measure(
-    ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32, *, quick: bool = False
+    ranks: Ranks,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quick: bool = False,
+    most_bytes: float = math.inf,
 ) -> Profile:
-    """Measures a profile of a device and these ranks. Collective; every rank returns the same.
+    """Measures the seconds of products, messages and copies on these ranks. Collective.
 
-    It takes about ten seconds, or one or two if ``quick``. The device and the ranks should do nothing else
-    meanwhile.
+    Returns a profile, the same on every rank. This takes about ten seconds, or one or two if ``quick``. The
+    device and the ranks should do nothing else meanwhile.
+
+    dtype: dtype of the tensors that are multiplied, sent and copied.
+    quick: whether to measure smaller sizes with fewer runs.
+    most_bytes: about how many bytes the tensors that are measured may take together, the same on every rank.
+        With few bytes, only small products and messages can be measured.
 
     Raises ValueError for a device or dtype that cannot be measured, and RuntimeError if another rank fails.
     """
@@ -62,7 +76,9 @@ def measure(
     lines: dict[str, Fit] = {"message": FREE}
     pieces: dict[str, list[TimedCall]] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
-        for name, kind in _kinds(bench, dtype).items():
+        kinds = _kinds(bench, dtype, most_bytes)
+        for name, any_size in kinds.items():
+            kind = within_bytes(any_size, most_bytes / len(kinds))
             units = longest_units(bench, kind, effort.piece_seconds)
             lines[name] = measured_line(bench, kind, (units // 16, units // 4, units), effort.repeats)
             pieces.setdefault(kind.lane, []).append(kind.make(units))
@@ -79,10 +95,12 @@ def measure(
     return from_first(ranks, profile, stage="sharing a profile")
 
 
-def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
-    """Returns the kinds of work to measure (products, messages, copies), by the names of their lines.
+def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, LaneWork]:
+    """Returns the kinds of work to measure (products, messages, copies), by the names of profile fields.
 
     Messages are left out if there is a single rank.
+
+    most_bytes: about how many bytes the tensors that are measured may take together.
     """
     ranks = bench.ranks
     device = bench.device
@@ -94,7 +112,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
         target, source = (outside, inside) if out else (inside, outside)
         return lambda: target.copy_(source, non_blocking=True)
 
-    kinds = {"compute": products(device, dtype)}
+    kinds = {"compute": products(device, dtype, most_bytes / WEIGHT_SHARE)}
     if ranks.size > 1:
         kinds["message"] = messages(ranks, device, dtype)
     for name, out in (("copy_out", True), ("copy_in", False)):
@@ -103,27 +121,28 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
 
 
 def _in_turn(calls: Sequence[TimedCall]) -> None:
-    """Runs functions one after another, as one piece of work.
-
-    On the lane for copies the functions are a copy to the host and a copy from it.
-    """
+    """Calls several functions one after another, to time a copy to the host and a copy back as one work."""
     for call in calls:
         call()
 
 
 def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort) -> Interference:
-    """Measures how much lanes slow each other, for every combination of two or three lanes. Collective.
+    """Measures how much computation, messages and copies slow each other when they run at the same time.
 
-    A lane is a queue of tasks that run one after another: computation, messages, or copies.
+    Each of the three is a lane, a queue of tasks that run one after another. Two or three lanes run side by
+    side, in every combination. The result for a lane in a combination is its relative speed,
 
-        speed of a lane beside others / its speed alone        median over rounds, of the slowest rank
+        (runs per second in the combination) / (runs per second alone)
 
-    Every lane runs its work so often that all lanes take about the same time alone. Beside messages, whose
-    number all ranks must know in advance, the other lanes run twice as often, so that they stay busy.
-    `speeds` only counts the time in which all lanes are busy, so it does not matter which lane ends first.
+    as a median over rounds, on the slowest rank. Every lane runs its work so often that all lanes take about
+    the same time alone. All ranks must send equally many messages, so the number of messages is fixed in
+    advance. Beside messages, the other lanes run twice as often, so that they do not end before the messages.
+    `speeds` counts only the time in which all lanes are busy.
 
-    pieces: a function for each lane that does some work.
+    pieces: for each lane, a function that does some work.
     effort: how long and how often the work runs.
+
+    Collective.
     """
     alone = {lane: seconds_of(bench, lane, piece, TRIES, min) for lane, piece in pieces.items()}
     span = max(effort.span_seconds, 4 * max(alone.values()))
@@ -155,11 +174,11 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
 def speeds(marks: Mapping[str, Marks]) -> dict[str, float]:
     """Returns the runs per second of each lane, during the time in which all lanes are busy.
 
-    This time lasts from the start of the last lane to the end of the first. A run that is only partly inside
-    this time counts by that part. If the lanes never run together, the time from the first to the last mark
-    is used.
+    A lane is a queue of tasks: computation, messages, or copies. All lanes are busy from the start of the
+    last lane to the end of the lane that ends first. A run that is only partly within this time counts as a
+    fraction. If all lanes are never busy at once, the time from the first start to the last end is used.
 
-    marks: for each lane the time of its start, then the end of each run.
+    marks: for each lane, in seconds, when its first run started, then when each of its runs ended.
 
     Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 runs, 0.5 per second, b: 1 run, 0.25 per second.
     """

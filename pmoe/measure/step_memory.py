@@ -1,8 +1,8 @@
-"""The peak memory of a real step, from the allocator's own events. On CUDA it is exact.
+"""Measures the peak memory of a real step from events of the allocator. The result is exact on CUDA.
 
-On the CPU it counts all tensors that this thread makes. Other threads may free some of them: gloo's threads
-sometimes free what they have sent. That is noticed only when the address is used again, so the peak may be
-too high, but never too low.
+On the CPU, allocations of the calling thread are counted. Another thread may free a tensor: gloo's threads
+sometimes free tensors that they have sent. The count shrinks only when the address is allocated again, so the
+measured peak may be too high, but never too low.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 
 def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
-    """Returns the peak of the bytes that forward and backward of a module add to the bytes held before.
+    """Returns the peak memory of one forward and backward pass, in bytes above those allocated before.
 
-    The output and the gradients are held until the end. Clears the module's gradients.
+    The output and the gradients stay allocated until the end of the step. The module's gradients are cleared
+    before and after the step.
 
     x: the input, of any shape that the module takes.
     dy: the gradient of the output, from which backward starts; the same shape as the output.
@@ -29,7 +30,13 @@ def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> int:
-    """Returns the peak of added bytes, from the statistics of the CUDA allocator."""
+    """Runs forward and backward on CUDA. Returns the peak of allocated bytes, less those allocated before.
+
+    The numbers are the statistics of torch's CUDA allocator.
+
+    x: the input, of any shape that the module takes.
+    dy: the gradient of the output, from which backward starts; the same shape as the output.
+    """
     torch.cuda.synchronize(device)
     bytes_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -40,7 +47,14 @@ def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device
 
 
 def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
-    """Returns the peak of added bytes, from the profiler's events of CPU allocations."""
+    """Runs forward and backward on the CPU. Returns the peak of the bytes that the step itself allocates.
+
+    The bytes come from the profiler's events of CPU allocations. Tensors that existed before the step are not
+    counted.
+
+    x: the input, of any shape that the module takes.
+    dy: the gradient of the output, from which backward starts; the same shape as the output.
+    """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -61,7 +75,7 @@ def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def events_of(profile: torch.profiler.profile) -> list[Any]:
-    """Returns all events of a profile in order of time, allocations included."""
+    """Returns all events of a finished torch profile, allocations included, in order of their start."""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = []
     pending = list(profile.profiler.kineto_results.experimental_event_tree())

@@ -1,4 +1,4 @@
-"""Files for values that outlive a run. Each file is one JSON object, written completely or not at all.
+"""Files for values that later runs use again. Each file is one JSON object, written completely or not at all.
 
 Files whose names pmoe chooses are in $PMOE_CACHE, or in ~/.cache/pmoe if that is not set.
 """
@@ -49,12 +49,13 @@ def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
 
 
 def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str = "remove it") -> T:
-    """Reads a file with a JSON object, and returns the value that ``parse`` makes of the object.
+    """Reads a JSON object from a file, and returns the value that ``parse`` makes of the object.
 
+    parse: takes the object and returns the value. Raises ValueError for an unusable object.
     remedy: the end of error messages, which says what to do about an unusable file.
 
-    Raises OSError if the file cannot be read; CorruptFileError if it holds no JSON object; the ValueError of
-    ``parse``, with the path in front.
+    Raises OSError if the file cannot be read, and CorruptFileError if it holds no JSON object. A ValueError
+    of ``parse`` is raised with the path in front of its message.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -71,9 +72,11 @@ def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str 
 def read_or_default(otherwise: T, about: str, read: Callable[[], T]) -> T:
     """Returns the value that ``read`` returns, or ``otherwise`` if the file is missing or unusable.
 
-    Warns about an unusable file.
+    Warns if the file is unusable, but not if it is missing.
 
+    otherwise: the value to return if the file is missing or unusable.
     about: the beginning of the warning.
+    read: reads the file. It raises OSError or ValueError if the file is unusable.
     """
     try:
         return read()
@@ -85,10 +88,10 @@ def read_or_default(otherwise: T, about: str, read: Callable[[], T]) -> T:
 
 
 def save_or_warn(about: str, save: Callable[[], object]) -> None:
-    """Calls ``save``, which writes a file, and warns instead of raising if the file cannot be written.
+    """Calls ``save``, which writes a file. If the file cannot be written, warns instead of raising OSError.
 
-    Values that outlive a run save time, but no run needs them. An error on rank 0 alone, which writes the
-    file, would leave the other ranks waiting.
+    Stored values save time in later runs, but no run needs them. Only rank 0 writes files, so an error would
+    stop rank 0 while the other ranks wait for it.
 
     about: the beginning of the warning.
     """
@@ -99,8 +102,9 @@ def save_or_warn(about: str, save: Callable[[], object]) -> None:
 
 
 def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None:
-    """Writes a JSON file completely or not at all, so that a reader never sees a part of it. Makes the
-    folder.
+    """Writes a JSON file completely or not at all, so that no reader sees a part of it.
+
+    The folder is created if it is missing.
 
     fields: the content.
     options: arguments of `json.dumps`.
@@ -125,12 +129,12 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """Returns a value that was read from JSON as another type, after checking it.
+    """Checks a value that was read from JSON, and converts it to the type of a dataclass's field.
 
     Args:
-        kind: the type of a dataclass's field, such as int or dict[str, float], or a dataclass, which is then
-            built from the value's fields.
-        value: the value as JSON gives it.
+        kind: the type, such as int or dict[str, float]. It may be a dataclass, which is built from the
+            entries of ``value``, a dict.
+        value: the value as JSON gives it. A field of a dataclass with a default_factory may be missing.
         name: name of the field, for errors.
 
     Raises CorruptFileError if the value has another type, a number is negative or not finite, a field is
@@ -146,10 +150,15 @@ def typed(kind: Any, value: Any, name: str) -> Any:
             raise CorruptFileError(f"{name} ({value!r}) must be an object")
         kinds = dict.fromkeys(value, typing.get_args(kind)[1]) if is_dict else typing.get_type_hints(kind)
         missing = [field for field in kinds if field not in value]
+        if not is_dict:  # fields that older files lack have a default_factory, which makes their value
+            made = (part for part in dataclasses.fields(kind) if part.default_factory is dataclasses.MISSING)
+            missing = [field.name for field in made if field.name not in value]
         if missing:
             raise CorruptFileError(f"{name} has no {', '.join(missing)}")
         converted = {
-            field: typed(part_kind, value[field], f"{name}.{field}") for field, part_kind in kinds.items()
+            field: typed(part_kind, value[field], f"{name}.{field}")
+            for field, part_kind in kinds.items()
+            if field in value
         }
         try:
             return converted if is_dict else kind(**converted)

@@ -1,8 +1,8 @@
-"""The timing loop: runs take turns in rounds, and the median of each run counts, on the slowest rank.
+"""The timing loop: calls functions in turn, in rounds, and takes the median seconds of each function.
 
-A run is a function that returns the seconds of its parts, such as forward and backward. Runs take turns, so
-that other work on the machine affects all of them. The number of repeats follows from the arguments alone,
-never from a clock, so that runs may be collectives.
+Each function does some work and returns the seconds of its parts, such as forward and backward. Functions
+take turns, so that other work on the machine affects all of them. The number of rounds follows from the
+arguments alone, never from a clock, so that the functions may be collectives.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def in_turns(
     """Calls functions in turn for a number of rounds. Returns, for each function, its results of every round.
 
     Args:
-        runs: the functions; each returns its parts, such as the seconds of forward and of backward.
-        rounds: rounds that count.
-        warm_up: rounds that run before these and do not count.
-        begin: called before each run; for example a barrier of all ranks (`begin_together`).
-        rotate: whether each round starts one function later, so that no function always follows the same one.
+        runs: the functions. Each returns one or more parts, such as the seconds of forward and of backward.
+        rounds: number of rounds of which results are returned.
+        warm_up: number of earlier rounds, of which results are dropped.
+        begin: called before each call of a function; for example a barrier of all ranks (`begin_together`).
+        rotate: whether each round starts with the next function, so that each function gets every turn.
 
     Raises ValueError for rounds below 1 and warm_up below 0.
 
@@ -86,18 +86,17 @@ def median_seconds(
     seconds: Callable[[Part], float] = float,  # type: ignore[assignment]
     agree: Agree | None = None,
 ) -> list[list[float]]:
-    """Calls functions in turn for a number of rounds. Returns the median seconds of each part of each
-    function.
+    """Calls functions in turn for a number of rounds. Returns, for each function, its parts' median seconds.
 
     Args:
-        runs: the functions; each returns its parts, such as the seconds of forward and of backward.
-        rounds: rounds that count.
-        warm_up: rounds that run before these and do not count.
-        begin: called before each run; for example a barrier of all ranks (`begin_together`).
-        seconds: returns the seconds of a part, which may be a pair of CUDA events. It is called when all
-            rounds are over, so that the host does not wait for a device between runs.
-        agree: takes the largest of each value over the ranks, so that the slowest rank's medians count; one
-            reduction at the end. None keeps this rank's medians.
+        runs: the functions. Each returns one or more parts, such as the seconds of forward and of backward.
+        rounds: number of rounds of which results are used.
+        warm_up: number of earlier rounds, of which results are dropped.
+        begin: called before each call of a function; for example a barrier of all ranks (`begin_together`).
+        seconds: converts a part, which may be a pair of CUDA events, to seconds. It is called when all rounds
+            are over, so that the host does not wait for a device between calls.
+        agree: takes the largest of each value over the ranks. It is called once, at the end, with all
+            medians, so that the result is that of the slowest rank. None returns this rank's medians.
     """
     medians = [
         [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]
@@ -135,7 +134,7 @@ def clock_of(*devices: torch.device) -> Callable[[], float]:
 def marked(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
     """Runs ``work`` between two CUDA events on the current stream. Returns a list with the pair of events.
 
-    `event_seconds` returns the seconds between them later, so the host does not wait here.
+    The host does not wait for the device. `event_seconds` later returns the seconds between the events.
     """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

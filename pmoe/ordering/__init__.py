@@ -1,9 +1,9 @@
-"""Ordering: copies tokens into rows in the order of dispatch, and sums each token's rows after combine.
+"""Ordering: copies tokens into rows before dispatch, and sums each token's rows after combine.
 
-`sorted` also computes that order and the number of rows of each expert.
+A row is the copy of one token for one of its experts. `sorted` also computes the order in which rows are
+dispatched and the number of rows of each expert.
 
-Letters: T tokens, N rows, S entries with K rows each (S = T unless tokens have different numbers of rows), M
-= d_model.
+Letters: T tokens, K experts of each token, N rows, M = d_model.
 """
 
 from __future__ import annotations

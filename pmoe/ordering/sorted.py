@@ -1,23 +1,24 @@
 """The sorted ordering: sorts a rank's rows by chunk (micro-batch), then by expert.
 
-A slot is one of the T * K (token, choice) pairs, and each slot has a row. A chunk has the slots of a range of
-consecutive tokens. Those of its rows that are sent to other ranks are one contiguous block, sorted by expert.
-Because each rank has consecutive experts, the block is also sorted by destination rank.
+A slot is one of a rank's T * K (token, choice) pairs. A slot that the gate keeps has a row, the copy of its
+token for the chosen expert; a dropped slot has none. Chunk i has the slots of a range of consecutive tokens.
+Its rows are of two sorts:
 
-Rows whose expert is on this rank are not sent. They need not be divided into as many parts as there are
-chunks, because they do not have to wait for other rows to arrive. Each of the m parts, called a piece, has
-the local rows of one chunk or of several consecutive chunks. If there are as many pieces as chunks, each
-piece follows the rows of its chunk that are sent, so that all rows of a chunk are contiguous. If there are
-fewer, all pieces follow the last chunk. Dropped slots come last:
+- rows for experts on other ranks are sent. They are one contiguous block, sorted by expert. Each rank has
+  consecutive experts, so the block is also sorted by destination rank;
+- local rows, for experts on this rank, are not sent. They do not wait for other ranks, so they may be
+  computed in m parts, as many as chunks or fewer (m <= n). A part is called a piece: piece 0 has the local
+  rows of the first n - m + 1 chunks, and each other piece those of one chunk
+  (`pmoe.schedule.tasks.piece_of`).
+
+If m = n, each piece follows the sent rows of its chunk, so that all rows of a chunk are contiguous. If m < n,
+all pieces follow the last chunk. Dropped slots come last:
 
     n = 2 chunks, m = 2 pieces   chunk 0 sent | piece 0 | chunk 1 sent | piece 1 | dropped
     n = 3 chunks, m = 2 pieces   chunk 0 sent | chunk 1 sent | chunk 2 sent | piece 0 | piece 1 | dropped
 
-The last m - 1 pieces have one chunk each, and the first piece has all other chunks
-(`pmoe.schedule.tasks.piece_of`).
-
-Letters: T tokens, K choices of a token, E experts of all ranks, n chunks, m pieces, S slots if tokens have
-different numbers of them.
+Letters: T tokens, K choices of a token, E experts of all ranks, n chunks, m pieces. Some gates give tokens
+different numbers of experts; S is then the number of slots of all tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ from pmoe.ordering.base import Order
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
     """Returns the bounds at which T tokens are divided into n chunks: floor(i * T / n) for i = 0 .. n.
 
-    Chunk i has the tokens from bound i up to but not including bound i + 1. Sizes differ by at most one; if T
-    < n some chunks are empty. The bounds of 2 n, 3 n, ... chunks include those of n chunks, so a chunk can be
-    divided further.
+    Chunk i has the tokens from bound i up to but not including bound i + 1. Numbers of tokens of two chunks
+    differ by at most one. If T < n, some chunks are empty. The bounds of 2 n, 3 n, ... chunks include those
+    of n chunks, so each chunk can be divided further without moving tokens between chunks.
+
+    num_tokens: T, the number of this rank's tokens.
+    n: number of chunks.
 
     Example: (10, 4) -> [0, 2, 5, 7, 10].
     """
@@ -45,10 +49,12 @@ def chunk_bounds(num_tokens: int, n: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SortedRows:
-    """The sorted order of the T * K slots, and its inverse. A slot is a (token, choice) pair.
+    """The order in which (token, choice) pairs are dispatched, and the inverse of this order.
 
-    slot: (T * K,) int64, the slots in sorted order, dropped ones last.
-    position: (T * K,) int64, index of each slot in ``slot``.
+    A pair is called a slot. For T tokens with K choices each, its number is token * K + choice.
+
+    slot: (T * K,) int64, the numbers of the slots in sorted order, dropped slots last.
+    position: (T * K,) int64, the index of each slot in ``slot``: slot[position[s]] = s.
     """
 
     slot: Tensor
@@ -57,12 +63,11 @@ class SortedRows:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Number of tokens, and which token each slot belongs to. A slot is a (token, choice) pair.
+    """Number of tokens, and which token each (token, choice) pair belongs to. A pair is called a slot.
 
     count: T, the number of tokens.
-    of_slot: (S,) int64 ascending, the token of each of S slots, for gates that give tokens different numbers
-        of experts. The routing then has one choice in each row (K = 1). None means that each token has K
-        slots.
+    of_slot: None if all tokens have the same number of experts. Else (S,) int64 ascending, the token of each
+        of the S slots. The expert indices of such a routing are (S, 1).
     """
 
     count: int
@@ -76,12 +81,13 @@ def count_rows(
 
     The result is on the device, and the host does not wait for it.
 
-    expert_TK: (T, K) int64, global expert indices of the K choices of T tokens.
-    keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
+    expert_TK: (T, K) int64, global expert indices of the K choices of T tokens. If tokens have different
+        numbers of experts: (S, 1), one line for each of the S (token, choice) pairs.
+    keep_TK: bool, of the shape of expert_TK, False for choices that are dropped; None keeps all.
     n: number of chunks, which are ranges of consecutive tokens.
     num_experts: E, the number of experts of all ranks.
-    tokens: the token of each row of expert_TK, if tokens have different numbers of experts; None if row t is
-        token t.
+    tokens: the token of each line of expert_TK, if tokens have different numbers of experts; None if line t
+        is token t.
     """
     key = expert_TK.reshape(-1)
     chunk = _chunks(expert_TK, n, tokens)
@@ -103,20 +109,25 @@ def sort_rows(
     m: int,
     tokens: Tokens | None = None,
 ) -> SortedRows:
-    """Sorts the T * K slots in the order of their rows: by chunk, then by expert; dropped slots last.
+    """Sorts the (token, choice) pairs in the order of their rows: by chunk, then by expert.
 
-    A slot is a (token, choice) pair. Slots whose expert is on this rank are sorted by piece (a group of
-    chunks), then by expert. The module's docstring shows the order of chunks and pieces. Slots of the same
-    expert stay in token order.
+    Rows for experts on this rank are not sent. They are cut into m parts, called pieces: piece 0 has those of
+    the first n - m + 1 chunks, and each other piece those of one chunk. Each piece is sorted by expert, too.
+    If m = n, piece i follows the sent rows of chunk i; if m < n, all pieces follow the last chunk. Pairs of
+    the same chunk or piece and the same expert stay in token order. Dropped pairs come last:
 
-    expert_TK: (T, K) int64, global expert indices of the K choices of T tokens.
-    keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
+        n = 2, m = 2   chunk 0 sent | piece 0 | chunk 1 sent | piece 1 | dropped
+        n = 3, m = 2   chunk 0 sent | chunk 1 sent | chunk 2 sent | piece 0 | piece 1 | dropped
+
+    expert_TK: (T, K) int64, global expert indices of the K choices of T tokens. If tokens have different
+        numbers of experts: (S, 1), one line for each of the S (token, choice) pairs.
+    keep_TK: bool, of the shape of expert_TK, False for choices that are dropped; None keeps all.
     n: number of chunks, which are ranges of consecutive tokens.
     num_experts: E, the number of experts of all ranks.
-    local: the experts whose rows are not sent, because they are on this rank; empty if all rows are sent.
-    m: number of pieces into which the rows of local experts are divided.
-    tokens: the token of each row of expert_TK, if tokens have different numbers of experts; None if row t is
-        token t.
+    local: the experts on this rank; empty if their rows are to be sent like all others.
+    m: number of pieces, at most n.
+    tokens: the token of each line of expert_TK, if tokens have different numbers of experts; None if line t
+        is token t.
     """
     expert = expert_TK.reshape(-1)
     chunk = _chunks(expert_TK, n, tokens)
@@ -139,10 +150,11 @@ def sort_rows(
 def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
     """Returns the chunk of each (token, choice) pair, (T * K,) int64; None if there is only one chunk.
 
-    expert_TK: (T, K), of which only the shape is used, for T tokens with K choices each.
+    expert_TK: (T, K) for T tokens with K choices each, or (S, 1) for S pairs of tokens that have different
+        numbers of experts. Only its shape and device are used.
     n: number of chunks.
-    tokens: the token of each row of expert_TK, if tokens have different numbers of experts; None if row t is
-        token t.
+    tokens: the token of each line of expert_TK, if tokens have different numbers of experts; None if line t
+        is token t.
     """
     if n == 1:
         return None
@@ -157,7 +169,7 @@ def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
 
 
 class SortedOrder(Order):
-    """Copies and sums rows with index_select. It computes the same as the readable `EinsumOrder`."""
+    """Copies tokens into rows and sums rows with index_select: the default, and faster than `EinsumOrder`."""
 
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
         torch.index_select(tokens_TM, 0, token_N, out=out)

@@ -1,10 +1,15 @@
 """Reproductions of the papers' figures and tables. Only the command line imports them.
 
-comet_tasks, comet_figures     COMET: its fused kernels as tasks of a simulation, Table 3, Fig. 8
-fsmoe_table5                   FSMoE: Tables 2 and 5
-lancet_figures                 Lancet: section 7
-flashdmoe_table62              FlashDMoE: Table 6.2
 mpipemoe_memory                MPipeMoE: Eq. 1-6
+mpipemoe_figures               MPipeMoE: Figs. 8 and 12
+fsmoe_table5                   FSMoE: Tables 2 and 5
+fsmoe_models                   FSMoE: whole models, Figs. 6 to 8
+comet_tasks, comet_figures     COMET: its fused kernels as tasks of a simulation, Table 3, Fig. 8
+comet_layers                   COMET: layers by system, Figs. 10, 12, 13, 14
+flashdmoe_table62              FlashDMoE: Table 6.2
+flashdmoe_actors               FlashDMoE: its kernel as tasks of actors
+flashdmoe_figures              FlashDMoE: Figs. 3.1, 6.1 to 6.5
+lancet_figures                 Lancet: section 7, Figs. 2 and 6
 scale                          steps of large models on many ranks, simulated
 assumptions                    what the reproductions assume (assumptions.md), and the numbers that
                                the papers print (printed.json)

@@ -72,8 +72,8 @@ def best_division(
 
     A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the columns after which
     sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in the order
-    of their lower bounds (`min_seconds`), until a bound exceeds the best result. Of equally fast divisions it
-    takes the smallest n_c, then the largest T_N.
+    of their lower bounds (`min_seconds`), until a bound exceeds the best result. If several divisions are
+    equally fast, the one with the smallest n_c is returned, and among these the one with the largest T_N.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -102,8 +102,8 @@ def min_seconds(
 ) -> float:
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    The bound is the largest of three times: the work of the computing blocks, of the communicating blocks,
-    and of the link, each with the work that must come before or after.
+    The bound is the largest of three times: of the computing blocks, of the communicating blocks, and of the
+    link between ranks. Each time includes work of the other two that must come before or after.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -153,16 +153,16 @@ def busy_bars(
     lanes: Mapping[str, tuple[str | tuple[str, ...], int]],
     origin: float = 0.0,
 ) -> list[Span]:
-    """Returns a simulated fused kernel as bars of a timeline with few lanes.
+    """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw each. So one lane stands for many blocks, and the height of a
-    bar is the fraction of them that work on rows of the same source rank (layer 0), or on the same chunk of
-    columns (layer 1). Time is cut into 200 steps. Neighbouring steps with the same height, rounded to 1/25 of
-    the lane, become one bar.
+    A kernel has too many thread blocks to draw a row for each. The height of a bar is the fraction of the
+    row's blocks that work on rows of the same source rank (layer 0), or on the same chunk of columns (layer
+    1). Time is cut into 200 steps. Neighbouring steps with the same height, rounded to 1/25 of the row's
+    height, become one bar.
 
-    run: tasks of the kernel with their start and end.
-    lanes: for each drawn lane, by name: (first letters of the names of its blocks' lanes, number of its
-        blocks).
+    run: tasks of the kernel with their start and end. A task's ``lane`` names its block, such as "block 17".
+    lanes: the rows of the timeline. Maps the name of a row to (first letters of the names of its blocks,
+        number of its blocks).
     origin: seconds from the start of the drawing to the start of the kernel.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
@@ -198,8 +198,8 @@ def busy_bars(
 ASSUMPTIONS = assumptions("comet")
 """Assumptions, by name, where the paper says nothing or says something in several ways.
 
-They were written before the first simulation, but after an estimate by hand that gave n_c = 23 for TP = 8.
-The estimate had blocks of 27 GB/s, about half the assumed rate. After the first simulation the order of sums,
+They were written before the first simulation. An estimate by hand came before them: it gave n_c = 23 for
+TP = 8, with blocks of 27 GB/s, about half the assumed rate. After the first simulation the order of sums,
 and that of tiles that are not full, was changed to the order in cuda/comet.
 """
 
@@ -224,8 +224,13 @@ RANKS = 8
 def table3() -> list[dict[str, Any]]:
     """Returns Table 3: the bytes of the shared communication buffer, for each model and number of tokens.
 
-    computed_bytes: by section 5.5's formula, M N elements of two bytes each.
-    paper_bytes: as the paper prints them. Its MB are 2^20 bytes.
+    Each result is a dict with these fields:
+
+        model            name of the model
+        tokens           M, number of tokens
+        computed_bytes   by section 5.5's formula: M * N elements of two bytes, where N is the number of
+                         columns of a token (d_model)
+        paper_bytes      as the paper prints them; the paper's MB are 2^20 bytes
     """
     return [
         {
@@ -290,7 +295,10 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 
 @functools.cache  # with TP = 8 the layer is the same for both meanings of M
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
-    """Returns layer 1's best division of thread blocks, and its seconds, if each tile of columns is sent."""
+    """Returns layer 1's best division of thread blocks, and its seconds, if sums are sent after each tile.
+
+    A tile has 256 columns (T_N = 256).
+    """
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
@@ -298,7 +306,8 @@ def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns how n_c changes with M and with TP, in the paper and in the model.
 
     n_c is the best number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel
-    group. The paper reports two changes. The field "same way" says whether n_c grows, or shrinks, in both.
+    group. The paper reports two changes. The field "same way" says whether n_c grows in both paper and model,
+    or shrinks in both.
 
     cases: the result of `figure8`.
     """
@@ -328,7 +337,7 @@ def chunked_run(
 
     The schedule is pmoe's own. The costs of its tasks are those of "chunked layer" in ASSUMPTIONS.
 
-    arriving, returning: layers 0 and 1 of one rank.
+    arriving, returning: work of one rank in COMET's layers 0 and 1.
     device: rates of the device.
     n: number of chunks.
     """
@@ -385,8 +394,8 @@ def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
 def beside() -> list[dict[str, Any]]:
     """Returns the simulated seconds of Mixtral's layer with EP = 8, as fused kernels and in chunks.
 
-    The first row has two fused kernels, one after the other, each with its best division of thread blocks.
-    The others have 1, 2, 4 and 8 chunks.
+    EP is the number of ranks over which the experts are distributed. The first row has two fused kernels, one
+    after the other, each with its best division of thread blocks. The other rows have 1, 2, 4 and 8 chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     first, first_seconds = best_division(arriving, H800)

@@ -8,29 +8,37 @@ rows of this rank arrive at rank - level. So one rank stands for all, and one la
 link.
 
 A lane runs its tasks one after another. Each thread block is a lane, and so is the link. A task is a tile of
-a product or a piece of rows. A rank has B persistent blocks: n_c communicate, and G = B - n_c compute.
-Computing block b takes the tiles b, b + G, b + 2 G, ... of one list. In cuda/comet each warp of a
-communicating block takes a piece of its own. In this model a block takes one piece after another, at the rate
-of the whole block.
+a product or a piece of rows (16 rows, which are sent together). A rank has B persistent blocks: n_c
+communicate, and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of one list. In
+cuda/comet each warp of a communicating block takes a piece of its own. In this model a block takes one piece
+after another, at the rate of the whole block.
 
 Layer 0: the level of a row is the distance of its source rank. This rank's own rows have level 0, those of
 rank + 1 level 1, and so on. An expert's rows lie in the order of levels. Communicating blocks write pieces
 level by level (to this rank, to rank - 1, ...), so that every rank receives level 1, 2, ... in order. A tile
 starts when its pieces have arrived.
 
-    computing blocks      . L L L C1 C1 C1 C2 C2 ...     tiles by the level that completes their rows
+    computing blocks      . L L L C1 C1 C1 C2 C2 ...
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
     link                  . . S1 S1 S2 S2 ...
 
-Layer 1: the columns of the result are cut into chunks of T_N columns, and tiles go chunk by chunk. When a
-chunk is computed, the communicating blocks sum the rows that each token has on this rank, and write the sums
-to the ranks that own the tokens (to this rank, to rank + 1, ...). The owner adds the sums of all ranks for
-chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
+    L    a tile of which all rows are from this rank (level 0)
+    C1   a tile that is complete when rows of level 1 have arrived
+    S1   pieces of rows for rank - 1, which has them as level 1
+
+Layer 1: the columns of the result are cut into chunks of T_N columns, and tiles are computed chunk by chunk.
+When a chunk is computed, the communicating blocks sum the rows that each token has on this rank, and write
+the sums to the ranks that own the tokens (to this rank, to rank + 1, ...). The owner adds the sums of all
+ranks for chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
 
     computing blocks      E0 E0 E1 E1 E2 E2
     communicating blocks  .  .  R0 .  R1 O0 R2 O1 O2
 
-Letters: T tokens of this rank, W ranks (so many levels), E experts of a rank, B blocks, n_c communicating
+    E0   a tile of chunk 0
+    R0   sums of this rank's rows in chunk 0, written to the ranks that own the tokens
+    O0   sums of all ranks in chunk 0, for the tokens that this rank owns
+
+Letters: T tokens of this rank, W ranks (and so many levels), E experts of a rank, B blocks, n_c communicating
 blocks, T_N columns of a chunk.
 """
 
@@ -69,10 +77,9 @@ class DeviceRates:
     signal_seconds: float
 
     def tile_seconds(self, reduction: int) -> float:
-        """Returns the seconds in which a computing block multiplies one tile. A tile that is not full costs
-        the same.
+        """Returns the seconds in which a computing block multiplies one tile, full or not.
 
-        reduction: elements over which the product sums (K of an M x N x K product).
+        reduction: number of elements over which the product sums: the length of a row before the product.
         """
         return 2 * TILE_ROWS * TILE_COLUMNS * reduction / self.block_flops
 
@@ -110,8 +117,9 @@ class Returning:
     """COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
 
     rows_E: number of rows of each expert of this rank.
-    partials_W: by level, the distance of the token's owner: partials_W[level] tokens of rank + level have
-        rows on this rank, so that many sums are sent there. The same number comes from rank - level.
+    partials_W: number of sums that this rank sends to each rank: one for each token that has rows on this
+        rank. The index is the level, the distance of the rank that owns the token: partials_W[level] sums are
+        sent to rank + level, and as many come from rank - level.
     tokens: tokens that this rank owns.
     reduction: elements of a row before the product (d_hidden).
     columns: columns of the product (d_model).
@@ -142,11 +150,11 @@ class Model(NamedTuple):
 
 
 def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arriving, Returning]:
-    """Returns layers 0 and 1 of one rank under even routing, for ep * tp ranks.
+    """Returns COMET's layers 0 and 1 of one rank under even routing, for ep * tp ranks.
 
     The tp ranks of a tensor-parallel (TP) group hold the same experts, with 1 / tp of the hidden units each.
-    So every row goes to all tp ranks of the group. Each rank sums what its hidden units make of a token's
-    rows, and sends the sum to the rank that owns the token.
+    So every row goes to all tp ranks of the group. Each rank sums its partial results of a token's rows, and
+    sends the sum to the rank that owns the token.
 
     The number of tokens that have rows on a rank is the expected number, if a token's experts are equally
     likely to be any.
@@ -178,12 +186,12 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 # ---- tasks of blocks and links
 
 BAND = 16
-"""Row tiles of a band.
+"""Number of row tiles (128 rows each) of a band.
 
 All tiles of a band are computed before those of the next band, so that the band's rows stay in the cache.
 """
 PIECE_ROWS = 16
-"""Rows of a piece. Rows of one piece are signalled together."""
+"""Rows of a piece. One signal tells the receiver that all rows of a piece have arrived."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,8 +199,8 @@ class FusedTask:
     """A task of a fused kernel, which one of the simulated thread blocks or the link runs.
 
     name: unique in a launch of the kernel.
-    lane: "block 17" computes, "comm 3" communicates, "link" sends. Signals and ends of chunks have lanes of
-        their own, because they delay only the tasks that wait for them.
+    lane: the queue that runs the task: "block 17" computes, "comm 3" communicates, "link" sends. Signals and
+        ends of chunks have lanes of their own, because they delay only the tasks that wait for them.
     waits: names of the tasks that must end before this task starts.
     kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
     part: distance of the source rank (its "level") in layer 0; number of the chunk of columns in layer 1.
@@ -238,8 +246,8 @@ class Launch:
     def meet(self, name: str, kind: str, part: int, seconds: float, waits: Iterable[str]) -> str:
         """Adds a task that starts when all of ``waits`` have ended, and returns its name.
 
-        Several tasks can then wait for its end, instead of for each of ``waits``. The task has a lane of its
-        own, so it delays no other tasks.
+        Later tasks can then wait for this one task instead of for each of ``waits``. The task has a lane of
+        its own, so it delays no other tasks.
 
         name: unique in the launch.
         kind: key of the timeline's legend.
@@ -263,9 +271,9 @@ class Launch:
     ) -> str:
         """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
-        The block reads in its own rank's memory. What it writes to another rank then passes the link, after
-        the bytes that other blocks sent before. The block starts only when all but the last of its earlier
-        writes have passed the link, so that few bytes are on the way.
+        The block reads in its own rank's memory. Bytes for another rank then pass the link, one write after
+        another. The block starts only when all of its earlier writes, except the last one, have passed the
+        link, so that few bytes wait for the link.
 
         Returns the name of the task that ends when all bytes have arrived.
 
@@ -295,7 +303,8 @@ class Launch:
 class Tile:
     """A tile (128 rows x 256 columns) of the product in COMET's layer 0.
 
-    level: the tile's rows are complete when those of rank + level have arrived.
+    level: distance of the rank whose rows arrive last: the tile can start when the rows of rank + level have
+        arrived.
     expert: number of the expert on this rank.
     row, column: position among the expert's tiles, counted in tiles.
     """
@@ -336,7 +345,7 @@ def tile_order(layer: Arriving) -> list[Tile]:
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
     """Returns the tasks of COMET's layer 0: rows are sent in pieces, and tiles of the product wait for them.
 
-    The communicating blocks take pieces of 16 rows in turn.
+    The communicating blocks take pieces of 16 rows, one block after the other.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.
@@ -373,14 +382,17 @@ def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list
 def fused_combine_tasks(
     layer: Returning, device: DeviceRates, n_c: int, chunk_columns: int
 ) -> list[FusedTask]:
-    """Returns the tasks of COMET's layer 1: tiles of the product, writes of sums, final sums of each token.
+    """Returns the tasks of COMET's layer 1: tiles of the product, and two sums for each token.
 
-    See section 3.1.2 and Fig. 6. Sums leave in pieces of 16 rows, which the communicating blocks take in
-    turn, those for this rank first. The final sums of this rank's tokens are divided among the communicating
-    blocks, token by token.
+    See section 3.1.2 and Fig. 6. Each rank first sums the rows that a token has on it, and sends this partial
+    sum to the rank that owns the token. The owner adds the partial sums of all ranks to the final sum.
+    Partial sums are sent in pieces of 16 rows, which the communicating blocks take one block after the other,
+    those for this rank first. The final sums of this rank's tokens are divided among the communicating
+    blocks.
 
-    Work that a block does without waiting in between is one task: its tiles of a chunk, and its pieces for
-    one rank. No computing block loses time by this, but these pieces pass the link together.
+    To simulate fewer tasks, all work that a block does without waiting is one task: all its tiles of a chunk,
+    or all its pieces for one rank. Computing blocks take as long as with a task for each tile. Only the link
+    is less exact: a block's pieces for one rank pass the link as one message.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.
@@ -432,13 +444,14 @@ def fused_combine_tasks(
 
 
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
-    """Returns how many rows of each count every block gets, if blocks take pieces of rows in turn.
+    """Returns for several groups of rows how many rows each block gets, if blocks take pieces in turn.
 
-    The next count continues with the block after the one that got the last piece.
+    The turn goes on from group to group: the first piece of a group goes to the block after the one that got
+    the last piece of the group before.
 
-    counts: numbers of rows.
+    counts: number of rows of each group.
     blocks: number of blocks.
-    height: rows of a piece.
+    height: number of rows of a piece.
 
     Example: counts [3, 1], 2 blocks, height 1 -> [[2, 1], [0, 1]].
     """

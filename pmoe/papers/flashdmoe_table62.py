@@ -15,7 +15,8 @@ from pmoe.papers.assumptions import printed
 def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
     """Returns Size(L), the bytes of a tensor of shape (P, R, B, E, C, H) (section 5.3).
 
-    R = 2 rounds (dispatch and combine) and B = 2 buffers (outgoing and incoming).
+    P is the number of ranks, R = 2 rounds (dispatch and combine), B = 2 buffers (outgoing and incoming), E
+    the number of experts of one rank, C the number of rows for one expert, H the number of elements of a row.
 
     ranks: P.
     experts: E, experts of one rank.
@@ -31,8 +32,8 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 def table62() -> list[dict[str, Any]]:
     """Returns the rows of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
 
-    The column "rest" is the memory that the paper prints as bookkeeping, minus a hidden activation, which we
-    guess is its main part.
+    The paper also prints the memory for bookkeeping. We guess that its main part is a hidden activation. The
+    field "rest" is the bookkeeping without this hidden activation.
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

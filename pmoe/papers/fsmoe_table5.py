@@ -2,6 +2,7 @@
 
 The layers are those of Table 4. Their costs are those of Fig. 5 and ASSUMPTIONS, chosen before any result was
 seen. The cluster's numbers are the paper's, for this reproduction only: no layer of pmoe uses them.
+`pmoe.papers.fsmoe_models` has whole models (Figs. 6 to 8), on both testbeds.
 
 Letters: B samples, L tokens of a sample, M = d_model, H = d_hidden, f capacity factor, n chunks. MP is model
 parallelism: the GPUs of a node split attention and experts.
@@ -12,36 +13,66 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pmoe.papers.assumptions import assumptions, printed
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LayerCosts, LineCost, all_reduce_seconds
-from pmoe.planner.degree_search import (
-    MAX_DEGREE,
-    ScheduleOptions,
-    pass_seconds,
-    simulated_degrees,
-    stage_seconds,
-)
+from pmoe.planner.degree import MAX_DEGREE
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, simulated_degrees, stage_seconds
 from pmoe.planner.gradient_partition import partition
 from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task
 
-ASSUMPTIONS = assumptions("fsmoe-table5")
+ASSUMPTIONS = assumptions("fsmoe")
 """Assumptions, by name, where the paper says nothing or says something in several ways."""
 
 MS = 1e-3
-GEMM, ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = (
-    LineCost(alpha * MS, beta * MS) for alpha, beta in printed("fsmoe figure 5").values()
-)
-"""Costs of Fig. 5 as lines: GEMM by floating-point operations, collectives by bytes."""
-
-NODES = 8
-GPUS = 4  # of a node
 TOP_K = 2
 ELEMENT_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Testbed:
+    """A cluster of equal nodes, with the costs of operations as lines.
+
+    nodes, gpus: number of nodes, and of GPUs of each node.
+    gemm, expert_gemm: seconds of a product by floating-point operations: of attention, and of experts.
+    a2a, ag, rs, ar: seconds of an all-to-all, an all-gather, a reduce-scatter and an all-reduce, by bytes.
+    """
+
+    nodes: int
+    gpus: int
+    gemm: LineCost
+    expert_gemm: LineCost
+    a2a: LineCost
+    ag: LineCost
+    rs: LineCost
+    ar: LineCost
+
+    def all_reduce(self, num_bytes: int) -> float:
+        """Returns the seconds of an all-reduce of one GPU's gradients among the nodes; 0 for 0 bytes."""
+        return all_reduce_seconds(self.ar, num_bytes)
+
+
+def testbed_of_lines(nodes: int, gpus: int, lines: Mapping[str, Sequence[float]]) -> Testbed:
+    """Returns a testbed with the lines of a part of Fig. 5, which has one line for all products.
+
+    nodes, gpus: number of nodes, and of GPUs of each node.
+    lines: alpha in ms, and beta in ms for a byte or a floating-point operation, by operation.
+    """
+    gemm, a2a, ag, rs, ar = (
+        LineCost(alpha * MS, beta * MS)
+        for alpha, beta in (
+            lines[name] for name in ("GEMM", "AlltoAll", "AllGather", "ReduceScatter", "AllReduce")
+        )
+    )
+    return Testbed(nodes=nodes, gpus=gpus, gemm=gemm, expert_gemm=gemm, a2a=a2a, ag=ag, rs=rs, ar=ar)
+
+
+TESTBED_B = testbed_of_lines(8, 4, printed("fsmoe figure 5"))
+"""Testbed B of Table 3, with the lines of Fig. 5 (c) and (d)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +105,28 @@ class LayerConfiguration:
         """Rows that a node's experts receive, for all experts of the node together."""
         return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients of attention and the gate on one GPU, which the nodes all-reduce."""
-        return ELEMENT_SIZE * (4 * self.M * self.M // GPUS + NODES * self.M)
+    def gradient_bytes(self, testbed: Testbed) -> int:
+        """Returns the bytes of gradients of attention and the gate on one GPU, which the nodes all-reduce."""
+        return ELEMENT_SIZE * (4 * self.M * self.M // testbed.gpus + testbed.nodes * self.M)
 
 
 class Attention(NamedTuple):
     """Seconds of the dense part (attention) in forward.
 
-    compute: of its matrix products.
-    all_gather, reduce_scatter: of its two collectives inside the node.
+    compute: seconds of its matrix products.
+    all_gather, reduce_scatter: seconds of its two collectives inside the node.
     """
 
     compute: float
     all_gather: float
     reduce_scatter: float
+
+    def hidden_seconds(self, one_lane: bool) -> float:
+        """Returns the seconds of the longest all-reduce between nodes that attention's backward can hide.
+
+        one_lane: whether collectives inside the node and between nodes wait for each other.
+        """
+        return 2 * self.compute + (0 if one_lane else self.all_gather + self.reduce_scatter)
 
 
 def table4() -> list[LayerConfiguration]:
@@ -104,25 +141,36 @@ def table4() -> list[LayerConfiguration]:
     ]
 
 
-def moe_costs(layer: LayerConfiguration) -> LayerCosts:
-    """Returns the costs of the stages of the MoE layer's forward pass, by the lines of Fig. 5."""
+def num_products(layer: LayerConfiguration) -> int:
+    """Returns how many products of the same size an expert computes in forward."""
+    return 3 if layer.ffn == "Mixtral" else 2
+
+
+def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
+    """Returns the floating-point operations of one product of a GPU's experts, for all rows of its node."""
+    return 2 * layer.rows * layer.M * (layer.H // testbed.gpus)
+
+
+def moe_costs(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> LayerCosts:
+    """Returns the costs of the stages of the MoE layer's forward pass, by the lines of a testbed."""
     bytes_of_node = layer.rows * layer.M * ELEMENT_SIZE
-    products = 3 if layer.ffn == "Mixtral" else 2
-    line = LineCost(products * GEMM.alpha_seconds, products * GEMM.beta_seconds)
+    products = num_products(layer)
+    gemm = testbed.expert_gemm
+    line = LineCost(products * gemm.alpha_seconds, products * gemm.beta_seconds)
     return LayerCosts(
-        a2a=ALL_TO_ALL.shared(bytes_of_node / GPUS),
-        ag=ALL_GATHER.shared(bytes_of_node),
-        rs=REDUCE_SCATTER.shared(bytes_of_node),
-        exp=line.shared(2 * layer.rows * layer.M * (layer.H // GPUS)),
+        a2a=testbed.a2a.shared(bytes_of_node / testbed.gpus),
+        ag=testbed.ag.shared(bytes_of_node),
+        rs=testbed.rs.shared(bytes_of_node),
+        exp=line.shared(product_flops(layer, testbed)),
     )
 
 
-def attention(layer: LayerConfiguration) -> Attention:
-    """Returns the seconds of attention's forward pass, by the lines of Fig. 5.
+def attention(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> Attention:
+    """Returns the seconds of attention's forward pass, by the lines of a testbed.
 
     Backward computes twice as long, and sends the same bytes.
     """
-    share = layer.M // GPUS
+    share = layer.M // testbed.gpus
     products = (
         2 * layer.tokens * layer.M * 3 * share,  # queries, keys, values
         2 * layer.tokens * layer.L * share,  # scores
@@ -130,11 +178,7 @@ def attention(layer: LayerConfiguration) -> Attention:
         2 * layer.tokens * share * layer.M,  # output
     )
     sent = layer.tokens * layer.M * ELEMENT_SIZE
-    return Attention(sum(map(GEMM, products)), ALL_GATHER(sent), REDUCE_SCATTER(sent))
-
-
-all_reduce_of: Callable[[float], float] = functools.partial(all_reduce_seconds, ALL_REDUCE)
-"""Seconds of an all-reduce of one GPU's gradients among the nodes, by bytes."""
+    return Attention(sum(map(testbed.gemm, products)), testbed.ag(sent), testbed.rs(sent))
 
 
 # ---- Table 2: measured and modelled operations
@@ -152,8 +196,8 @@ MODELS = {name: LayerConfiguration(**row) for name, row in printed("fsmoe models
 def table2() -> list[dict[str, Any]]:
     """Returns Table 2's operations in one pass of a model's layer: measured and modelled seconds.
 
-    The paper measured, and ASSUMPTIONS give the model. One row for each model, direction and operation.
-    Operations of attention are included.
+    The paper measured; the model follows ASSUMPTIONS. There is one row for each model, direction and
+    operation. Operations of attention are included.
     """
     return [
         {
@@ -177,7 +221,7 @@ def _modelled(layer: LayerConfiguration, backward: bool) -> dict[str, float]:
     a2a, ag, rs, exp = (costs.backward() if backward else costs).chunk(1)
     return {
         "AlltoAll": 2 * a2a,
-        "AllReduce": all_reduce_of(layer.gradient_bytes) if backward else 0.0,
+        "AllReduce": TESTBED_B.all_reduce(layer.gradient_bytes(TESTBED_B)) if backward else 0.0,
         "AllGather": ag + dense.all_gather,
         "ReduceScatter": rs + dense.reduce_scatter,
         "Experts": exp,
@@ -214,33 +258,43 @@ class SystemPlan:
     end_bytes: int = 0
 
 
-@functools.cache
-def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
-    """Returns the decisions of each system for a layer, by the system's name.
+def tutel_degree(costs: LayerCosts) -> int:
+    """Returns Tutel's number of chunks: the one with which both passes together are fastest.
 
-    The systems decide as if lanes did not slow each other, because their planners measure each lane alone.
+    In Tutel's schedule, all collectives run one after another.
+
+    costs: seconds of the stages of the forward pass.
     """
-    costs = moe_costs(layer)
-    total = layer.gradient_bytes
-    dense = attention(layer)
-    forward_options = _papers_schedule("forward", True)
-    backward_options = _papers_schedule("backward", True)
-    tutel = min(  # one degree, the best for both passes together
+    forward_options = papers_schedule("forward", True)
+    backward_options = papers_schedule("backward", True)
+    return min(
         DEGREES,
         key=lambda n: (
             pass_seconds(costs, n, forward_options) + pass_seconds(costs.backward(), n, backward_options)
         ),
     )
+
+
+@functools.cache
+def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
+    """Returns the decisions of each system for a layer on Testbed B, by the system's name.
+
+    The systems decide as if lanes did not slow each other, because their planners measure each lane alone.
+    """
+    costs = moe_costs(layer)
+    total = layer.gradient_bytes(TESTBED_B)
+    dense = attention(layer)
+    tutel = tutel_degree(costs)
     plan_of = {
         "DeepSpeed-MoE": SystemPlan(one_lane=True, forward=0, backward=0, end_bytes=total),
         "Tutel": SystemPlan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
         "Tutel-Improved": SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total),
     }
     for name, one_lane in (("FSMoE-No-IIO", True), ("FSMoE", False)):
-        seconds = 2 * dense.compute + (0 if one_lane else dense.all_gather + dense.reduce_scatter)
-        forward, degrees = _best_degrees(costs, one_lane)
+        forward, degrees = best_degrees(costs, one_lane)
+        seconds = dense.hidden_seconds(one_lane)
         part = partition(
-            [GeneralizedLayer(degrees=degrees, dense_seconds=seconds, gradient_bytes=0)], ALL_REDUCE, total
+            [GeneralizedLayer(degrees=degrees, dense_seconds=seconds, gradient_bytes=0)], TESTBED_B.ar, total
         )
         (share,) = part.shares
         plan_of[name] = SystemPlan(
@@ -256,45 +310,89 @@ def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
 
 @functools.cache
 def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float = 1.0) -> float:
-    """Returns the seconds of one layer, attention and MoE, forward and backward, with a system's decisions.
+    """Returns the seconds of one layer on Testbed B, forward and backward, with a system's decisions.
+
+    The layer is attention and MoE.
 
     plan: the decisions.
     contention: factor on the seconds of a collective between nodes and one inside the node while both run. 1
         means that they do not slow each other.
     """
     costs, dense = moe_costs(layer), attention(layer)
-    end = all_reduce_of(plan.end_bytes)
-    inside = dense.all_gather + dense.reduce_scatter
-    seconds = dense.compute + inside + end
+    end = TESTBED_B.all_reduce(plan.end_bytes)
     if not plan.forward:
-        a2a, ag, rs, exp = costs.chunk(1)
-        moe = 4 * a2a + 2 * (ag + rs) + exp + costs.backward().exp(1)
-        return seconds + moe + 2 * dense.compute + inside
-    seconds += _pass(costs, plan.forward, _papers_schedule("forward", plan.one_lane), 0.0, contention)
-    backward = _papers_schedule("backward", plan.one_lane)
-    seconds += _pass(costs.backward(), plan.backward, backward, all_reduce_of(plan.moe_bytes), contention)
-    return seconds + _dense_backward(dense, all_reduce_of(plan.dense_bytes), plan.one_lane, contention)
+        return sequential_seconds(costs, dense) + end
+    t_gar, t_ar = TESTBED_B.all_reduce(plan.moe_bytes), TESTBED_B.all_reduce(plan.dense_bytes)
+    seconds = forward_seconds(costs, dense, plan.forward, plan.one_lane, contention)
+    return (
+        seconds + backward_seconds(costs, dense, plan.backward, plan.one_lane, t_gar, t_ar, contention) + end
+    )
 
 
-def _papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
-    """Returns the options of the paper's schedule, in which the experts' backward is one task.
+def sequential_seconds(costs: LayerCosts, dense: Attention) -> float:
+    """Returns the seconds of both passes of a layer in one chunk, if tasks run one after another.
 
+    costs, dense: seconds of the MoE layer's stages and of attention, in forward.
+    """
+    a2a, ag, rs, exp = costs.chunk(1)
+    moe = 4 * a2a + 2 * (ag + rs) + exp + costs.backward().exp(1)
+    return moe + 3 * dense.compute + 2 * (dense.all_gather + dense.reduce_scatter)
+
+
+def forward_seconds(
+    costs: LayerCosts, dense: Attention, n: int, one_lane: bool, contention: float = 1.0
+) -> float:
+    """Returns the simulated seconds of the forward pass of a layer, attention and MoE.
+
+    costs, dense: seconds of the MoE layer's stages and of attention, in forward.
+    n: number of chunks of the MoE layer.
+    one_lane: whether collectives inside the node and between nodes wait for each other.
+    contention: factor on the seconds of a collective between nodes and one inside the node while both run.
+    """
+    options = papers_schedule("forward", one_lane)
+    return dense.compute + dense.all_gather + dense.reduce_scatter + _pass(costs, n, options, 0.0, contention)
+
+
+def backward_seconds(
+    costs: LayerCosts,
+    dense: Attention,
+    n: int,
+    one_lane: bool,
+    t_gar: float,
+    t_ar: float,
+    contention: float = 1.0,
+) -> float:
+    """Returns the simulated seconds of the backward pass of a layer, attention and MoE.
+
+    costs, dense: seconds of the MoE layer's stages and of attention, in forward.
+    n: number of chunks of the MoE layer.
+    one_lane: whether collectives inside the node and between nodes wait for each other.
+    t_gar, t_ar: seconds of all-reduces of gradients beside the MoE layer and beside attention.
+    contention: factor on the seconds of a collective between nodes and one inside the node while both run.
+    """
+    seconds = _pass(costs.backward(), n, papers_schedule("backward", one_lane), t_gar, contention)
+    return seconds + _dense_backward(dense, t_ar, one_lane, contention)
+
+
+def papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
+    """Returns the options of the paper's schedule: the experts' backward is one task for each chunk.
+
+    direction: "forward" or "backward".
     one_lane: whether collectives inside the node and between nodes wait for each other.
     """
     return ScheduleOptions(direction=direction, one_lane=one_lane, wgrad_share=0.0)
 
 
 @functools.cache
-@functools.cache
-def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
+def best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
     """Returns the best number of chunks in forward, and the seconds of backward for each number of chunks.
 
     costs: seconds of the stages of the forward pass.
     one_lane: whether collectives inside the node and between nodes wait for each other.
     """
-    options = _papers_schedule("forward", one_lane)
+    options = papers_schedule("forward", one_lane)
     forward = min(DEGREES, key=lambda n: pass_seconds(costs, n, options))
-    return forward, simulated_degrees(costs.backward(), _papers_schedule("backward", one_lane), DEGREES)
+    return forward, simulated_degrees(costs.backward(), papers_schedule("backward", one_lane), DEGREES)
 
 
 @functools.cache
@@ -312,12 +410,13 @@ def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, con
 
 @functools.cache
 def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: float) -> float:
-    """Returns the simulated seconds of attention's backward beside an all-reduce of t_ar seconds.
+    """Returns the simulated seconds of attention's backward pass while gradients are all-reduced.
 
     Attention gathers, computes, and reduce-scatters, one after another. If collectives share one lane, the
-    all-reduce runs beside the computation only.
+    all-reduce can only run beside the computation, not beside the other two collectives.
 
     dense: seconds of attention in forward.
+    t_ar: seconds of the all-reduce.
     one_lane: whether collectives inside the node and between nodes share one lane.
     contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
@@ -340,7 +439,7 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
 
 
 def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
-    """Returns a function that gives the speeds of lanes, by the set of busy lanes, for `simulate_slowed`.
+    """Returns a function from the set of busy lanes to the speed of each lane, for `simulate_slowed`.
 
     While the lane between nodes and the lane inside the node are both busy, each has speed 1 / contention.
     All other lanes always have speed 1 (see ASSUMPTIONS).
@@ -387,15 +486,15 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
     return rows
 
 
-def best_degrees() -> dict[str, int]:
+def differing_degrees() -> dict[str, int]:
     """Returns for how many layers the best numbers of chunks in forward and in backward differ.
 
     layers             number of all layers
-    differing          with the gradients that FSMoE all-reduces during backward
-    without gradients  without any gradients
+    differing          number of differing layers, with the gradients that FSMoE all-reduces during backward
+    without gradients  number of differing layers, without any gradients
     paper              the number that the paper prints
     """
-    degrees_of_layers = [_best_degrees(moe_costs(layer), False) for layer, _ in planned()]
+    degrees_of_layers = [best_degrees(moe_costs(layer), False) for layer, _ in planned()]
     return {
         "layers": len(degrees_of_layers),
         "differing": sum(plan["FSMoE"].forward != plan["FSMoE"].backward for _, plan in planned()),
@@ -408,10 +507,10 @@ def best_degrees() -> dict[str, int]:
 
 
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
-    """Returns the tables that `pmoe simulate fsmoe-table5` prints, by name.
+    """Returns the tables of Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
 
     contention: factor on the seconds of collectives between nodes and inside the node while both run. The
-        first table also has the results for 1.
+        first table has the results for a factor of 1 and for this factor.
     """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
-    return {"systems": systems, "degrees": [best_degrees()], "table2": table2()}
+    return {"systems": systems, "degrees": [differing_degrees()], "table2": table2()}

@@ -1,22 +1,23 @@
-"""Lancet's evaluation (section 7), simulated from stated costs of operators.
+"""Lancet's evaluation (section 7) and its Figs. 2 and 6, simulated from stated costs of operators.
 
-The results show the gain of Lancet's two passes over a training graph. The models are GPT-2 with a Switch
-layer in every other block and two experts on each GPU, on two clusters. The cost of an operator follows from
-its floating-point operations and bytes, at stated rates. The passes are pmoe's own (`pmoe.graph`). Tutel's
-pipeline is written in this file. `ASSUMPTIONS` were fixed before the first run. Nothing was fitted to the
-paper.
+Lancet has two passes over a training graph, and the results show how much time each saves. The models are
+GPT-2 with a Switch layer in every other block and two experts on each GPU, on two clusters. The cost of an
+operator follows from its floating-point operations and bytes, at stated rates. The passes are pmoe's own
+(`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS` were fixed before the first run.
+Nothing was fitted to the paper.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, exposed_seconds, total_seconds
-from pmoe.graph.ranges import Cuttable, PartCosts, alone, pipelined, solve
+from pmoe.graph.ranges import Cuttable, PartCosts, alone, lags, pipelined, solve
 from pmoe.graph.weight_gradients import listed
 from pmoe.papers.assumptions import assumptions, printed
 
@@ -64,7 +65,7 @@ WORDS = 50_257
 """Words of the vocabulary."""
 
 LAUNCH = 5e-6
-"""Seconds to launch a kernel, which each operator that computes takes in addition."""
+"""Seconds to launch a kernel. Each operator that computes takes this time in addition to its work."""
 
 MESSAGE = 20e-6
 """Seconds of an all-to-all of no bytes."""
@@ -79,9 +80,9 @@ PARTS = (1, 2, 3, 4, 6, 8)
 class Operator(NamedTuple):
     """An operator of the forward pass, with its amount of work.
 
-    flops: floating-point operations, if it is a matrix product; otherwise 0.
-    moved: bytes that it reads and writes, if it computes something else.
-    sent: bytes that it sends, if it is an all-to-all.
+    flops: floating-point operations of a matrix product; 0 for other operators.
+    moved: bytes that an operator which is no matrix product reads and writes; else 0.
+    sent: bytes that an all-to-all sends; else 0.
     has_weight: for a matrix product, whether one side is a weight, which then has a gradient of its own.
     """
 
@@ -186,7 +187,11 @@ def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[I
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Seconds of a step, and its exposed seconds, in which nothing is computed."""
+    """Seconds of a simulated pass or step.
+
+    seconds: total seconds.
+    exposed: seconds of these in which nothing is computed, because all computation waits for all-to-alls.
+    """
 
     seconds: float
     exposed: float
@@ -196,7 +201,12 @@ class SimulatedStep:
 
 
 def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
-    """Returns the seconds of instructions that each lane (computing, communicating) runs in list order."""
+    """Returns the total and the exposed seconds of instructions that run in list order on two lanes.
+
+    A lane is a queue. All-to-alls run on one lane, all other instructions on the other. Each lane runs its
+    instructions one after another. Both lanes work at the same time, unless an instruction waits for an
+    instruction of the other lane. Exposed seconds are those in which nothing is computed.
+    """
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
 
@@ -236,9 +246,9 @@ def in_layers(
 ) -> SimulatedStep:
     """Returns the seconds of a pass with Tutel's pipeline.
 
-    The all-to-alls and experts of each MoE layer run in k parts, everything else in one.
+    The all-to-alls and experts of each MoE layer run in k parts, everything else as a whole.
 
-    instructions: of the pass, in order.
+    instructions: instructions of the pass, in order.
     works: operators of the forward pass.
     seconds: returns the seconds of a part of an operator, given the number of parts.
     k: number of parts.
@@ -293,8 +303,8 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
 def section7() -> list[dict[str, Any]]:
     """Returns the results of section 7: a row for each model, cluster and number of GPUs.
 
-    A row has the milliseconds of each system, how many times as fast as others Lancet is, and how much less
-    of its communication is exposed.
+    A row has the milliseconds of a step by each system, the speed-ups of Lancet over two of them, and by how
+    many percent Lancet has less exposed communication (during which nothing is computed) than Tutel.
     """
     rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
@@ -319,6 +329,121 @@ PAPER: Mapping[str, str] = printed("lancet")
 """Gains that the paper reports, in words, by name of a field of `section7`."""
 
 
+# ---- Fig. 2
+
+
+def figure2() -> list[dict[str, Any]]:
+    """Returns the breakdown of a step of Fig. 2, a row for each model and number of GPUs, on V100.
+
+    all-to-all ms, experts ms, other ms   the three parts of a step
+    all-to-all / experts                  ratio of the first two; in the paper it is up to 3.36
+    Orig. ms                              a step if all parts run one after another
+    Curr. ms                              a step if the shorter of all-to-alls and experts is hidden
+    Opt. ms                               a step if either all-to-alls or all computation are hidden
+    """
+    rows = []
+    for model, gpus in itertools.product((SMALL, LARGE), NUMBERS):
+        sequences = model.sequences[V100.name]
+        seconds = functools.partial(seconds_on, V100, gpus, sequences * TOKENS)
+        works = list(forward_work(model, sequences))
+        step = [*forward(works, seconds), *backward(works, seconds)]
+        experts = {name for layer in moe_layers(works) for name in layer[1:-1]}
+        sent = sum(each.seconds for each in step if each.communicates)
+        computed = sum(each.seconds for each in step if not each.communicates)
+        of_experts = sum(
+            each.seconds for each in step if each.name.removeprefix("d ").removeprefix("w ") in experts
+        )
+        milliseconds = {
+            "all-to-all": sent,
+            "experts": of_experts,
+            "other": computed - of_experts,
+            "Orig.": sent + computed,
+            "Curr.": sent + computed - min(sent, of_experts),
+            "Opt.": max(sent, computed),
+        }
+        row: dict[str, Any] = {"model": model.name, "GPUs": gpus}
+        row |= {f"{name} ms": 1e3 * each for name, each in milliseconds.items()}
+        rows.append({**row, "all-to-all / experts": sent / of_experts})
+    return rows
+
+
+def moe_layers(works: Sequence[Operator]) -> list[list[str]]:
+    """Returns for each MoE layer the names of its operators from the first to the second all-to-all."""
+    names = [work.name for work in works]
+    sent = [at for at, work in enumerate(works) if work.sent]
+    return [names[first : last + 1] for first, last in zip(sent[::2], sent[1::2], strict=True)]
+
+
+# ---- Fig. 6
+
+FIGURE6_GPUS = 16
+FIGURE6_CASES = {"(a)": (SMALL, 24), "(b)": (LARGE, 8)}
+"""Model and sequences of a GPU of each part of Fig. 6, by its name."""
+
+SPANS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)
+"""Milliseconds of operators before and after each MoE layer that are cut together with the layer.
+
+Infinity cuts half of all operators up to the next MoE layer.
+"""
+
+
+def figure6() -> list[dict[str, Any]]:
+    """Returns the forward pass of Fig. 6 by what is cut: a row for each part of the figure and each range.
+
+    range          the operators that are cut: none ("Orig."); each MoE layer and a number of ms before and
+                   after it (0 ms is Tutel's range); or those that Lancet's dynamic programme chooses
+    2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts, and so on
+    best ms        the least of these; for "Lancet" the prediction of the dynamic programme
+    """
+    rows = []
+    for name, (model, sequences) in FIGURE6_CASES.items():
+        seconds = functools.partial(seconds_on, A100, FIGURE6_GPUS, sequences * TOKENS)
+        works = list(forward_work(model, sequences))
+        uncut = total_seconds(forward(works, seconds))
+        chosen = in_ranges(works, seconds, sequences).seconds
+        no_parts = {f"{k} parts ms": None for k in PARTS[1:]}
+        rows.append({"figure": name, "range": "Orig.", **no_parts, "best ms": 1e3 * uncut})
+        for span in SPANS:
+            words = "half of all" if math.isinf(span) else f"{span:g} ms"
+            in_parts = {k: 1e3 * cut_seconds(works, seconds, span / 1e3, k) for k in PARTS[1:]}
+            columns = {f"{k} parts ms": each for k, each in in_parts.items()}
+            rows.append({"figure": name, "range": words, **columns, "best ms": min(in_parts.values())})
+        rows.append({"figure": name, "range": "Lancet", **no_parts, "best ms": 1e3 * chosen})
+    return rows
+
+
+def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: float, k: int) -> float:
+    """Returns the seconds of a forward pass in which a range around each MoE layer runs in k parts.
+
+    The range consists of the layer's all-to-alls, its experts, and some operators before and after these.
+
+    works: operators of the forward pass, in order.
+    seconds: returns the seconds of a part of an operator, given the number of parts.
+    span: seconds of the operators that are cut before the first and after the second all-to-all. At most half
+        of the operators between two MoE layers are cut with each.
+    k: number of parts.
+    """
+    instructions = forward(works, seconds)
+    costs = PartCosts({work.name: seconds(work, k) for work in works}, {})
+    places = {each.name: at for at, each in enumerate(instructions)}
+    layers = [(places[layer[0]], places[layer[-1]] + 1) for layer in moe_layers(works)]
+    bounds = [0, *((end + begin) // 2 for (_, end), (begin, _) in itertools.pairwise(layers))]
+    bounds.append(len(instructions))
+    total = sum(each.seconds for each in instructions)
+    for (begin, end), (least, most) in zip(layers, itertools.pairwise(bounds), strict=True):
+        before = _within(instructions[least:begin][::-1], span)
+        after = _within(instructions[end:most], span)
+        body = instructions[begin - before : end + after]
+        total += min(total_seconds(pipelined(body, k, lag, costs)) for lag in lags(k))
+        total -= sum(each.seconds for each in body)
+    return total
+
+
+def _within(instructions: Sequence[Instruction], span: float) -> int:
+    """Returns how many of the first instructions take at most ``span`` seconds together."""
+    return sum(sofar <= span for sofar in itertools.accumulate(each.seconds for each in instructions))
+
+
 def tables() -> dict[str, list[dict[str, Any]]]:
     """Returns the tables that `pmoe simulate lancet` prints, by name.
 
@@ -326,4 +451,4 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     """
     rows = section7()
     gains = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]
-    return {"section7": rows, "most": gains}
+    return {"section7": rows, "most": gains, "figure2": figure2(), "figure6": figure6()}

@@ -28,8 +28,8 @@ def activations(B: int, M: int, H: int) -> int:
     the expert's hidden activation (B H).
 
     Eq. 4 is the same: a pipeline of chunks without reuse of memory holds these activations. Its temporary
-    buffers take as many elements more, because all chunks are computed at the same time, so every tensor has
-    its gradient.
+    buffers take equally many elements again, because all chunks are computed at the same time, so every
+    tensor has its gradient.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -40,7 +40,7 @@ def activations(B: int, M: int, H: int) -> int:
 def buffers(B: int, M: int, H: int) -> int:
     """Eq. 3: B M + B H, the elements of temporary buffers if the stages run one after another.
 
-    These are the gradients of two neighbouring tensors, such as the hidden activation (B H) and the expert's
+    At any time two neighbouring tensors have gradients, such as the hidden activation (B H) and the expert's
     output (B M).
 
     B: tokens of a rank.

@@ -1,8 +1,8 @@
 """Simulated training steps of large models on many ranks, from stated rates and real schedules.
 
-In every all-to-all all ranks wait for the slowest one. So only one rank is simulated: the rank with the most
-popular experts, which in every layer has most rows to send, to receive and to multiply. `pmoe simulate scale
---assumptions` prints all assumptions.
+In every all-to-all, all ranks wait for the slowest rank. So only one rank is simulated: the rank with the
+most popular experts, which in every layer has most rows to send, to receive and to multiply. `pmoe simulate
+scale --assumptions` prints all assumptions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH = 4_194_304
 S4 = STRATEGIES["S4"]
 
 SLACK = 1.25
-"""Number of rows of a ring slot (a reused buffer), over the number under even routing."""
+"""Rows that a ring slot (a buffer that chunks share) holds, as a multiple of a chunk's under even routing."""
 
 ELEMENT = 2
 """Bytes of an element: bfloat16."""
@@ -49,8 +49,9 @@ OPTIMIZER = 12
 """Bytes of optimizer state for each parameter."""
 
 LIMITS = ("all-to-alls", "gradients", "launches")
-"""Costs that may limit scaling. Each is set to 0 in turn (`ScaledStep.free`), to see how much it adds to a
-step.
+"""Costs that may limit scaling.
+
+Each is set to 0 in turn (`ScaledStep.free`), to see how much it adds to a step.
 """
 
 
@@ -80,7 +81,7 @@ class ScaledStep:
     n: number of chunks of each pass.
     passes: number of forward and backward passes in a step, whose gradients are summed.
     skew: an expert's popularity is exp(skew z), with z normally distributed. 0 is even routing.
-    free: the one of LIMITS that takes no time; "" for none.
+    free: the cost of LIMITS that is set to 0; "" for none.
     """
 
     model: ScaledModel
@@ -93,8 +94,9 @@ class ScaledStep:
 
     @cached_property
     def sizes(self) -> LayerSizes:
-        """Sizes of one MoE layer. Its experts are on as many ranks as there are experts, or on all if these
-        are fewer.
+        """Sizes of one MoE layer.
+
+        Its experts are on as many ranks as there are experts, or on all ranks if there are fewer ranks.
         """
         sharing = min(self.rates.num_ranks, self.model.layer["num_experts"])
         place: dict[str, Any] = {"num_ranks": sharing, "device_type": "cuda", "dtype": torch.bfloat16}
@@ -102,10 +104,10 @@ class ScaledStep:
 
     @cached_property
     def busiest_tokens(self) -> int:
-        """Tokens of each rank with which even routing gives every rank the busiest rank's number of rows.
+        """Number of tokens that stands for `tokens` in the simulation, to account for skewed routing.
 
-        The simulation assumes even routing. With this number of tokens it covers the busiest rank under
-        skewed routing, too.
+        The simulation of a layer assumes even routing. With this number of tokens, evenly routed, every rank
+        receives as many rows as the busiest rank receives under skewed routing with `tokens` tokens.
         """
         z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
         shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)
@@ -162,8 +164,9 @@ class ScaledStep:
     def peak_bytes(self) -> int:
         """Peak bytes of the busiest rank.
 
-        These are parameters, gradients, the rank's part of the optimizer's state, saved tensors of all
-        layers, and what the passes of one layer add. The rank is assumed to send as many rows as it receives.
+        They include parameters, gradients, the rank's part of the optimizer's state, saved tensors of all
+        layers, and the memory that the passes of one layer need in addition. The rank is assumed to send as
+        many rows as it receives.
         """
         layers = self.model.layers
         ranks = self.rates.num_ranks

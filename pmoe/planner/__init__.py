@@ -12,7 +12,9 @@ were measured before (`pmoe.planner.profile`). Files, in the order in which a ch
     simulator, layer_seconds, cost_model   seconds of a pass
     memory                                 bytes of a pass
     priced_choices, cluster_candidates     the choices that exist, and the best of them
-    degree, degree_search, granularity     the pipeline degree n
+    degree, degree_search                  the pipeline degree n, by FSMoE's solver
+    granularity, degree_trials             n by trials: MPipeMoE's ranges, and which n to try
+    timed_rounds                           which trials to repeat, and when a difference counts
     gradient_partition                     when gradients of other layers are all-reduced
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures

@@ -25,7 +25,7 @@ KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
 RULE_PART = 12
-"""One of so many blocks communicates if nothing was measured: 11 of 132 do.
+"""Without measurements, 1 block in 12 communicates and the others compute. Example: 11 of 132 blocks.
 
 This is a guess. COMET found 18 to 46 of 132 best with tensor parallelism (Figure 8).
 """
@@ -33,13 +33,13 @@ This is a guess. COMET found 18 to 46 of 132 best with tensor parallelism (Figur
 BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
 """Numbers of communicating blocks (n_c) that a sweep tries first."""
 BLOCK_STEP = 6
-"""Distance of the further values of n_c that a sweep tries.
+"""Above the largest of `BLOCK_COUNTS`, a sweep tries every sixth number of communicating blocks (n_c).
 
-The distance may be large: the more blocks communicate, the less one more changes.
+The step may be large: with many communicating blocks, one block more or less hardly changes the time.
 """
 
 CHUNKS = (256, 512, 1024)
-"""Numbers of columns that the combining kernel sends at a time in a sweep, beside all columns."""
+"""Numbers of columns that a sweep lets the combining kernel send at a time. It also tries whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,35 +119,42 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a kernel's layer, without the kernel's name and direction.
+    """Returns the sizes of the layer that a kernel belongs to: the key without the kernel and its direction.
 
-    All kernels of a layer give equal results.
+    All four keys of a layer (dispatch and combine, forward and backward) give equal results. The seconds of
+    the whole layer are stored by this result.
     """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
-    """Returns the key of one kernel of a layer: the layer's sizes with the kernel's name and direction."""
+    """Returns the sizes of one fused kernel of a layer, by which its measurements are stored.
+
+    They are the layer's sizes, with the kernel's name and direction.
+    """
     return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
 
 
 def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
-    """Returns the keys of all fused kernels of a layer: dispatch and combine, each forward and backward."""
+    """Returns the sizes of all fused kernels of a layer: dispatch and combine, each forward and backward.
+
+    Measurements of a kernel are stored by these sizes.
+    """
     return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
 
 
 def rule(sizes: FusedKernelSizes) -> Division:
     """Returns the division of thread blocks to use if nothing was measured: one of 12 blocks communicates.
 
-    At least one block communicates. The combining kernel sends its results after every 512 columns.
+    At least one block communicates. The combining kernel sends its results 512 columns at a time.
     """
     return clamped(Division(max(1, sizes.num_blocks // RULE_PART), RULE_COLUMNS), sizes)
 
 
 def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
-    """Returns the nearest division that the kernel accepts.
+    """Returns the division of thread blocks that is nearest to a given one and that the kernel accepts.
 
-    At least one block must compute, and the columns sent at a time must not exceed those of the result.
+    At least one block must compute, and the columns sent at a time must not exceed those of a row.
 
     division: number of communicating blocks, and columns sent at a time.
     sizes: sizes of the kernel.
@@ -169,7 +176,7 @@ def all_columns(d_model: int) -> int:
 def chunk_candidates(d_model: int) -> list[int]:
     """Returns the numbers of columns that a sweep of the combining kernel tries to send at a time.
 
-    These numbers are those of `CHUNKS`, and all columns.
+    They are 256, 512 and 1024 (`CHUNKS`), if the row is that wide, and the width of the whole row.
     """
     all_of_row = all_columns(d_model)
     return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})
@@ -194,11 +201,11 @@ def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Measurements of one fused kernel.
+    """Measurements of one fused kernel: the seconds of each division of its thread blocks that was tried.
 
-    sizes: sizes of its layer, name and direction.
-    division: the fastest division of thread blocks that was tried.
-    seconds: of the kernel on the slowest rank, for each division that was tried.
+    sizes: which kernel and direction, and the sizes of the layer.
+    division: the division that was fastest.
+    seconds: maps each division that was tried to the kernel's seconds on the slowest rank.
     when: time of the measurement, ISO 8601, UTC.
     """
 
@@ -249,14 +256,14 @@ class DivisionTable:
 
         The division is the first of these that exists:
 
-        1. measured: the fastest division of exactly this kernel.
-        2. nearest: the fastest division of the nearest sizes (`distance`) for the same kernel, direction and
-           dtype. Measurements with another device, number of blocks, or virtual ranks count only if there are
-           no others. Their number of communicating blocks (n_c) is scaled by the ratio of the numbers of
-           blocks.
-        3. rule: the division of `rule`.
+        1. measured: the fastest division that was measured for exactly this kernel.
+        2. nearest: the fastest division of another measurement with the same kernel, direction and dtype: the
+           one with the nearest sizes (`distance`). Measurements on another device, with another number of
+           blocks, or with virtual instead of real ranks are used only if there are no others. Their number of
+           communicating blocks (n_c) is scaled by the ratio of the numbers of blocks.
+        3. rule: one of 12 blocks communicates (`rule`).
 
-        The division leaves at least one block to compute, and sends at most all columns at a time.
+        The returned division leaves at least one block to compute, and sends at most a whole row at a time.
         """
         exact = self.entries.get(kernel)
         if exact is not None:
@@ -281,11 +288,11 @@ class DivisionTable:
         return clamped(division, kernel), why
 
     def find_layer_times(self, sizes: FusedLayerSizes) -> LayerSeconds | None:
-        """Returns the measured seconds of a layer of these sizes, or of half or twice as many rows; else
-        None.
+        """Returns the measured seconds of a layer of about these sizes; None if nothing fits.
 
-        Exact sizes come first, then twice the rows, because more rows favour fusion less (COMET, Section
-        5.3).
+        Measurements with the same number of rows come first, then those with twice as many, then with half as
+        many. All other sizes must be the same. Twice comes before half to be careful with fused kernels: they
+        gain less with more rows (COMET, Section 5.3).
         """
         for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
             times = self.layers.get(replace(sizes, rows=rows)) if rows else None
@@ -312,9 +319,9 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
 
 
 def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
-    """Whether two measurements are of different devices, numbers of blocks, or kinds of ranks.
+    """Whether two measurements have another device, number of thread blocks, or sort of ranks.
 
-    Ranks are of two kinds: each has a device of its own, or all share one ("virtual").
+    Real ranks have a device each. Virtual ranks share one device, so their rows cross no link.
     """
     places = ((sizes.device_name, sizes.num_blocks, sizes.virtual) for sizes in (one, other))
     return len(set(places)) > 1

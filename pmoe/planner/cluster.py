@@ -1,9 +1,9 @@
 """A described cluster: predicts, from a few numbers, the profile of machines that one does not have.
 
-The model of a link is Hockney's: a message to one peer takes alpha + beta * bytes. A rank's messages on one
-link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Each rank has two
-links, one to ranks of its machine ("inside") and one to other machines ("outside"), which work at the same
-time. A collective ends when its busiest rank has finished.
+The model of a link is Hockney's: a message to one peer takes alpha + beta * bytes seconds. A rank's messages
+on one link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Each rank has
+two links, one to ranks of its machine ("inside") and one to other machines ("outside"). Both links work at
+the same time. A collective ends when its busiest rank has finished.
 
 Letters: A machines with L ranks each, W = A L ranks; R bytes of the rows that a rank sends, split evenly over
 all W ranks (its own included). If several ranks of a machine share each expert (expert-sharding parallelism,
@@ -128,18 +128,20 @@ class Cluster:
 
 
 def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
-    """Returns the collectives that an all-to-all consists of, in order: one after another, each a dict.
+    """Returns the collectives that an all-to-all consists of, in the order in which they run.
 
-    A dict maps each link that a collective uses ("inside" a machine, or "outside" between machines) to two
-    numbers of the busiest rank: how many messages it sends or receives on the link, and how many bytes these
-    have together, as a fraction of R. Letters: A machines of L ranks each, W = A L ranks; R bytes of all rows
-    of a rank, split evenly over the W ranks.
+    Each collective is a dict. The dict maps each link that the collective uses ("inside" a machine, "outside"
+    between machines) to two numbers of the busiest rank: how many messages the rank sends or receives on the
+    link, and how many bytes these messages have together, as a fraction of R.
+
+    Letters: A machines of L ranks each, W = A L ranks; R bytes of all rows that a rank sends, split evenly
+    over the W ranks, so that R / W bytes go to each rank.
 
         flat               each rank sends R / W to each of the L - 1 other ranks of its machine,
                                and to each of the W - L ranks of other machines
         hierarchical_2d    1. each rank sends R / L to each other rank of its machine. Local rank i
                                   receives the rows for the local ranks i of all machines
-                               2. it sends L R / W to the rank with its own local rank in each other machine
+                               2. local rank i sends L R / W to local rank i of each other machine
         hierarchical_1d    one rank of each machine is its leader
                                1. each rank sends the leader of its machine all rows except those for itself
                                2. the leader sends L L R / W to each other leader
@@ -165,13 +167,15 @@ def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tu
 def message_line(
     dispatch: ExchangeName, machines: int, local: int, links: Mapping[str, LineCost]
 ) -> LineCost:
-    """Returns the seconds of one all-to-all as a line, by the bytes that a rank has for other ranks.
+    """Returns the seconds of one all-to-all as a line over the bytes that a rank sends to other ranks.
 
-    Both links work at the same time, so each collective takes the larger alpha and the larger beta of its
-    links. This is exact if the same link is slower in both. Otherwise the result is at most twice the real
-    time.
+    An all-to-all consists of one or more collectives, which run one after another (`legs`). In each of them
+    the links inside and between machines work at the same time. So the fixed seconds (alpha) of a collective
+    are those of the link with the larger alpha, and its seconds per byte (beta) those of the link with the
+    larger beta. This is exact if one link has both the larger alpha and the larger beta. Otherwise the result
+    is at most twice the real time.
 
-    dispatch: name of the all-to-all. `legs` lists its collectives.
+    dispatch: name of the all-to-all.
     machines: number of machines.
     local: number of ranks of each machine.
     links: seconds of one message by bytes, of the links "inside" a machine and "outside" between machines.
@@ -192,11 +196,14 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
         ranks of the profile              link       measured by
         all in one machine                inside     the profile's all-to-alls
         each in a machine of its own      outside    the profile's all-to-alls
-        several in several machines       outside    FSMoE's all-to-all, among one rank of each machine
-                                              inside     FSMoE's all-gather, inside a machine
+        several in each of several        outside    an all-to-all among one rank of each machine
+            machines                      inside     an all-gather among the ranks of a machine
 
-    In the last case the result is empty if the profile has no FSMoE lines (`Operations`) for these groups. A
-    measured alpha is that of messages to all peers, so it is divided by the number of peers.
+    In the last case the two lines are in ``profile.operations``, which FSMoE's cost model needs. Without
+    these lines, or if they were measured for other groups of ranks, the result is empty.
+
+    The measured alpha (fixed seconds) of a collective is for messages to all peers, so it is divided by the
+    number of peers.
     """
     ranks = profile.num_ranks
     nodes = profile.num_nodes

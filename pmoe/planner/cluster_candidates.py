@@ -115,12 +115,12 @@ def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Ite
         esp             ESP degree of that choice: number of ranks that share each expert
         n, restore      number of chunks, and restore pair, of that choice
         seconds         seconds of a step with that choice
-        change          relative change of the best choice's seconds
+        change          change of the best choice's seconds, as a fraction: 0.1 if it takes 10 % longer
         first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
-    If a rate becomes x times as high (x > 1), no step takes longer, and none takes less than 1 / x of its
-    seconds. So a combination of all-to-all and ESP degree that takes more than 1 / (1 - OFF) times the
-    seconds of the fastest stays slower, and is left out.
+    Combinations of all-to-all and ESP degree that take more than 1 / (1 - OFF) times the fastest one's
+    seconds are left out. They stay slower: changing one rate by the fraction OFF changes no step's seconds by
+    a larger factor than that.
 
     cluster: the described machines.
     ways: the result of `plan_ways` for the cluster.

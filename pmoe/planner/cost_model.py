@@ -85,10 +85,12 @@ class Interference:
                 raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
 
     def speeds(self, busy: Collection[str]) -> dict[str, float]:
-        """Returns the speed of each lane while several lanes are busy.
+        """Returns how fast each lane works while several lanes are busy, as a fraction of its speed alone.
 
-        busy: names of the lanes that work. The lanes between nodes and inside a node count together as
-            communication. Copies in both directions count together, too.
+        A lane is a queue of tasks that run one after another. The speed is 1 for a lane that is not slowed.
+
+        busy: names of the lanes that are working. The two lanes of messages, between nodes and inside a node,
+            both count as communication. The two lanes of copies, to and from the host, both count as copies.
         """
         works = tuple(work for work, lanes in LANES_OF.items() if any(lane in busy for lane in lanes))
         speed_of = {
@@ -100,7 +102,7 @@ class Interference:
 
 
 LaneSeconds = tuple[float, float, float]
-"""Seconds of computation, of communication, and of copies."""
+"""Seconds of (computation, communication, copies) in one pass."""
 
 
 def workload(
@@ -108,19 +110,19 @@ def workload(
 ) -> tuple[float, float, float]:
     """Returns a row [q1, q2, q3] of MPipeMoE's Table II: units of work of computing, all-to-alls and copies.
 
-        compute       forward has 2 products; backward has 4, and 1 more if it recomputes T_M
-        all-to-all    2 in each pass; 1 more in backward if it sends T_DI again
-        copies        in each pass 1 if T_DI is offloaded, and C / M if T_M (C columns) is
+        q1, compute       forward has 2 products; backward has 4, and 1 more if it recomputes T_M
+        q2, all-to-alls   2 in each pass; 1 more in backward if it sends T_DI again
+        q3, copies        in each pass: 1 if T_DI is offloaded, and C / M more if T_M (C columns) is offloaded
 
     restore: whether T_DI (rows that experts received, M columns) and T_M (hidden activations) are kept,
         offloaded or made again.
     direction: "forward" or "backward".
-    hidden_per_model: H / M, d_hidden over d_model, 4 in the paper's table.
-    swiglu: whether experts are gated. Their first product counts 2 units, and T_M has C = 2 H columns instead
-        of H.
+    hidden_per_model: H / M, where H = d_hidden and M = d_model; 4 in the paper's table.
+    swiglu: whether experts are gated. Their first product counts 2 units, and T_M has C = 2 H columns. Other
+        experts have C = H.
 
-    Eq. 7-9 define the units. Example: S4 (sends T_DI again, recomputes T_M) -> [2, 2, 0] forward, [5, 3, 0]
-    backward.
+    MPipeMoE's Eq. 7-9 say how many seconds a unit takes. Example: S4 (sends T_DI again, recomputes T_M) ->
+    [2, 2, 0] forward, [5, 3, 0] backward.
     """
     first = 2.0 if swiglu else 1.0  # units of the first product; also the columns of T_M over H
     second = 1.0
@@ -150,15 +152,15 @@ def lane_seconds(
     swiglu: bool = False,
     travelling: float = 1.0,
 ) -> LaneSeconds:
-    """Returns how many seconds each lane works for b rows, if it runs alone: the terms of Eq. 10.
+    """Returns the seconds of computation, communication and copies for b rows: the terms of Eq. 10.
 
         compute        q1 b H M                           * beta of a product (per multiply-add)
         communicate    q2 b M element_size * travelling   * beta of a message (per byte)
         copy           q3 b M element_size                * beta of the slower copy direction (per byte)
 
-    q1, q2 and q3, each lane's units of work, are those of `workload`. The betas are the slopes of the
-    profile's lines. Their alpha, the fixed time of a task, is left out, because tasks are assumed to be
-    large. `slowest_lane` adds how lanes slow each other.
+    Each number is the time that its work takes if nothing else runs. `slowest_lane` adds how the three slow
+    each other. q1, q2 and q3 are units of work (`workload`). The betas are the slopes of the profile's lines.
+    The alphas, the fixed times of a task, are left out, because tasks are assumed to be large.
 
     The paper's short form of the equation leaves out the sizes of the units, although a unit of compute is H
     times as large as those of the other lanes. This function keeps them.
@@ -184,14 +186,15 @@ def lane_seconds(
 
 
 def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
-    """Returns the seconds until the slowest lane has finished, if all lanes start together (Eq. 10).
+    """Returns the seconds of a pass by MPipeMoE's Eq. 10: until the slowest of three lanes has finished.
 
-    alone: seconds of each lane if it runs alone, from `lane_seconds`.
+    The lanes (computation, communication, copies) start together. They slow each other only while they are
+    busy, so a short copy does not slow work that runs after the copy. The paper instead divides the seconds
+    of a lane by its speed beside the others (sigma, mu or eta) for the whole pass. In its third term, it
+    prints mu where eta is meant.
+
+    alone: seconds of each lane if nothing else runs, from `lane_seconds`.
     interference: speeds of lanes while several are busy.
-
-    MPipeMoE divides a lane's seconds by its sigma, mu or eta (speeds beside other lanes) for the whole pass,
-    and prints mu for eta in the third term. In this function lanes slow each other only while they are busy,
-    so a short copy does not slow what runs after the copy.
     """
     lanes = {Lane.COMPUTE: Kind.COMPUTE, Lane.COMMUNICATE: Kind.DISPATCH, Lane.COPY_OUT: Kind.COPY_ROWS_OUT}
     tasks = [Task(kind=kind, chunk=-1, lane=lane, reads=(), writes=()) for lane, kind in lanes.items()]
@@ -221,9 +224,10 @@ def cheapest_pair(
     """Returns the restore pair that takes least time by MPipeMoE's Eq. 10, and the seconds of every pair.
 
     A restore pair says what is kept, offloaded or made again between the passes. Many pairs take equally
-    long, because only the slowest lane counts. Among these the pair with the least work on all lanes together
-    is taken, since work on the other lanes still costs time while the pipeline fills and empties. If pairs
-    are still equal, the first in ``pairs`` is taken, so ranks that share all numbers take the same pair.
+    long, because Eq. 10 counts only the slowest of computation, communication and copies. Among equal pairs,
+    the one with the least work of all three together is taken, since the other work still costs time while
+    the pipeline fills and empties. If pairs are still equal, the first in ``pairs`` is taken, so that all
+    ranks take the same pair.
 
     num_tokens: tokens of this rank, evenly routed.
     pairs: restore pairs to choose from.
@@ -234,9 +238,13 @@ def cheapest_pair(
 
 
 def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> list[LaneSeconds]:
-    """Returns how many seconds each lane works if it runs alone, for the forward and the backward pass.
+    """Returns the seconds of computation, communication and copies of the forward and the backward pass.
+
+    Each number is the time that its work takes if nothing else runs.
 
     num_tokens: tokens of this rank, evenly routed.
+    restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
+        between the passes.
     """
     across = (sizes.num_ranks - 1) / sizes.num_ranks if sizes.bypass_local else float(sizes.travels)
     return [

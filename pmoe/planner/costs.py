@@ -32,7 +32,7 @@ class LineCost:
         return max(0.0, self.alpha_seconds + self.beta_seconds * size)
 
     def shared(self, size: float) -> LineCost:
-        """Returns the same cost as a function of the fraction of a work that is done, from 0 to 1.
+        """Returns the same cost as a line over the fraction of the work that is done: 0 nothing, 1 all of it.
 
         size: size of the whole work, in the unit of this line.
 
@@ -139,49 +139,62 @@ def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:
 class LayerCosts:
     """Costs of the stages of one pass of a layer with sharded experts (FSMoE, Eq. 1).
 
-    Experts are sharded if the ranks of a node split each expert's hidden columns. Each cost is a line over a
-    fraction, the share of the rank's rows that a chunk has: 1 / r in a pass of r equal chunks.
+    Experts are sharded if the ranks of a node split each expert's hidden columns. Each field gives the
+    seconds of a stage for one chunk, as a line. The line's argument is the fraction of the rank's rows that
+    the chunk has: 1 / r if the pass has r equal chunks.
 
     a2a: one of the two all-to-alls, dispatch or combine.
     ag: the all-gather of rows among the ranks of a node, before the experts.
     rs: the reduce-scatter of results among the ranks of a node, after the experts.
     exp: the experts' products.
+
+    The paper's formulas have no terms for the other costs. The simulation of the layer's own schedule has:
+
+    combine: the all-to-all back, if it is of another kind than dispatch; None if it costs as much as ``a2a``.
+    order: copying tokens to the rows that are sent, before dispatch.
+    restore: summing the rows of each token, after combine.
+    rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
     """
 
     a2a: LineCost
     ag: LineCost
     rs: LineCost
     exp: LineCost
+    combine: LineCost | None = None
+    order: LineCost = FREE.line
+    restore: LineCost = FREE.line
+    rearrange: LineCost = FREE.line
 
     def chunk(self, r: float) -> tuple[float, float, float, float]:
-        """Returns the seconds (a2a, ag, rs, exp) of one chunk if the pass has r chunks: alpha + beta / r
-        each.
+        """Returns the seconds of each stage (a2a, ag, rs, exp) for one chunk, if the pass has r chunks.
+
+        The seconds of a stage are alpha + beta / r.
         """
         lines = (self.a2a, self.ag, self.rs, self.exp)
         a2a, ag, rs, exp = (line.alpha_seconds + line.beta_seconds / r for line in lines)
         return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
-        """Returns the costs of the backward pass from those of the forward pass (self): exp doubles.
+        """Returns the costs of the backward pass, from those of forward: experts take twice as long.
 
-        See Section 4.4 of FSMoE. The paper says to double alpha, beta and the size n. Read literally, experts
+        Section 4.4 of FSMoE says to double alpha, beta and the size of the products. Read literally, experts
         would take four times as long. The paper's Table 2 measures twice as long, so only alpha and beta are
-        doubled here.
+        doubled.
         """
         return replace(self, exp=LineCost(2 * self.exp.alpha_seconds, 2 * self.exp.beta_seconds))
 
 
 class DegreeSeconds(NamedTuple):
-    """Seconds of a backward pass in ``degree`` chunks, by the seconds of an all-reduce that runs meanwhile.
+    """Seconds of a backward pass in ``degree`` chunks while other layers' gradients are all-reduced.
 
         seconds = max(alone, beside + t_gar)
 
-    t_gar is how long the all-reduce of other layers' gradients takes.
+    t_gar is the seconds of the all-reduce itself.
 
     degree: number of chunks.
     alone: seconds of the pass without an all-reduce.
-    beside: length in seconds of the longest path through the schedule that includes the all-reduce, without
-        the all-reduce itself.
+    beside: seconds of the tasks that must run before or after the all-reduce: the longest path through the
+        schedule that includes the all-reduce, without the all-reduce's own seconds.
     """
 
     degree: int
@@ -205,7 +218,8 @@ class GeneralizedLayer:
 
     degrees: seconds of the MoE part for each number of chunks, from `simulated_degrees`.
     dense_seconds: seconds of the dense part. An all-reduce may run beside the dense part.
-    gradient_bytes: bytes of the gradients that this layer makes, ready when its backward pass has ended.
+    gradient_bytes: bytes of the gradients that this layer computes. They are ready for an all-reduce when the
+        layer's backward pass has ended.
     """
 
     degrees: tuple[DegreeSeconds, ...]
@@ -213,10 +227,10 @@ class GeneralizedLayer:
     gradient_bytes: int
 
     def best(self, t_gar: float) -> DegreeSeconds:
-        """Returns the element of ``degrees`` that is fastest if an all-reduce runs beside the MoE part.
+        """Returns the element of ``degrees`` with which the MoE part is fastest beside an all-reduce.
 
-        Each element has the seconds of one number of chunks (degree). Of equally fast elements it takes the
-        one with the lowest degree. The result is the value of FSMoE's Algorithm 1 that Eq. 5 uses.
+        If several are equally fast, the one with fewest chunks is returned. FSMoE's Eq. 5 uses this minimum,
+        which the paper's Algorithm 1 computes.
 
         t_gar: seconds of the all-reduce.
         """
@@ -226,7 +240,8 @@ class GeneralizedLayer:
     def hidden_seconds(self) -> float:
         """Seconds of the longest all-reduce that can run beside the MoE part without making it slower.
 
-        The paper's name is t_olp,moe.
+        The MoE part has the number of chunks that is fastest without an all-reduce. If several numbers are
+        equally fast, the one that hides most counts. FSMoE calls the result t_olp,moe.
         """
         shortest = self.best(0.0).alone
         return max(option.alone - option.beside for option in self.degrees if option.alone <= shortest)
@@ -234,15 +249,15 @@ class GeneralizedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """All-reduces that run during one layer's backward pass, and the best number of chunks beside them.
+    """The gradient bytes that are all-reduced during one layer's backward pass, and the number of chunks.
 
-    The reduced gradients are those of layers whose backward pass has ended. Each layer has an MoE part and a
+    The gradients belong to layers that finished their backward pass before. A layer has an MoE part and a
     dense part.
 
     moe_bytes: bytes of gradients that are all-reduced beside the MoE part.
     dense_bytes: bytes of gradients that are all-reduced beside the dense part.
     t_gar: seconds of the all-reduce of moe_bytes.
-    degree: the fastest number of chunks of the MoE part beside that all-reduce.
+    degree: the number of chunks with which the MoE part is fastest beside that all-reduce.
     """
 
     moe_bytes: int

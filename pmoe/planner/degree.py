@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,17 @@ from pmoe.schedule.restore import Restore
 
 DEGREES = (1, 2, 4, 8, 16)
 """Numbers of chunks that pipeline=True chooses from. Each divides the next."""
+
+MAX_DEGREE = 16
+"""The largest number of chunks that FSMoE's solver considers."""
+
+SOLVER_DEGREES = tuple(range(1, MAX_DEGREE + 1))
+"""Numbers of chunks that pipeline="solve" chooses from, for each pass by itself."""
+
+TRIED = (1, 8)
+"""Two numbers of chunks that pipeline="solve" measures by trials.
+
+The difference of their seconds gives the fixed cost of a chunk. The first call counts its rows for them."""
 
 SolveName = Literal["solve"]
 SOLVE: SolveName = "solve"
@@ -71,9 +83,38 @@ class Choice:
     restore: Restore
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """The numbers of chunks of both passes: one number if they are equal."""
+        return (self.forward, self.backward) if self.rearranged else (self.forward,)
+
+    @property
     def rearranged(self) -> bool:
         """Whether the backward pass has another number of chunks than the forward pass."""
         return self.forward != self.backward
+
+
+def solver_pairs(
+    most_bins: int, *, same_chunks: bool = False, whole_chunks: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """Returns the pairs (n, m) of which pipeline="solve" takes one: n chunks in forward, m in backward.
+
+    Pairs with fewer chunks in both passes together come first.
+
+    Rows are counted in bins, of which the chunks of both passes consist. So the least common multiple of n
+    and m may be at most ``most_bins``. Pairs with n = m are always allowed.
+
+    most_bins: the largest number of bins.
+    same_chunks: whether m must equal n.
+    whole_chunks: whether each chunk of backward must consist of whole chunks of forward, so that m divides n.
+    """
+
+    def is_allowed(n: int, m: int) -> bool:
+        if same_chunks or (whole_chunks and n % m):
+            return n == m
+        return n == m or math.lcm(n, m) <= most_bins
+
+    pairs = ((n, m) for n in SOLVER_DEGREES for m in SOLVER_DEGREES if is_allowed(n, m))
+    return tuple(sorted(pairs, key=lambda pair: (sum(pair), pair)))
 
 
 def all_choices(degrees: Iterable[tuple[int, int]], pairs: Sequence[Restore]) -> list[Choice]:

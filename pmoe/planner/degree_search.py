@@ -8,8 +8,8 @@ each expert's hidden columns.
    inside a node (all all-gathers before all reduce-scatters), and the experts. Four formulas, one for each
    possible bottleneck, are lower bounds of the time. The largest is the estimate. The degree with the
    smallest estimate wins.
-2. `best_degree` starts from that degree and improves it by simulating the schedule that the engine really
-   runs.
+2. `best_degree` and `StepCosts.best` simulate the schedule that the engine really runs, for every degree. A
+   layer takes their answer.
 
 The estimate is the exact length of Algorithm 1's schedule if all-gather and reduce-scatter take the same
 time, as the paper assumes. If not, it may be too short. Also, the engine's schedule differs from the paper's,
@@ -21,12 +21,14 @@ exp experts; t_gar seconds of the all-reduce of other layers' gradients.
 
 from __future__ import annotations
 
-import bisect
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from pmoe.planner.costs import DegreeSeconds, LayerCosts
+from pmoe.planner.costs import DegreeSeconds, LayerCosts, LineCost
+from pmoe.planner.degree import MAX_DEGREE, SOLVER_DEGREES
 from pmoe.planner.simulator import LOCAL_TWIN, makespan, simulate, task_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.ring_buffers import rotating
@@ -36,16 +38,14 @@ from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, loc
 # ---- Algorithm 1
 
 
-MAX_DEGREE = 16
-"""The largest number of chunks that is searched by default."""
-
-
 def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float, float, float, float]:
     """Returns f1 to f4 of FSMoE's Section 4.2: the seconds of a pass in r chunks, by possible bottleneck.
 
+    Each formula is a lower bound of the seconds of the pass, because this resource must do all its work:
+
         f1    the link between nodes, which also carries gradients
         f2    the experts
-        f3    the all-to-alls
+        f3    the all-to-alls, without gradients
         f4    the link inside a node
 
     costs: seconds of the layer's stages.
@@ -77,8 +77,9 @@ def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
 def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> int:
     """Returns the number of chunks that is fastest by FSMoE's four formulas (Algorithm 1).
 
-    Of equally fast numbers it takes the lowest. The paper minimizes each formula by SLSQP within its
-    constraints, and rounds the result. Here every number up to ``max_degree`` is tried, which finds the same.
+    If several numbers are equally fast, the lowest is returned. The paper minimizes each formula by SLSQP
+    within its constraints, and rounds the result. This function tries every number up to ``max_degree``,
+    which finds the same.
 
     costs: seconds of the layer's stages.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
@@ -99,13 +100,17 @@ class ScheduleOptions:
     """Options that select the schedule of a pass.
 
     direction: "forward" or "backward".
-    one_lane: whether collectives inside the node and between nodes share one lane, so that they wait for each
-        other (FSMoE-No-IIO, Tutel).
+    one_lane: whether collectives inside the node and between nodes share one lane (a queue of tasks), so that
+        they wait for each other (FSMoE-No-IIO, Tutel).
     wgrad_share: fraction of the experts' backward seconds that weight gradients take. The layer computes them
         in tasks of their own. 0 gives the paper's schedule, in which the experts' backward is one task.
-    restore: what happens to T_DI and T_M between the passes, if the layer has ring slots (reused buffers);
-        else None. Copies from and to the host count as free.
-    stays: fraction of the rows that stay on their rank. They are computed while other rows travel.
+    restore: whether the experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
+        between the passes, if the layer has ring slots (reused buffers); else None. Copies from and to the
+        host count as free.
+    stays: fraction of the rows whose experts are on their own rank. They are computed while other rows
+        travel.
+    rearranged: whether backward has another number of chunks than forward, so that tensors that forward kept
+        are copied to backward's chunks. Needs ring slots.
     """
 
     direction: PassDirection
@@ -113,6 +118,7 @@ class ScheduleOptions:
     wgrad_share: float = 0.5
     restore: Restore | None = None
     stays: float = 0.0
+    rearranged: bool = False
 
     def schedule(self, n: int) -> Schedule:
         """Returns the schedule of the pass in n chunks."""
@@ -122,7 +128,7 @@ class ScheduleOptions:
             local=local, remote=True, sharded=not local, gradients=backward, one_lane=self.one_lane
         )
         if self.restore is not None:
-            return rotating(self.direction, n, stages, restore=self.restore)
+            return rotating(self.direction, n, stages, restore=self.restore, rearranged=self.rearranged)
         return (backward_schedule if backward else forward_schedule)(n, stages)
 
 
@@ -135,32 +141,45 @@ def stage_seconds(
     options: direction and form of the schedule.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
 
-    Tasks for which the paper's model has no term take no time: arranging rows, sending routing weights, and
-    summing the returned rows.
+    Sending routing weights, and sorting arrived rows by expert, take no time here.
     """
     a2a, ag, rs, _ = costs.chunk(n)
-    apart = options.wgrad_share if options.direction == "backward" else 0.0
-    alpha, whole = costs.exp.alpha_seconds, costs.exp.beta_seconds
-    remote = alpha + whole * (1 - options.stays) / n
+    is_backward = options.direction == "backward"
+    apart = options.wgrad_share if is_backward else 0.0
     pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
+    travelling = (1 - options.stays) / n
     # Rows that stay are cut into pieces. Every piece but the first has the rows of one chunk; the first has
     # all others.
-    first = alpha + whole * options.stays * (1 - (pieces - 1) / n)
-    other = alpha + whole * options.stays / n
+    first = options.stays * (1 - (pieces - 1) / n)
+    other = options.stays / n
+    sends_again = options.restore is not None and options.restore.dispatched == "communicate"
+    # How often a task on rows that stay copies them: in backward their gradients, and their tokens again.
+    copies = 2 if is_backward and sends_again else 1
+
+    remote = costs.exp(travelling)
+    rearranging = costs.rearrange(travelling)
 
     def local(share: float, task: Task) -> float:
-        return (other if task.chunk else first) * share
+        fraction = other if task.chunk else first
+        moved = copies * costs.order(fraction) + costs.rearrange(fraction) if task.kind is Kind.LOCAL else 0.0
+        return costs.exp(fraction) * share + moved
 
     first_product = 1 / 4  # backward has 4 products; recomputing T_M repeats one
+    gathering = costs.order(travelling)
     by_kind: dict[Kind, float | Callable[[Task], float]] = {
+        Kind.GATHER: gathering,
+        Kind.GATHER_AGAIN: gathering,
         Kind.DISPATCH: a2a,
         Kind.ALL_GATHER: ag,
         Kind.REDUCE_SCATTER: rs,
+        Kind.COMBINE: a2a if costs.combine is None else costs.combine(1 / n),
+        Kind.OUTPUT: costs.restore(1 / n),
         Kind.GRADIENTS: t_gar,
     }
     for kind, share in ((Kind.COMPUTE, 1 - apart), (Kind.WGRAD, apart), (Kind.RECOMPUTE, first_product)):
         by_kind[kind] = remote * share
         by_kind[LOCAL_TWIN[kind]] = functools.partial(local, share)
+    by_kind[Kind.COMPUTE] = remote * (1 - apart) + rearranging
     return task_seconds(by_kind)
 
 
@@ -178,12 +197,12 @@ def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: flo
 def simulated_degrees(
     costs: LayerCosts, options: ScheduleOptions, degrees: Sequence[int]
 ) -> tuple[DegreeSeconds, ...]:
-    """Returns the seconds of a pass for each number of chunks, by the length of an all-reduce meanwhile.
+    """Returns the seconds of a pass for each number of chunks, depending on the seconds of an all-reduce.
 
-    The all-reduce of other layers' gradients takes t_gar seconds and is one task. The longest path through
-    the schedule either includes this task or does not, so
+    The all-reduce is that of other layers' gradients. It runs during the pass as one task of t_gar seconds.
+    The longest path through the schedule either includes this task or does not, so
 
-        seconds = max(alone, beside + t_gar)
+        seconds of the pass = max(alone, beside + t_gar)
 
     Two simulations for each number of chunks are enough. The first has t_gar = 0 and gives ``alone``. The
     second has t_gar = 2 * alone, long enough for the task to be on the longest path, and gives ``beside``.
@@ -199,30 +218,95 @@ def simulated_degrees(
     return tuple(degree_seconds)
 
 
+TIE = 1e-9
+"""Largest relative difference of two predicted seconds that count as equal: sums round differently."""
+
+T = TypeVar("T")
+
+
+def first_of_fastest(seconds: Mapping[T, float]) -> T:
+    """Returns the key with the fewest seconds; of equally fast keys (`TIE`) the first.
+
+    seconds: predicted seconds by number of chunks, or by a pair of numbers.
+
+    Example: {1: 3.0, 2: 2.0, 4: 2.0} -> 2.
+    """
+    limit = min(seconds.values()) * (1 + TIE)
+    return next(chunks for chunks, took in seconds.items() if took <= limit)
+
+
 def best_degree(
     costs: LayerCosts,
     options: ScheduleOptions,
     t_gar: float = 0.0,
-    degrees: Sequence[int] = range(1, MAX_DEGREE + 1),
+    degrees: Iterable[int] = SOLVER_DEGREES,
 ) -> int:
     """Returns the number of chunks that is fastest by simulation of the engine's schedule.
 
-    The search starts from the result of FSMoE's Algorithm 1 (`find_degree`), and moves to a neighbour as long
-    as that is faster.
+    Every allowed number is simulated, so none is missed: with ring slots, the seconds by number of chunks may
+    have several valleys. Of equally fast numbers it takes the lowest.
 
     costs: seconds of the layer's stages.
     options: direction and form of the schedule.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
-    degrees: allowed numbers of chunks, in rising order. If Algorithm 1's result is not among them, the search
-        starts from the nearest allowed number below or above it, whichever is faster.
+    degrees: allowed numbers of chunks.
 
     All ranks with the same costs find the same number.
     """
-    seconds_at = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
-    start = find_degree(costs, t_gar, degrees[-1])
-    last = len(degrees) - 1
-    above = min(bisect.bisect(degrees, start), last)
-    at = min(max(above - 1, 0), above, key=seconds_at)
-    while (faster := min(at, max(at - 1, 0), min(at + 1, last), key=seconds_at)) != at:
-        at = faster
-    return degrees[at]
+    return first_of_fastest({n: pass_seconds(costs, n, options, t_gar) for n in sorted(degrees)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Costs of both passes of a layer for one size of batch, from which its degrees are chosen.
+
+    n is the number of chunks of forward, m that of backward. If they differ, tensors that forward kept are
+    copied block by block to the chunks of backward, and rows are sorted once more, by the chunks of backward.
+
+    forward, backward: costs of each pass.
+    forward_options, backward_options: the schedule of each pass.
+    copy_of_block: fixed seconds to copy one block of each kept tensor, times the experts of a rank. A block
+        has the rows that one expert has in one chunk of both passes.
+    copy_of_rows: seconds to copy all rows of all kept tensors. 0 if forward keeps nothing.
+    sort: seconds to sort the rows once more.
+    gate: seconds of the gate in forward and in backward. They are the same for all n and m.
+    """
+
+    forward: LayerCosts
+    backward: LayerCosts
+    forward_options: ScheduleOptions
+    backward_options: ScheduleOptions
+    copy_of_block: float = 0.0
+    copy_of_rows: float = 0.0
+    sort: float = 0.0
+    gate: tuple[float, float] = (0.0, 0.0)
+
+    def backward_pass(self, n: int, m: int) -> tuple[LayerCosts, ScheduleOptions]:
+        """Returns costs and schedule of a backward pass in m chunks after a forward pass in n chunks.
+
+        With n ends of chunks in forward and m in backward, of which gcd(n, m) are the same, an expert's rows
+        are cut into n + m - gcd(n, m) blocks.
+        """
+        if n == m:
+            return self.backward, self.backward_options
+        blocks = n + m - math.gcd(n, m)
+        whole = self.copy_of_block * blocks + self.copy_of_rows
+        return (
+            replace(self.backward, rearrange=LineCost(0.0, whole)),
+            replace(self.backward_options, rearranged=True),
+        )
+
+    def seconds(self, pairs: Iterable[tuple[int, int]], t_gar: float = 0.0) -> dict[tuple[int, int], float]:
+        """Returns the predicted seconds of both passes for pairs (n, m), the gate included.
+
+        t_gar: seconds of the all-reduce of other layers' gradients in the backward pass.
+        """
+        forward = functools.cache(lambda n: pass_seconds(self.forward, n, self.forward_options))
+        backward = functools.cache(lambda m, costs, options: pass_seconds(costs, m, options, t_gar))
+        return {
+            (n, m): forward(n)
+            + backward(m, *self.backward_pass(n, m))
+            + self.sort * (n != m)
+            + sum(self.gate)
+            for n, m in pairs
+        }

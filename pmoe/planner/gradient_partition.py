@@ -3,19 +3,24 @@
 The method is FSMoE's (Section 5). An all-reduce between nodes can hide beside the dense part of a layer. It
 can also hide beside experts, while all-to-alls leave the link between nodes idle.
 
-- Step 1 places gradients wherever they cost no time.
-- Step 2 (`evolve`) places some of the rest beside MoE parts, where a longer all-reduce may make another
-  number of chunks the fastest. What is left is all-reduced at the end.
+- Step 1 places gradients wherever their all-reduce costs no time.
+- Step 2 (`evolve`) places some of the other gradients beside MoE parts. This makes an MoE part slower, but
+  costs less time than an all-reduce at the end. The MoE part may use another number of chunks than alone.
+- All other gradients are all-reduced at the end.
 
     backward     | dense 0 | MoE 0 | dense 1 | MoE 1 | ... | end
-    may carry    | gradients that  | also gradients  |     | all that
+    may reduce   | gradients that  | also gradients  |     | all that
                  | were ready      | of layer 0      |     | is left
 
-The paper's Eq. 4 drops a layer's own gradient, and the inverse of its line is negative below alpha. This file
-does what the equation must mean. Every byte is placed exactly once, in a layer whose backward comes after the
-gradient is made, or at the end. The exposed seconds (all-reduce that nothing hides) are minimized.
+The paper's equations are changed in two places. Eq. 4 leaves out a layer's own gradient; in this file every
+byte is placed exactly once, in a layer that runs backward after the gradient is made, or at the end. The
+paper also says that (t - alpha) / beta bytes can be reduced in t seconds (alpha is the fixed time of an
+all-reduce), which is negative if t < alpha; in this file the result is then 0.
 
-Layers are in the order of backward: the model's last layer comes first. Letters: D layers, S candidates.
+The search minimizes the exposed seconds: the time of all-reduces that no computation hides.
+
+Layers are in the order of backward: the model's last layer comes first. Letters in shapes: D layers,
+S candidate partitions that are evaluated at once, N numbers of chunks.
 """
 
 from __future__ import annotations
@@ -39,10 +44,11 @@ class Partition:
     shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
         backward.
     end_bytes: bytes that are all-reduced after the backward pass.
-    plain_seconds: added seconds of a single all-reduce at the end, for comparison.
-    filled_seconds: added seconds after step 1, which hides gradients only where they cost no time; for
-        comparison.
-    exposed_seconds: added seconds of this partition, never more than either of the two above.
+    plain_seconds: for comparison, seconds that backward takes longer if all gradients are reduced at the end.
+    filled_seconds: for comparison, seconds that backward takes longer if gradients are reduced where that
+        costs no time, and all others at the end.
+    exposed_seconds: seconds that backward takes longer with this partition; never more than plain_seconds or
+        filled_seconds.
     """
 
     shares: tuple[Share, ...]
@@ -55,6 +61,9 @@ class Partition:
 def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int = 0) -> Partition:
     """Returns when to all-reduce all gradients, by the two steps of FSMoE's Section 5.
 
+    Step 1 places gradients where their all-reduce costs no time. Step 2 places others beside MoE parts, where
+    they cost less than at the end.
+
     Args:
         layers: in the order of backward.
         all_reduce: seconds of an all-reduce by bytes.
@@ -63,8 +72,8 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
 
     With dozens of layers it takes a tenth of a second.
 
-    Example: one layer, 1000 bytes ready, 1 s per byte, 300 s dense, no idle link beside its experts -> 300
-    bytes beside the dense part, 700 at the end.
+    Example: one layer, 1000 bytes ready, 1 s per byte, 300 s in the dense part, no idle time of the link
+    beside its experts -> 300 bytes beside the dense part, 700 at the end.
     """
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     # Bytes that are ready when each layer's backward starts.
@@ -110,13 +119,14 @@ GENERATIONS = 100
 
 @dataclass(frozen=True)
 class ExposedSeconds:
-    """FSMoE's Eq. 5: seconds that all-reduces add to backward, by the bytes that step 2 moves into MoE parts.
+    """FSMoE's Eq. 5: seconds that all-reduces add to backward, for given bytes beside each MoE part.
 
-    Step 1 has placed gradient bytes where they cost no time. Step 2 places "extra" bytes beside MoE parts.
+    Some gradient bytes are already placed where their all-reduce costs no time. The methods of this class get
+    "extra" bytes, which are reduced beside MoE parts on top of these, and compute the cost.
 
     layers: in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.
-    dense, moe: for each layer, the bytes that step 1 placed beside its dense part and beside its MoE part.
+    dense, moe: for each layer, the bytes that cost no time beside its dense part and beside its MoE part.
     total: bytes of all gradients.
     """
 
@@ -127,9 +137,10 @@ class ExposedSeconds:
     total: int
 
     def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
-        """Returns the all-reduces during each layer's backward pass, and the bytes left for the end.
+        """Returns (the all-reduces during each layer's backward pass, the bytes left for the end).
 
-        extra: for each layer, the bytes beside its MoE part in addition to those of step 1.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
+            there.
         """
         shares = []
         for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
@@ -148,24 +159,24 @@ class ExposedSeconds:
     def exposed(self, extra: Sequence[int]) -> float:
         """Returns the seconds that the all-reduces of all gradients add to the backward pass.
 
-        extra: for each layer, the bytes beside its MoE part in addition to those of step 1.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
         """
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def left(self, extra: Sequence[int]) -> int:
-        """Returns the bytes that are left for the end of the backward pass.
+        """Returns the bytes that no layer reduces, so that they are left for the end of the backward pass.
 
-        extra: for each layer, the bytes beside its MoE part in addition to those of step 1.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
         """
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        """A function that evaluates S candidates at once: extra bytes (D, S) -> added seconds (S,).
+        """A function (D, S) -> (S,) that computes the added seconds of S candidates for D layers at once.
 
-        A candidate is a column. It has, for each of D layers, the gradient bytes beside the layer's MoE part
-        in addition to those of step 1. The result is how many seconds the all-reduces add to the backward
-        pass.
+        A candidate says for each layer how many extra gradient bytes are reduced beside its MoE part, on top
+        of the bytes that cost no time there. The argument has one row for each layer, one column for each
+        candidate. The result has, for each candidate, the seconds that all-reduces add to the backward pass.
         """
         line = self.all_reduce
         last = self.layers[-1]
@@ -197,15 +208,16 @@ class ExposedSeconds:
 
 
 def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
-    """Finds extra gradient bytes for each MoE part that add the fewest seconds, by differential evolution.
+    """Finds the extra gradient bytes to reduce beside each MoE part, by differential evolution.
 
-    Extra bytes are all-reduced beside the MoE part of a layer in addition to those of step 1. The evolution
-    is scipy's; FSMoE uses the same method. A candidate has a fraction between 0 and 1 for each layer: how
-    much the layer takes of the bytes that it may still take. So every candidate is valid.
+    Extra bytes come on top of those that cost no time beside the part. The evolution looks for those that add
+    the fewest seconds to the backward pass. It is scipy's; FSMoE uses the same method. A candidate has one
+    number from 0 to 1 for each layer: the fraction that the layer takes of the bytes that earlier layers left
+    to it. So every candidate is valid.
 
-    The added seconds have steps and plateaus, because another number of chunks becomes the fastest as bytes
-    grow. An evolution comes near the end of a plateau but does not hit it. So the ends of all plateaus are
-    tried at last, layer by layer (`_polished`).
+    The added seconds are not smooth: as a layer takes more bytes, they stay equal up to some number of bytes
+    and rise from there. An evolution comes near that number but does not hit it. So these numbers are tried
+    at last, layer by layer (`_polished`).
 
     problem: computes the seconds that candidates add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.
@@ -240,11 +252,13 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
     """Improves extra gradient bytes: each layer in turn takes the number of bytes that adds fewest seconds.
 
-    Extra bytes are all-reduced beside the MoE part of a layer in addition to those of step 1. The added
-    seconds have plateaus. For each layer the bytes at the end of every plateau are tried, and also none and
-    as many as possible. The turns repeat until none helps.
+    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time there.
+    If a layer takes more and more bytes, the added seconds stay equal up to some number of bytes, and rise
+    from there, because the all-reduce then takes longer than the MoE part hides. This number is different for
+    each number of chunks. For each layer the function tries all these numbers, 0, and the largest number that
+    the layer may take. It repeats this for all layers until no change helps.
 
-    problem: computes the added seconds.
+    problem: computes the seconds that all-reduces add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.
     extra: the extra bytes of each layer to start from.
     """
@@ -273,13 +287,14 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
 
 
 def _free(rooms: Sequence[int], extra: Sequence[int], at: int) -> int:
-    """Returns the most extra gradient bytes that layer ``at`` may take if all other layers keep theirs.
+    """Returns the most extra gradient bytes that one layer may take if the other layers keep their bytes.
 
-    Extra bytes are all-reduced beside the MoE part of a layer in addition to those of step 1. No layer may
-    take gradients that are not made yet, nor those that an earlier layer has taken.
+    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time there. A
+    layer may not take gradients that are not computed yet, nor gradients that another layer has taken.
 
-    rooms: for each layer, the most extra bytes that it may take if all others take none.
-    extra: extra bytes of all layers.
+    rooms: for each layer, the most extra bytes that it may take if all other layers take none.
+    extra: the extra bytes of each layer.
+    at: index of the layer, in the order of backward.
     """
     taken = list(itertools.accumulate([*extra[:at], 0, *extra[at + 1 :]]))
     return max(0, min(room - gone for room, gone in zip(rooms[at:], taken[at:], strict=True)))

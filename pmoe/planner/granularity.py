@@ -1,21 +1,61 @@
 """The granularity search: remembers which numbers of chunks trials found fastest for a batch of B tokens.
 
-It is MPipeMoE's Algorithm 1. A trial costs whole training steps, and B changes from step to step, so only a
-few values of B can be measured. The paper assumes that the best n never falls as B grows. If two values of B
-have the same best n, so has every B between them. A layer looks B up in a `GranularityTable`, and runs trials
-only if the table has no answer (the paper's searchBestGran, here `pmoe.choose.search.search`).
+It is MPipeMoE's Algorithm 1, for machines on which equal runs take different times. A trial costs whole
+training steps, and B changes from step to step, so only a few values of B can be measured. The paper assumes
+that the best n never falls as B grows. If two values of B have the same best n, so has every B between them.
+A layer looks B up in a `GranularityTable`, and runs trials only if the table has no answer (the paper's
+searchBestGran, here `pmoe.choose.search.search`).
+
+What is added to the paper's lines, because measured seconds are noisy:
+
+    B           is rounded to a few percent (`rounded`), so that similar batches share an entry
+    a range     of values of B keeps every n that is close to the fastest n in all measurements of the range,
+                and by how much each n is slower. The range's n is the one that loses least in all of them.
+    merging     two neighbouring ranges become one if some n is close to the fastest in both
+    hypothesis  if n falls as B grows, the two ranges are merged too, unless the measurements contradict each
+                other by more than CONTRADICTED standard errors
+    margin      a new range reaches beyond its B as far as no other n can have become faster
 
 Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file has a pair of
-numbers, one for each pass.
+numbers, one for each pass. The hypothesis is used for each pass by itself: a pair grows with B if neither
+number falls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sortedcontainers import SortedDict
+
+if TYPE_CHECKING:
+    from pmoe.planner.timed_rounds import PassTimes
+
+BITS = 5
+"""Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
+
+CLOSE = 0.7
+"""Standard errors within which an n counts as fast as the fastest n."""
+
+CONTRADICTED = 4.0
+"""Standard errors beyond which two measurements overrule the hypothesis that n never falls as B grows."""
+
+REACH = 1.25
+"""A measurement at B tokens applies at most to batches from B / REACH to B * REACH tokens."""
+
+
+def rounded(B: int) -> int:
+    """Returns the entry of a batch of B tokens: B rounded to the nearest number of `BITS` binary digits.
+
+    It uses integers only, so that all ranks get the same entry.
+
+    Example: 4000 -> 3968, 4097 -> 4096. Numbers up to 32 are their own entries.
+    """
+    step = 1 << max(B.bit_length() - BITS, 0)
+    return (B + step // 2) // step * step
 
 
 @dataclass(frozen=True, order=True)
@@ -32,76 +72,296 @@ class PassDegrees:
         if min(self.forward, self.backward) < 1:
             raise ValueError(f"degrees ({self.forward}, {self.backward}) must be at least 1")
 
+    def __str__(self) -> str:
+        """Returns both numbers, such as "2/4"."""
+        return f"{self.forward}/{self.backward}"
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether both passes have the same number."""
+        return self.forward == self.backward
+
+    def falls_to(self, other: PassDegrees) -> bool:
+        """Whether either pass of ``other`` has fewer chunks."""
+        return other.forward < self.forward or other.backward < self.backward
+
+
+@dataclass(frozen=True)
+class Excess:
+    """Differences between the seconds of some degrees and of the fastest ones, in a range's measurements.
+
+    Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens.
+
+    total: sum of (seconds / seconds of the fastest degrees - 1) over the measurements.
+    worst: the largest of these differences, divided by its standard error.
+    """
+
+    total: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class BatchRange:
+    """A range of batch sizes B (numbers of tokens) with the same degrees.
+
+    Degrees are the numbers of chunks of both passes.
+
+    lower, upper: the smallest and the largest B of the range.
+    measured: number of values of B in the range that were measured.
+    excess: by degrees, how much slower they were than the fastest degrees. Degrees are left out if they were
+        not tried in some measurement of the range, or were slower by more than CONTRADICTED standard errors.
+    """
+
+    lower: int
+    upper: int
+    measured: int
+    excess: Mapping[PassDegrees, Excess]
+
+    @property
+    def degrees(self) -> PassDegrees:
+        """The degrees (numbers of chunks) of this range: those that were slower by the smallest sum.
+
+        The sum is that over all measurements (`Excess.total`). If sums are equal, the degrees with fewer
+        chunks are taken.
+        """
+        return min(self.excess, key=lambda d: (self.excess[d].total, d.forward + d.backward, d))
+
+    def joined(self, other: BatchRange) -> BatchRange:
+        """Returns one range that covers this range, another one, and all B (numbers of tokens) between them.
+
+        It keeps the degrees that both ranges have.
+        """
+        excess = {
+            degrees: Excess(own.total + theirs.total, max(own.worst, theirs.worst))
+            for degrees, own in self.excess.items()
+            if (theirs := other.excess.get(degrees)) is not None
+        }
+        lower = min(self.lower, other.lower)
+        return BatchRange(lower, max(self.upper, other.upper), self.measured + other.measured, excess)
+
+    def joins(self, other: BatchRange) -> bool:
+        """Whether this range and a neighbour can be merged into one.
+
+        They can if both have the same degrees (numbers of chunks), or if some degrees are as fast as the
+        fastest in both, within `CLOSE` standard errors. The limit is wider, `CONTRADICTED` standard errors,
+        if the number of chunks falls as the number of tokens grows, because the paper assumes that it never
+        does.
+        """
+        below, above = sorted((self, other), key=lambda each: each.lower)
+        if below.degrees == above.degrees:
+            return True
+        limit = CONTRADICTED if below.degrees.falls_to(above.degrees) else CLOSE
+        return any(excess.worst <= limit for excess in self.joined(other).excess.values())
+
 
 class GranularityTable:
     """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
 
-    Only measured values of B are stored, in rising order. Neighbouring values with the same fastest degrees
-    (numbers of chunks of forward and backward) form a range. Every B in a range has the degrees of the range.
+    The table holds disjoint ranges of B in rising order, and the answers for the B that were looked up since
+    the last measurement. All B are rounded (`rounded`): there are 16 rounded values between a number of
+    tokens and its double, so the number of ranges is bounded.
 
-    If the paper's assumption holds (n never falls as B grows), these ranges are those that merging in
-    Algorithm 1 produces, in any order of measurements. If it does not hold, a merged range would cover
-    measured values that have other degrees. In this table such a value splits the range. If a B is measured
-    again, the new result replaces the old one.
+    Every rank has a table of its own. The tables are equal if all ranks record the same seconds.
 
-    Every rank has a table of its own. The tables agree if all ranks record the same seconds.
+        record       96 -> 2    400 -> 2    896 -> 4
+        ranges       96 .. 400: 2           896 .. 896: 4
+        lookup       300 -> 2               512 -> None
 
-        record       100 -> 2    400 -> 2    900 -> 4
-        ranges       100 .. 400: 2           900 .. 900: 4
-        lookup       300 -> 2                500 -> None
-
-    If 200 -> 4 is recorded next, the ranges are 100: 2, 200: 4, 400: 2 and 900: 4.
+    If 512 -> 2 and 640 -> 4 are recorded next, the ranges are 96 .. 512: 2 and 640 .. 896: 4.
     """
 
-    points: Any
+    ranges: Any
+    answers: dict[int, PassDegrees]
 
     def __init__(self) -> None:
-        self.points = SortedDict()  # measured B -> PassDegrees
+        self.ranges = SortedDict()  # lower B -> BatchRange
+        self.answers = {}  # rounded B -> degrees, the paper's hash table
 
     def lookup(self, B: int) -> PassDegrees | None:
         """Returns the degrees (numbers of chunks) for a batch of B tokens; None if trials must find them.
 
-        The degrees are those of the range of the table that holds B. Takes O(log k) time for k measured
-        values of B.
+        The first look-up of a rounded B takes O(log k) time for k ranges, later ones take O(1).
         """
-        exact: PassDegrees | None = self.points.get(B)
-        if exact is not None:
-            return exact
-        at = self.points.bisect_left(B)
-        if not 0 < at < len(self.points):
+        entry = rounded(B)
+        if entry in self.answers:
+            return self.answers[entry]
+        below, _ = self.neighbours(entry)
+        if below is None or below.upper < entry:
             return None
-        below: PassDegrees
-        below, above = self.points.values()[at - 1 : at + 1]
-        return below if below == above else None
+        self.answers[entry] = below.degrees
+        return below.degrees
 
-    def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
-        """Stores and returns the fastest degrees (numbers of chunks) for a batch of B tokens, by
-        measurements.
+    def neighbours(self, B: int) -> tuple[BatchRange | None, BatchRange | None]:
+        """Returns (last range that begins at or below B, first range that begins above B).
 
-        Of equally fast degrees it takes those with fewer chunks.
+        None stands for a range that does not exist. If B is in a range, this is the first of the two.
 
-        seconds: measured seconds of a step by degrees.
+        B: a number of tokens that is rounded, or the end of a range.
         """
-        fastest = min(
-            seconds, key=lambda degrees: (seconds[degrees], degrees.forward + degrees.backward, degrees)
+        above = self.ranges.bisect_right(B)
+        ranges = self.ranges.values()
+        return (
+            ranges[above - 1] if above > 0 else None,
+            ranges[above] if above < len(ranges) else None,
         )
-        self.points[B] = fastest
-        return fastest
+
+    def record(self, B: int, times: Mapping[PassDegrees, PassTimes]) -> PassDegrees:
+        """Stores measurements for a batch of B tokens. Returns the degrees (numbers of chunks) to use for B.
+
+        These are the fastest degrees, unless B is merged into a range with other degrees that are as fast
+        within the noise of the measurements.
+
+        times: measured times of a step by degrees.
+
+        Raises ValueError if the table has an answer for B already.
+        """
+        entry = rounded(B)
+        below, above = self.neighbours(entry)
+        if below is not None and entry <= below.upper:
+            raise ValueError(f"B ({B}) must not be in a range already ({below.lower} to {below.upper})")
+        measured = _measured(entry, times)
+        lower = measured.lower if below is None else max(measured.lower, below.upper + 1)
+        upper = measured.upper if above is None else min(measured.upper, above.lower - 1)
+        return self.insert(BatchRange(lower, upper, 1, measured.excess)).degrees
+
+    def insert(self, new: BatchRange) -> BatchRange:
+        """Adds a range, and merges it with its neighbours if possible. Returns the added or merged range.
+
+        new: a range that overlaps no range of the table.
+        """
+        self.answers.clear()
+        while True:
+            mergers = [
+                (new.joined(neighbour), neighbour)
+                for neighbour in self.neighbours(new.lower)
+                if neighbour is not None and new.joins(neighbour)
+            ]
+            if not mergers:
+                self.ranges[new.lower] = new
+                return new
+
+            def loss(merger: tuple[BatchRange, BatchRange], alone: BatchRange = new) -> float:
+                """Returns the extra seconds of two ranges with the same degrees, relative to the fastest."""
+                merged, neighbour = merger
+                parts = sum(part.excess[part.degrees].total for part in (alone, neighbour))
+                return merged.excess[merged.degrees].total - parts
+
+            new, neighbour = min(mergers, key=loss)
+            del self.ranges[neighbour.lower]
+
+    def all_degrees(self) -> Iterator[PassDegrees]:
+        """Yields all degrees (numbers of chunks of both passes) that any range of the table keeps."""
+        for each in self.ranges.values():
+            yield from each.excess
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns all measured values as data for JSON: {"points": [[B, forward, backward], ...]}."""
-        return {"points": [[B, value.forward, value.backward] for B, value in self.points.items()]}
+        """Returns all ranges as data for JSON.
+
+        The data is {"ranges": [[lower, upper, measured, [[forward, backward, total, worst], ...]], ...]}.
+        """
+        return {
+            "ranges": [
+                [
+                    each.lower,
+                    each.upper,
+                    each.measured,
+                    [[d.forward, d.backward, e.total, e.worst] for d, e in sorted(each.excess.items())],
+                ]
+                for each in self.ranges.values()
+            ]
+        }
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> GranularityTable:
         """Returns the table that `to_fields` wrote. Raises ValueError if the fields are not such a table."""
         table = cls()
+        last = -1
         try:
-            for B, forward, backward in fields["points"]:
-                table.points[_count(B)] = PassDegrees(_count(forward), _count(backward))
+            for lower, upper, measured, excess in fields["ranges"]:
+                if not last < _count(lower) <= _count(upper) or _count(measured) < 1 or not excess:
+                    raise ValueError(f"range {lower} to {upper} of {measured} B with {excess}")
+                last = upper
+                table.ranges[lower] = BatchRange(
+                    lower,
+                    upper,
+                    measured,
+                    {
+                        PassDegrees(_count(forward), _count(backward)): Excess(_ratio(total), _ratio(worst))
+                        for forward, backward, total, worst in excess
+                    },
+                )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no granularity table: {error!r}") from error
         return table
+
+    @classmethod
+    def from_points(cls, points: Mapping[int, set[PassDegrees]]) -> GranularityTable:
+        """Returns a table made from the fastest degrees of measured B, without the seconds.
+
+        Files of older versions hold only these.
+
+        points: the fastest degrees (numbers of chunks of both passes) by number of tokens B. Several degrees
+            of one rounded B count as equally fast.
+        """
+        table = cls()
+        by_entry: dict[int, set[PassDegrees]] = {}
+        for B, fastest in points.items():
+            by_entry.setdefault(rounded(B), set()).update(fastest)
+        for entry, fastest in sorted(by_entry.items()):
+            table.insert(BatchRange(entry, entry, 1, {degrees: Excess(0.0, 0.0) for degrees in fastest}))
+        return table
+
+
+def points_of(fields: Mapping[str, Any]) -> dict[int, PassDegrees]:
+    """Returns the fastest degrees by measured B, from the fields of a table of file version 1 or 2.
+
+    fields: {"points": [[B, forward, backward], ...]}. Raises ValueError if the fields are not such a table.
+    """
+    try:
+        return {
+            _count(B): PassDegrees(_count(forward), _count(backward))
+            for B, forward, backward in fields["points"]
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no granularity table: {error!r}") from error
+
+
+def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
+    """Returns the range of batch sizes around B for which a measurement at B holds.
+
+    Every task takes alpha + beta * B seconds. So if B grows by some factor, the seconds of a step do not
+    fall, and grow by at most this factor. Degrees that take m times the seconds of the fastest degrees at B
+    can only become the fastest after B has changed by at least a factor of m. As the best n does not fall
+    while B grows, only degrees with more chunks limit the range upwards, and only those with fewer chunks
+    limit it downwards.
+
+        B = 1000    n=2: 10 ms    n=4: 11 ms    n=1: 14 ms    -> 2 is the fastest from 800 to 1100 tokens
+
+    The factors are made smaller by the resolution of the measurements, and are at most REACH: in the example,
+    1.25 instead of 1.4 downwards.
+
+    times: measured times of a step by degrees (numbers of chunks of both passes).
+    """
+    fastest = min(
+        times, key=lambda degrees: (times[degrees].step, degrees.forward + degrees.backward, degrees)
+    )
+    excess = {}
+    margin_down = margin_up = REACH
+    for degrees, timed in times.items():
+        slower = timed.step / times[fastest].step - 1
+        error = timed.standard_error(times[fastest])
+        if error > 0:
+            worst = slower / error
+        else:  # exact seconds: any difference counts
+            worst = math.inf if slower > 0 else 0.0
+        if worst <= CONTRADICTED:
+            excess[degrees] = Excess(slower, worst)
+        margin = max((1 + slower) / (1 + timed.resolution(times[fastest])), 1.0)
+        if fastest.falls_to(degrees):
+            margin_down = min(margin_down, margin)
+        if degrees.falls_to(fastest):
+            margin_up = min(margin_up, margin)
+    return BatchRange(math.ceil(B / margin_down), math.floor(B * margin_up), 1, excess)
 
 
 def _count(value: object) -> int:
@@ -109,3 +369,10 @@ def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} must be an int of at least 0")
     return value
+
+
+def _ratio(value: object) -> float:
+    """Returns ``value`` if it is a finite number of at least 0. Raises ValueError otherwise."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{value!r} must be a finite number of at least 0")
+    return float(value)

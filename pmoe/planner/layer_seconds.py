@@ -17,9 +17,9 @@ from pmoe.schedule.tasks import Kind, Task
 def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
     """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
-    Costs of products grow with their multiply-adds, and with the weights, which every chunk reads again.
-    Costs of messages and copies grow with their bytes. Kinds of tasks that only move rows inside the device
-    are left out: they count as free.
+    A task with products takes time for its multiply-adds, and for reading its weights, which every chunk
+    reads again. Messages and copies take time for their bytes. Tasks that only move rows within the device
+    count as free, so they are not in the result.
 
     sizes: sizes of the layer.
     profile: measured rates.
@@ -67,8 +67,8 @@ def simulated_step(
 ) -> dict[str, list[Simulated[Task]]]:
     """Returns the simulated tasks of both passes, by direction ("forward", "backward").
 
-    Lanes (computation, communication, copies) slow each other while they are busy, by the factors that the
-    profile measured (MPipeMoE, Fig. 3).
+    Each task has its start and end. Lanes (queues of tasks, for computation, communication and copies) slow
+    each other while they are busy, by the factors that the profile measured (MPipeMoE, Fig. 3).
 
     sizes: sizes of the layer.
     profile: measured rates.

@@ -47,13 +47,13 @@ class LayerSizes:
     expert_parameters: elements of this rank's experts.
     gate_parameters: elements of the gate.
     bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
-    has_drops: whether some choices of a token may have no row, because its expert is full.
+    has_drops: whether some choices of a token may have no row, because the chosen expert is full.
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
     cast_from: under autocast, bytes of an element of the tokens and parameters before the cast; else 0.
     esp_size: number of ranks that each expert is split over.
     rotates: whether buffers are ring slots: a few pieces of memory that chunks use in turn.
-    relays: ranks of a node, if a hierarchical all-to-all makes a rank pass on the rows of so many ranks; 0 if
-        each row travels straight to its rank.
+    relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
+        node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
     shared_columns: like ``columns``, for the shared expert, which every token goes to; 0 without a shared
         expert.
@@ -87,16 +87,15 @@ class LayerSizes:
 
     @property
     def ep_size(self) -> int:
-        """Number of groups of ranks that the experts are distributed over.
+        """Number of groups of ranks that the experts are distributed over: num_ranks / esp_size.
 
-        The ``esp_size`` ranks of a group split the hidden columns of the group's experts: num_ranks =
-        num_across * inside.
+        Each group has ``esp_size`` ranks, which split the hidden columns of the group's experts.
         """
         return self.num_ranks // self.esp_size
 
     @property
     def travels(self) -> bool:
-        """Whether any rows are sent to another rank, or through the all-to-all to the own rank."""
+        """Whether rows go through an all-to-all: there are other ranks, or own rows are sent as well."""
         return self.num_ranks > 1 or not self.bypass_local
 
     @property
@@ -109,7 +108,7 @@ class LayerSizes:
 
     @property
     def stages(self) -> Stages:
-        """Optional stages that the layer's schedules have, such as tasks for rows that stay."""
+        """The optional stages of the layer's schedules, such as tasks for rows that stay on their rank."""
         return Stages(local=self.bypass_local, remote=self.travels, sharded=self.esp_size > 1)
 
 
@@ -145,7 +144,7 @@ def sizes_from_options(
         esp_size: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
-    Raises ValueError if top_k is above num_experts, or if num_ranks / inside does not divide num_experts.
+    Raises ValueError if top_k is above num_experts, or if num_ranks / esp_size does not divide num_experts.
     """
     ep_size = num_ranks // esp_size
     check_fits(num_experts, top_k, ep_size)

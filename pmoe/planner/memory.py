@@ -5,7 +5,7 @@ At any time a pass holds
 - its buffers. If the layer has ring slots (buffers of fixed size that chunks use in turn), these are all
   slots of its schedule, with the sizes that the engine allocates (`pmoe.schedule.buffer_sizes`). Otherwise
   each buffer counts from when it is made until its last use.
-- tensors that are saved from forward to backward, and the pass's result;
+- tensors that forward saves for backward, and the pass's result;
 - small tensors with a few numbers for each row.
 
 Nothing is measured or fitted. tests/unit/test_memory_model.py derives MPipeMoE's Eq. 1-6 from the slots.
@@ -48,17 +48,18 @@ class PredictedMemory:
     The layer's input, its parameters and the incoming gradient belong to the caller and are not counted.
 
     - saved: held between the passes, the output included.
-    - temporary: the most that a pass holds in addition to saved, without dx and the parameters' gradients.
+    - temporary: the most that a pass holds in addition to ``saved``, without the gradients of the input and
+      of the parameters.
     - gradients: the parameters' gradients.
     - host: offloaded to host memory.
     - peak: the most that the device holds at once, over both passes.
     - forward_peak, backward_peak: the peak of each pass.
     - promised: the peak without the parameters' gradients. A memory budget limits this number.
-    - is_bound: True if row counts were not given. All numbers are then upper bounds for any routing.
+    - is_bound: True if row counts were not known. All numbers are then upper bounds for any routing.
     - tensors: bytes by name of a tensor.
     - unknown: tensors of the user's own modules, which are not counted, in words.
-    - candidates: the bytes of each choice, if n or the restore pair is chosen at each call; the numbers above
-      are then those of the choice with the largest peak. Otherwise empty.
+    - candidates: the bytes of each choice, if n (number of chunks) or the restore pair is chosen at each
+      call. The numbers above are then those of the choice with the largest peak. Otherwise empty.
     """
 
     saved: int
@@ -157,10 +158,10 @@ def predict(
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
-    """Returns the bytes that T_DI and T_M keep on the device between the passes, and their offloaded bytes.
+    """Returns (bytes of T_DI and T_M on the device between the passes, bytes offloaded to the host).
 
-    T_DI are the experts' inputs, T_M their hidden activations. The first result is by name of the tensor: 0
-    for a tensor that is offloaded or made again. The second is the sum of both tensors.
+    T_DI are the experts' inputs, T_M their hidden activations. The first result maps "T_DI" and "T_M" to
+    bytes; a tensor that is offloaded or made again has 0. The second is the sum of the offloaded bytes.
 
     forward: numbers of rows of the forward pass.
     restore: whether each tensor is kept, offloaded, or made again.
@@ -174,10 +175,10 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 def _held(
     sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool
 ) -> PassBytes:
-    """Returns the bytes that a pass's buffers hold at the four moments of `PassBytes`.
+    """Returns the bytes of a pass's buffers at four moments: start, experts, before combine, and end.
 
-    If the layer has ring slots (reused buffers of fixed size), these are always all slots. Otherwise a buffer
-    counts only while it is needed.
+    If the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
+    Otherwise a buffer counts only while it is needed.
 
     rows: numbers of rows of the pass.
     direction: "forward" or "backward".
@@ -209,9 +210,15 @@ def _forward_work(
 ) -> int:
     """Returns the most bytes that forward holds at once, without the tensors that it saves for backward.
 
-    The result is the largest of four moments: the shared expert at the start, the experts, results before
-    they leave, and the sum of each token's rows. At every moment these are added: routing weights, small
-    tensors (`_unit_bytes`), and rows that are not cut into chunks (`_whole_rows`).
+    The result is the largest of the bytes held
+
+    - while the shared expert computes, at the start of the pass;
+    - while the experts compute;
+    - when the experts' results are ready, before combine sends them;
+    - while the rows of each token are summed.
+
+    To each of these are added: routing weights, small tensors (`_unit_bytes`), and rows that are not cut into
+    chunks (`_whole_rows`).
 
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
@@ -229,11 +236,18 @@ def _forward_work(
 
 
 def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: PassBytes) -> int:
-    """Returns the most bytes that backward holds at once, without saved tensors and parameters' gradients.
+    """Returns the most bytes that backward holds at once, apart from two things that the caller adds.
 
-    The result is the largest of the four moments that `_forward_work` names, with gradients instead of
-    results. The gradient of a routing weight is an inner product over the hidden columns. The experts compute
-    these products for a block of rows at a time, in float32 at least.
+    Not included are the tensors that forward saved, and the sums of the parameters' gradients. The result is
+    the largest of the bytes held
+
+    - while the shared expert's backward runs, at the start of the pass;
+    - while the experts' backward runs;
+    - when the gradients of the experts' inputs are ready, before they are sent back;
+    - while the gradient rows of each token are summed.
+
+    Experts compute the gradient of a routing weight as an inner product over the hidden columns, for a block
+    of rows at a time, in float32 at least.
 
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
@@ -274,8 +288,8 @@ def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
     """Returns the bytes that the shared expert's backward holds; 0 without a shared expert.
 
-    These are the incoming gradient, the gradient of the hidden activation, the activated hidden, and products
-    of one block of rows.
+    These are the incoming gradient, the gradient of the hidden activation, the hidden activation after the
+    nonlinearity, and the products of one block of rows.
     """
     if not sizes.shared_parameters:
         return 0
@@ -286,7 +300,9 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
 
 
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the rows of the largest block that the experts' backward processes at a time.
+    """Returns the largest number of rows that the experts' backward processes at a time.
+
+    The experts' backward splits the rows of a product into blocks, to keep temporary tensors small.
 
     backward: numbers of rows of the backward pass.
     """
@@ -302,10 +318,10 @@ def _graph(sizes: LayerSizes, backward: PassRows) -> int:
 
 
 def _one_choice_rows(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of the copy of a chunk's rows from which the rows of each token are summed.
+    """Returns the bytes of a copy of the largest chunk's rows, which is made to sum the rows of each token.
 
-    The copy has the rows in the order of tokens. Chunks are summed one by one, so the largest chunk counts.
-    With top_k = 1 there is nothing to sum and no copy.
+    The copy is in the order of tokens. Chunks are summed one after another, so only the largest counts. With
+    top_k = 1 there is nothing to sum, and the result is 0.
 
     rows: numbers of rows of the pass.
     """
@@ -315,9 +331,13 @@ def _one_choice_rows(sizes: LayerSizes, rows: PassRows) -> int:
 def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     """Returns the bytes of small tensors that accompany the largest matrix product of a pass.
 
-    These are the routing weights of its rows, their gradients, indices, results that are copied to their
-    place later, and `SMALL`. If bfloat16 or float16 rows are multiplied by float32 weights outside of a
-    kernel, both are first copied to float32.
+    These are
+
+    - the routing weights of the product's rows, the gradients of these weights, and the rows' indices;
+    - the product's results, if they are computed in temporary memory and then copied to their buffer;
+    - `SMALL`;
+    - float32 copies of rows and weights, if bfloat16 or float16 rows are multiplied by float32 weights
+      outside of a kernel.
 
     rows: numbers of rows of the pass.
     """
@@ -328,9 +348,10 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the bytes of the gradients of the experts' parameters while a pass adds those of its chunks.
+    """Returns the bytes of the gradients of the experts' parameters, into which each chunk's are added.
 
-    If there are several additions, the sums are float32, because narrower sums would lose bits.
+    If there are several additions in bfloat16 or float16, the sums are float32, because narrower sums would
+    lose bits.
 
     backward: numbers of rows of the backward pass.
     """
@@ -345,8 +366,8 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
 def _largest_weight(sizes: LayerSizes) -> int:
     """Returns the number of elements of w1, the experts' largest weight on this rank.
 
-    The w1 of gated experts (SwiGLU) holds two matrices. If experts are the user's modules, their weights are
-    unknown, so all parameters count as one weight.
+    The w1 of gated experts (SwiGLU) holds two matrices. If experts are the user's own modules, the sizes of
+    their weights are unknown, so all parameters count as one weight.
     """
     wide = sizes.columns.hidden
     width = sizes.columns.scratch
@@ -370,7 +391,7 @@ def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     rows: numbers of rows of the forward pass.
     """
     gate = _scores(sizes, call) * sizes.gate_scores
-    # With several choices, the weights of a token are scaled to sum to 1. Autograd saves both versions.
+    # If a token has several experts, its weights are scaled to sum to 1. Autograd saves both versions.
     choices = call.slots * (INDEX + sizes.weight_size * (1 + (sizes.top_k > 1)))
     received = rows.received * sizes.weight_size
     shared = call.tokens * sizes.weight_size * bool(sizes.shared_parameters)
@@ -388,7 +409,7 @@ def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     call: numbers of rows of the call.
     rows: numbers of rows of the pass.
     """
-    # If experts choose tokens, two more indices are stored for each slot: its token, and its position.
+    # If experts choose tokens, two more indices are stored for each (token, expert) pair: token and position.
     picked = call.choices > sizes.top_k
     order = call.slots * INDEX * (2 + (sizes.top_k > 1) + 2 * picked)
     order += call.slots * (INDEX + INDEX // 2) * rows.merged  # the sent row that carries each slot
@@ -414,7 +435,10 @@ def _scores(sizes: LayerSizes, call: CallRows) -> int:
 
 
 def _widened(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of the tokens that the gate copies to float32 at a time; 0 if they are float32."""
+    """Returns the bytes of the float32 copies of tokens that the gate makes; 0 if tokens are float32.
+
+    The gate copies a block of tokens at a time, so only one block counts.
+    """
     return min(call.tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)
 
 
@@ -431,17 +455,18 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLifetimes:
-    """Names of the buffers that a kind of task makes, by how long they are needed.
+    """Names of the buffers that a kind of task allocates, by how long they are needed.
 
-    For passes without ring slots (reused buffers): each buffer has memory of its own while it is needed.
+    It is used for passes without ring slots (reused buffers), in which each buffer has memory of its own.
 
-    stay: until the pass ends, because a collective reads or writes them. The first of them is made when the
-        experts start; if received rows must be sorted by expert, when the experts are done. The others exist
-        only if experts are sharded over ranks, and are made when the experts are done.
-    pending: until the weight gradient of the same chunk is computed.
-    brief: until the experts are done.
-    result: until the task ends, after the experts: results in expert order, which must be sorted before they
-        leave.
+    stay: needed until the pass ends, because a collective reads or writes them. The first name is the
+        experts' result in the order in which rows arrived. It is allocated when the experts start, or after
+        the experts if received rows had to be sorted by expert. The other names exist only if experts are
+        sharded over ranks, and are allocated after the experts.
+    pending: needed until the weight gradient of the same chunk is computed.
+    brief: needed until the experts' products are done.
+    result: the experts' result in expert order. It is needed until the end of the task, which copies the
+        result to the first buffer of ``stay``.
     """
 
     stay: tuple[str, ...] = ()
@@ -466,9 +491,11 @@ MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
         Kind.LOCAL: BufferLifetimes(pending=("dT_M_L", "active_L", "dT_DO_L")),
     },
 }
-"""Buffers that each kind of task makes, by direction. Other kinds make no buffers that count here."""
+"""Buffers that each kind of task allocates, by direction. Kinds that are not listed allocate none that count.
+"""
 ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
-"""Maps a kind of task to the kind that made the ``pending`` buffers which the task uses last."""
+"""Maps a kind of task to the kind that allocated its ``pending`` buffers. The key's task is their last user.
+"""
 
 
 class PassBytes(NamedTuple):
@@ -487,14 +514,15 @@ class PassBytes(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Returns numbers of rows for a pass without ring slots, which joins the rows that stay on their rank.
+    """Joins the rows of several chunks that stay on their rank, as a pass without ring slots computes them.
 
-    In such a pass, the rows that stay are cut into fewer pieces than there are chunks, because small products
-    are slow. The first piece has the rows of several chunks.
+    Rows whose expert is on their own rank are not sent. A pass without ring slots (reused buffers) computes
+    them in fewer tasks than there are chunks, because small products are slow: the first task has the rows of
+    several chunks.
 
-    rows: numbers of rows of a pass, with the rows that stay by chunk.
+    rows: numbers of rows of a pass, with the rows that stay counted chunk by chunk (``extent.local``).
 
-    Example: rows that stay (4, 4, 4) in 2 pieces -> (8, 4).
+    Example: rows that stay (4, 4, 4), computed in 2 tasks -> (8, 4).
     """
     n = rows.num_chunks
     local = rows.extent.local
@@ -506,10 +534,12 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 
 
 def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:
-    """Returns the bytes that the buffers of a pass without ring slots hold at the moments of `PassBytes`.
+    """Returns the bytes that the buffers hold at four moments of a pass without ring slots.
 
-    In such a pass every buffer has memory of its own. The function goes through the tasks in order, and adds
-    and removes the buffers that each makes or uses last.
+    Without ring slots (buffers that chunks use in turn), every buffer has memory of its own. The function
+    goes through the tasks in order. It adds the buffers that a task allocates, and removes those that the
+    task uses last. The moments are the start of the pass, the experts, the results before combine, and the
+    end of the pass.
 
     rows: numbers of rows of the pass, from `in_pieces`.
     buffers: rows and columns of each buffer of the pass.

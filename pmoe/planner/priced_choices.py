@@ -65,8 +65,9 @@ def bound(
         choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
         slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
             with K experts each. Chunks are cut finer until their rows fit into a slot.
-        bins: number of equal parts of the batch in which rows are counted; chunks cannot be cut finer. None
-            takes the number that a layer with only this choice uses.
+        bins: number of equal parts of the batch in which rows are counted. No chunk can be cut finer than
+            such a part, so this number limits the rows of the largest chunk. None takes the number that a
+            layer with only this choice uses.
     """
     degrees = (choice.forward, choice.backward)
     bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
@@ -92,8 +93,9 @@ def evaluate(
         again).
     profile: measured rates of the machine. With None all seconds are 0.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
-    bins: number of equal parts of the batch in which rows are counted; None for the number that suits each
-        choice.
+    bins: number of equal parts of the batch in which rows are counted. The worst bytes depend on it: chunks
+        with too many rows for a ring slot are cut finer, but not finer than such a part. None takes, for each
+        choice, the number that a layer with only this choice uses.
     """
     return [
         PricedChoice(
@@ -108,7 +110,7 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    Of equally fast candidates it takes the one with fewest bytes.
+    If several are equally fast, the one with fewest bytes is returned.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -160,10 +162,9 @@ class Advice:
 
     @property
     def way(self) -> dict[str, Any]:
-        """The decision as a dict: the names and values of a layer's options, and the predicted seconds of a
-        step.
+        """The decision as a dict, with the names of a layer's options as keys, and the predicted seconds.
 
-        Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds.
+        Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds (of a step).
         """
         choice = self.decision
         place = {"dispatch": self.dispatch, "esp": self.sizes.esp_size}
@@ -171,12 +172,12 @@ class Advice:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a step in which rows travel while nothing is computed."""
+        """Seconds of a step in which rows travel between ranks while nothing is computed."""
         return overlap(step_bars(self.sizes, self.profile, self.num_tokens, self.decision)).exposed
 
     @property
     def even_bytes(self) -> int:
-        """Upper bound of the decision's bytes, if each rank receives as many rows as it sends."""
+        """Upper bound of the decision's bytes if each rank receives only as many rows as it sends."""
         sizes = self.sizes
         even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
         return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
@@ -257,15 +258,16 @@ T = TypeVar("T")
 PRICE = operator.attrgetter("seconds", "memory.promised")
 """Sort key of candidates: seconds, then bytes."""
 NEAR = 1.25
-"""Largest ratio, to the cheapest pair's seconds by Eq. 10, at which trials still measure a restore pair.
+"""Trials measure a restore pair only if it takes at most 1.25 times the cheapest pair's seconds by Eq. 10.
 
-Eq. 10 takes only the slowest lane into account, so a pair that it finds slower may really be faster.
+Several pairs are measured because Eq. 10 counts only the slowest of computation, communication and copies: a
+pair that is slower by the equation may really be faster.
 """
 
 Measured = list[tuple[float, float]] | None
-"""Measured seconds (of forward, of backward) of each choice, the same on every rank.
+"""Measured (forward, backward) seconds of each choice, the same on every rank.
 
-None if the layer allows no trials.
+None if the layer allows no trials, or if none could run.
 """
 TriedBy = Callable[[Sequence[T]], Measured]
 """A function that measures the given choices by trials on the batch of the call."""
@@ -279,8 +281,9 @@ class Chooser:
     pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the passes.
     budget: bytes that must be enough for any routing, or None.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
-    bins: number of equal parts of the batch in which rows are counted; None for the number that suits each
-        choice.
+    bins: number of equal parts of the batch in which rows are counted. The worst bytes depend on it: chunks
+        with too many rows for a ring slot are cut finer, but not finer than such a part. None takes, for each
+        choice, the number that a layer with only this choice uses.
     """
 
     pairs: tuple[Restore, ...]
@@ -301,21 +304,22 @@ class Chooser:
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
     ) -> Restore:
-        """Returns the cheapest restore pair by MPipeMoE's Eq. 10; trials decide among pairs about as cheap.
+        """Returns the restore pair that takes least time, by MPipeMoE's Eq. 10 and by trials.
 
-        A restore pair says what is kept, offloaded or made again between the passes.
+        A restore pair says what is kept, offloaded or made again between the passes. If several pairs take at
+        most `NEAR` times the least seconds by the equation, and trials are allowed, trials decide among them.
 
         Args:
             sizes: sizes of the layer.
             max_tokens: tokens of the rank with most tokens.
-            profile: returns the machine's rates. It is called only if there are several pairs and no choice
-                is remembered, because it may have to measure.
+            profile: returns the machine's rates. It is called only if there are several pairs and no earlier
+                choice is remembered, because measuring the rates takes seconds.
             tried: measures the seconds of given pairs by trials; its result is None if trials are not
                 allowed.
         """
         if len(self.pairs) == 1 or max_tokens == 0:
             return self.pairs[0]
-        tokens = _rounded_up(max_tokens)
+        tokens = rounded_up(max_tokens)
         key = (sizes, tokens, self.pairs)
         if key not in self._pairs:
             cheapest, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
@@ -353,7 +357,7 @@ class Chooser:
             tried: measures the seconds of a few choices by trials; its result is None if trials are not
                 allowed.
             host_is_full: excludes choices that offload T_DI (the rows that experts received) to the host. If
-                all choices do, T_DI is sent again in backward instead.
+                all choices offload T_DI, they are changed: T_DI is sent again in backward instead.
 
         Raises ValueError, with the smallest budget that would be enough, if no choice stays within the
         budget.
@@ -366,7 +370,7 @@ class Chooser:
         # A choice that stays within the budget for more tokens also does for fewer. So the number of tokens
         # is rounded up, and few numbers ever need a decision. If no choice is within the budget for the
         # rounded number (None), one may be for the exact number.
-        for tokens in (_rounded_up(max_tokens), max_tokens):
+        for tokens in (rounded_up(max_tokens), max_tokens):
             case = (sizes, tokens, tuple(choices))
             if case not in self._known:
                 try:
@@ -423,8 +427,8 @@ def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
     """Returns the few candidates that trials should compare, because each trial costs training steps.
 
-    For each number of chunks this is the fastest candidate by predicted seconds. If all candidates have the
-    same numbers of chunks, the result has the three fastest.
+    For each number of chunks, the result has the candidate that is predicted to be the fastest. If all
+    candidates have the same numbers of chunks, the result has the three fastest.
     """
     ordered = sorted(candidates, key=PRICE)
     fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}
@@ -433,7 +437,7 @@ def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
     return list(fastest_by_degrees.values()) if len(fastest_by_degrees) > 1 else ordered[:3]
 
 
-def _rounded_up(tokens: int) -> int:
+def rounded_up(tokens: int) -> int:
     """Returns a number of tokens, rounded up to three significant binary digits.
 
     Similar batches then share a decision. Example: 1000 -> 1024, 1100 -> 1280.

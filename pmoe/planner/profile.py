@@ -5,7 +5,7 @@ This file measures nothing and reads no file. `pmoe.measure.rates` measures, `pm
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LineCost
@@ -13,24 +13,26 @@ from pmoe.planner.costs import Fit, LineCost
 FORMAT = 3
 """Version of the stored fields. It grows by 1 whenever the meaning of a field changes.
 
-2: `operations`. 3: nodes and link.
+Version 2 added ``operations``, version 3 ``num_nodes`` and ``link``.
 """
 
 GOOD_FIT = 0.9
 """Smallest r_squared (coefficient of determination) of a line that describes its measurements well."""
 
 WIDTH = {"cpu": 512, "cuda": 4096}
-"""Size of the measured weight by device type: products are measured with WIDTH x WIDTH elements."""
+"""Measured products have a weight of WIDTH x WIDTH elements. The key is the device type."""
 
 
 def alphas(weights: float, device_type: str) -> float:
-    """Returns by what factor alpha, the fixed time of a product, grows with its weight; at least 1.
+    """Returns the factor by which a product's fixed time exceeds that of the measured product; at least 1.
+
+    The fixed time (alpha) is the part of the seconds that does not depend on the number of rows.
+
+        CPU     weights / WIDTH^2, because alpha is the time to pack the weight, once for each chunk:
+                0.04 ms for 512 x 512 elements of float32, 0.4 ms for 512 x 2048.
+        GPU     1, because alpha is the launch of the kernel: a GPU reads weights while it computes.
 
     weights: elements of the product's weight.
-
-        CPU     weights / WIDTH^2. alpha is the time to pack the weight for the product, once for each chunk:
-                0.04 ms for 512 x 512 elements of float32, 0.4 ms for 512 x 2048.
-        GPU     1. alpha is the launch of the kernel, because a GPU reads weights while it computes.
     """
     return max(1.0, weights / WIDTH["cpu"] ** 2) if device_type == "cpu" else 1.0
 
@@ -99,10 +101,12 @@ class Operations:
     num_inside: number of ranks of a group, which split the hidden columns of each of their experts.
     gemm: a matrix product, by multiply-adds. An expert has several products.
     all_to_all: by bytes that a rank sends to others, among num_across ranks, with equal splits.
-    all_gather, reduce_scatter: by bytes that a rank sends to others, among num_inside ranks. These are
-        num_inside - 1 times the bytes of the rank's own rows, or of its own sum.
+    all_gather, reduce_scatter: by bytes that a rank sends to others, among num_inside ranks: num_inside - 1
+        times the bytes of its input to an all-gather, or of its result of a reduce-scatter.
     all_reduce: by bytes of a tensor that num_across ranks add up, as they do with gradients.
     seconds: how long the measurement took.
+    exchanges: the same as ``all_to_all`` for other all-to-alls, such as hierarchical ones, by a name. Only
+        those that a layer asked for are measured. Older files have none.
 
     If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes too.
 
@@ -117,6 +121,13 @@ class Operations:
     reduce_scatter: Fit
     all_reduce: Fit
     seconds: float
+    exchanges: dict[str, Fit] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> list[Fit]:
+        """All lines that were fitted to measurements."""
+        own_lines = (line for line in vars(self).values() if isinstance(line, Fit))
+        return [*own_lines, *self.exchanges.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +157,7 @@ class Profile(Identity):
 
     @property
     def slower_copy(self) -> LineCost:
-        """The line of the slower copy direction, for models that have only one number for copies."""
+        """The line of the slower copy direction, to or from the host, for models with one number for both."""
         return max(self.copy_out, self.copy_in, key=lambda line: line.beta_seconds)
 
     def __str__(self) -> str:
@@ -158,15 +169,13 @@ class Profile(Identity):
     @property
     def identity(self) -> Identity:
         """The record of what was measured, without the costs."""
-        return Identity(**{field.name: getattr(self, field.name) for field in fields(Identity)})
+        return Identity(**{part.name: getattr(self, part.name) for part in fields(Identity)})
 
     @property
     def doubt(self) -> str:
         """A warning that choices may be wrong, if a line describes its measurements badly; otherwise ""."""
-        operations = () if self.operations is None else vars(self.operations).values()
-        worst_fit = min(
-            [self.r_squared, *(operation.r_squared for operation in operations if isinstance(operation, Fit))]
-        )
+        operations = [] if self.operations is None else self.operations.fits
+        worst_fit = min([self.r_squared, *(operation.r_squared for operation in operations)])
         warning = (
             f"the profile of {self.when} describes this machine badly (r squared {worst_fit:.2f}), so choices"
         )
@@ -186,7 +195,9 @@ class Profile(Identity):
     def sharing(self, inside: int) -> LineCost:
         """Returns the cost of an all-gather or a reduce-scatter, by the bytes that a rank sends.
 
-        The result is FSMoE's measured all-gather if it has as many ranks, otherwise the cost of all-to-alls.
+        If the profile has FSMoE's lines (``operations``), measured for groups of ``inside`` ranks, the result
+        is the measured all-gather. Otherwise the collective is assumed to cost as much per byte as an
+        all-to-all.
 
         inside: number of ranks that share each expert, among which the collective runs.
         """

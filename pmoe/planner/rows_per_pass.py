@@ -14,9 +14,9 @@ from pmoe.schedule.buffer_sizes import ChunkRows
 class PassRows:
     """Numbers of rows that one rank sends, receives and keeps in one pass.
 
-    extent: the same numbers chunk by chunk.
+    extent: the numbers chunk by chunk.
     received: rows that arrive from other ranks, all chunks together.
-    local: rows whose expert is on this rank, which do not travel; all chunks together.
+    local: rows whose expert is on this rank, so that they are not sent; all chunks together.
     sent: rows that leave for other ranks, all chunks together.
     exact: True if these numbers were counted, False if they are upper bounds.
     relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all, in the chunk with most
@@ -41,8 +41,8 @@ class PassRows:
     def largest_unit(self) -> int:
         """Rows of the largest matrix product of the pass.
 
-        Each received chunk, and each piece of the rows that stay, is multiplied separately. The result is the
-        largest of them.
+        The rows that a chunk received are one product. The rows that stay on this rank are one product for
+        each chunk, or for several chunks together.
         """
         return max((*self.extent.received, *self.extent.local), default=0)
 
@@ -51,9 +51,9 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     """Returns the numbers of rows of rank ``rank`` in n chunks, from the row counts that ranks exchanged.
 
     sizes: sizes of the layer.
-    counts: row counts by bin. Bins are equal parts of the batch, finer than chunks.
+    counts: rows that this rank sends and receives, counted in equal parts of the batch ("bins").
     rank: number of this rank among all ranks of the layer.
-    n: number of chunks. It divides the number of bins, so that a chunk is a run of whole bins.
+    n: number of chunks. It divides the number of bins, so that a chunk consists of whole bins.
     inside_rank: number of this rank among the ranks that share its experts.
     """
     own = slice(inside_rank * sizes.ep_size, (inside_rank + 1) * sizes.ep_size)
@@ -109,19 +109,18 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
     call: numbers of rows of the rank with most tokens. No rank has more tokens.
     n: number of chunks asked for.
     bins: number of equal parts of the batch in which rows are counted. No chunk is smaller than such a part.
-    slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a layer has ring slots, all
-        chunks are cut in two until no chunk brings more rows than a slot holds, or until a chunk is one of
-        the ``bins`` parts. Without ring slots chunks are not cut.
+        If n does not divide this number, chunks are not cut finer.
+    slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. In a layer with ring slots, chunks
+        that bring more rows than a slot holds are cut finer, again and again, down to one of the ``bins``
+        parts. Without ring slots chunks are not cut.
     """
     sources = sizes.num_ranks - 1 if sizes.bypass_local else sizes.num_ranks
     own = _most_of_chunk(call, n)
-    cuts = n  # chunks of the finest cut that the bins allow
-    while bins % (2 * cuts) == 0:
-        cuts *= 2
+    finest = bins if bins % n == 0 else n
     received = sources * own
     chunks = n
     if sizes.rotates:
-        received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))
+        received = min(received, max(slot_rows, sources * _most_of_chunk(call, finest)))
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
         # larger number, because a ring has at most two slots.
         chunks = max(n, 3) if sources else n
@@ -151,6 +150,6 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
 def _most_of_chunk(call: CallRows, n: int) -> int:
     """Returns an upper bound of the rows that one chunk of a rank's tokens makes, if there are n chunks.
 
-    A token makes one row for each of its choices.
+    A token makes one row for each expert that it is sent to.
     """
     return min(math.ceil(call.inner / n) * call.choices, call.slots)

@@ -77,9 +77,10 @@ def simulate_slowed(
 ) -> list[Simulated[T]]:
     """Returns each task with its start and end, for lanes that slow each other while they are busy.
 
-    Two tasks that run at the same time share the device's memory and multiprocessors. Except for speeds, the
-    rules are those of `simulate`. Between the end of a task and the next end of any task, the same lanes are
-    busy, so every lane has a constant speed: a task that takes x seconds alone takes x / speed.
+    Two tasks that run at the same time share the device's memory and multiprocessors. A lane is a queue, such
+    as a CUDA stream: it runs one task at a time. A task starts when its lane is free and the tasks that it
+    waits for have ended. A task that takes x seconds alone takes x / speed. The speed of a lane is constant
+    from one end of any task to the next end, because the same lanes are busy in between.
 
     Args:
         tasks: in the order in which lanes run them.

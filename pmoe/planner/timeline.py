@@ -35,9 +35,10 @@ class Span:
     kind: what the task does: a `Kind` of a schedule's task, or its text.
     chunk: number of the micro-batch; -1 if the task serves all chunks.
     lane: the queue that ran the task, such as a CUDA stream: a `Lane` of a schedule, or its text.
-    start, end: seconds, on one clock for all tasks of a recording; in a drawing, from the drawing's start.
-    share, base: for a lane that stands for many thread blocks, some of which work on this task: the bar takes
-        the fraction ``share`` of the lane's height, above the fraction ``base``.
+    start, end: seconds. The clock is the same for all tasks of a recording. In a drawing, 0 is its left edge.
+    share, base: position of the bar in its lane, as fractions of the lane's height. The bar is ``share`` high
+        and starts ``base`` above the lane's bottom. A lane of a fused kernel stands for many thread blocks,
+        and a bar is as high as the fraction of blocks that work on its task.
     """
 
     direction: str
@@ -54,8 +55,8 @@ class Span:
 def bars(spans: Iterable[Span]) -> list[Span]:
     """Returns measured spans as bars of a drawing that starts at 0. A bar starts when its lane is free.
 
-    The span of a message begins when the message is issued. Until the message before it on the same lane has
-    ended, it sends nothing, so this waiting time is cut off.
+    A message is issued while the message before it on the same lane is still being sent. The measured span
+    includes this waiting time. The bar does not: it starts when the message before it has ended.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)
@@ -174,8 +175,8 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) 
     axis: the part of the figure to draw on.
     name: title of the timeline.
     content: the spans.
-    longest: end in seconds of the figure's last span. Bars too short for their text, compared with it, have
-        none.
+    longest: end in seconds of the figure's last span. A bar's name is written on it only if the bar is long
+        enough, as a fraction of this time.
     """
     lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)

@@ -1,7 +1,8 @@
 """The table of the features that each runner, each source of row counts and each prediction supports.
 
-If an entry of the table does not name a feature, a layer with this feature is refused there. So a new feature
-is refused everywhere until it is added to an entry.
+A feature is a property that a layer with default options does not have. If an entry of the table does not
+name a feature, layers with this feature are not computed or predicted there. So a new feature must be added
+to each entry that supports it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterable
 class Feature(str, enum.Enum):
     """A property of a layer that a layer with default options does not have.
 
-    The value of a feature is the text that says why a layer is refused. Names in braces stand for values of
-    the layer's options.
+    The value of a feature is a text for error messages and warnings: why a runner or prediction does not take
+    the layer. Names in braces stand for values of the layer's options.
     """
 
     RANKS = "rows travel between ranks"
@@ -93,12 +94,12 @@ SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
 """The features that each runner, source of row counts or prediction supports, by its name.
 
-The pipeline runner supports all features, because it computes the calls that other runners refuse.
+The pipeline runner supports all features, because it computes the calls that no other runner takes.
 """
 
 
 def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
-    """Returns the first of a layer's features that an entry of `SUPPORTED` lacks; None if it has all.
+    """Returns the first of a layer's features that an entry of `SUPPORTED` lacks; None if it lacks none.
 
     taker: the key of the entry: the name of a runner, a source of row counts or a prediction.
     features: the features of the layer.

@@ -5,8 +5,8 @@ second product + combine. Backward has the same two for gradients. FlashDMoE has
 each pass.
 
 The batch is not cut into chunks (micro-batches). Instead, tiles of a product start as soon as their rows have
-arrived, and columns of a result leave as soon as they are computed. As in the engine, the experts' output
-T_DO is not saved, and backward repeats no routing. The restore pair says how backward gets the dispatched
+arrived, and columns of a result are sent as soon as they are computed. The experts' output T_DO is not saved,
+and backward uses forward's routing, as in the engine. The restore pair says how backward gets the dispatched
 input T_DI and the hidden activation T_M:
 
     T_DI  keep         forward copies the rows that arrived, because they lie in memory that all layers share
@@ -17,8 +17,8 @@ input T_DI and the hidden activation T_M:
 The kernels are in cuda/comet and cuda/flashdmoe. Tests may replace them (`pmoe.runners.fused_steps`).
 
 Letters: T tokens, K choices of a token, N rows that arrive, W ranks, E experts of a rank, M = d_model, H =
-d_hidden, G = H or 2H columns of the hidden activation (2H for SwiGLU), n chunks of rows that arrive, m pieces
-(the chunks of rows that stay on their rank), S rows that leave.
+d_hidden, G = H or 2H columns of the hidden activation (2H for SwiGLU), n chunks of rows that arrive, m blocks
+of rows that stay on their rank, S rows that are sent, P terms of the gradient of a routing weight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedR
 
 
 def dense(rows: Tensor) -> Tensor:
-    """Returns rows as the kernels read them, contiguous and aligned to 16 bytes; a copy if necessary.
+    """Returns rows in the form that the kernels read: contiguous and aligned to 16 bytes.
+
+    The result is a copy only if the rows are not in this form.
 
     rows: (T, M), T rows of M = d_model columns.
     """
@@ -139,8 +141,9 @@ class KernelsRunner(abc.ABC):
         needs: for each parameter, whether its gradient is wanted.
         grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
 
-        If a parameter's gradient is not wanted, its product is left out, but no step that communicates is:
-        other ranks may need the gradient, and all ranks must take the same steps.
+        If a parameter's gradient is not wanted, the product that computes it is left out. Steps that
+        communicate are never left out: other ranks may need their gradients, and all ranks must take the same
+        steps.
         """
 
 
@@ -218,14 +221,14 @@ class FusedRunner(KernelsRunner):
 class PersistentRunner(KernelsRunner):
     """A runner that computes each pass by one launch of a persistent kernel (`pmoe.kernels.flashdmoe`).
 
-    chosen: the experts that the gate chose, or a request that the launch itself chooses them. None in
+    chosen: the experts that the gate chose; or tensors that the launch itself fills with its choice. None in
         backward, which reads the choice that forward saved.
 
     While it runs, the kernel computes where rows go, counts them and sends them. Whether they fit into the
     memory that ranks share (the heap) is decided before, from the largest number of tokens of any rank and
     the largest number of rows that any rank receives. Both numbers come with the exchange of row counts. T_DI
-    (dispatched rows) and T_M (hidden activation) are kept in the layout of the heap: a cell for each pair of
-    source rank and expert.
+    (dispatched rows) and T_M (hidden activation) are kept in the layout of the heap: a range of rows (a cell)
+    for each pair of source rank and expert.
     """
 
     chosen: RoutingInput | None
@@ -283,9 +286,9 @@ class FusedForwardRunner:
     """A runner that computes forward by COMET's kernels, and backward by the engine, in chunks.
 
     fused: the runner whose kernels compute forward.
-    plan: how the engine cuts the batch into chunks in backward. The kernels leave the state of a forward pass
-        with the same chunks.
-    recv_FWE: (F, W, E) on their device: rows that arrive in each of F bins, from each of W ranks, for each of
+    plan: how the engine cuts the batch into chunks in backward. After the kernels, the state for backward is
+        stored as if the engine had run forward in these chunks.
+    recv_FWE: (F, W, E) on the device: rows that arrive in each of F bins, from each of W ranks, for each of
         this rank's E experts. A bin is a range of tokens; each chunk joins several neighbouring bins.
     """
 
@@ -300,11 +303,11 @@ class FusedForwardRunner:
         return y_TM, keep_for_backward(self.plan, left) if keep else None
 
     def _take_steps(self, inputs: Inputs) -> tuple[Tensor, ForwardState]:
-        """Computes forward by the kernels. Returns T_O, and the state that the engine needs for backward.
+        """Computes forward by the kernels. Returns the layer's output T_O, and the state that backward needs.
+
+        T_O is (T, M) for T tokens with M = d_model columns. The engine computes backward.
 
         inputs: the tensors of the call.
-
-        T_O is (T, M) for T tokens with M = d_model columns.
         """
         plan = self.plan
         cut = self.plan.forward
@@ -342,26 +345,27 @@ class FusedForwardRunner:
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:
     """Returns the index (N,) that sorts the rows of a fused dispatch into the order that the engine needs.
 
-    N is the number of rows that reach the experts, including rows from this rank itself. The two orders are
+    N is the number of rows that reach the experts, including rows from this rank itself. The engine computes
+    rows from this rank in ``num_pieces`` blocks of their own. With 0 blocks it treats them like rows from
+    other ranks. The two orders are
 
-        fused dispatch   by expert, then source rank (from this rank on), then token
+        fused dispatch   by expert, then source rank, then token. Source ranks begin with this rank and go up;
+                         rank 0 follows the last rank
         engine           rows from other ranks, by chunk, expert and source rank; then rows from this rank,
-                         by piece, expert and token
+                         by block, expert and token
 
-    A piece is a chunk of the rows that stay on their rank. Without pieces, rows from this rank are sorted
-    among the others.
-
-    recv_nWE: (n, W, E) on their device: rows that arrive in each of n chunks, from each of W ranks, for each
+    recv_nWE: (n, W, E) on the device: rows that arrive in each of n chunks, from each of W ranks, for each
         of E experts of this rank.
     rank: the number of this rank.
-    num_pieces: number of pieces; 0 if rows from this rank are treated like all others.
+    num_pieces: number of blocks for rows from this rank; at most n.
     num_rows: N.
 
-    Example: one expert, rank 0 of two, two chunks, two pieces, one row from each rank in each chunk:
+    Example: rank 0 of two ranks, one expert, two chunks, two blocks. Each rank sends this rank one row in
+    each chunk. Rows a0 and a1 come from rank 0 itself, b0 and b1 from rank 1, and the number is the chunk:
 
-        fused dispatch   (rank 0, chunk 0) (0, 1) (1, 0) (1, 1)
-        wanted           received in chunk 0, in chunk 1, piece 0, piece 1
-        index            2 3 0 1
+        fused dispatch   a0 a1 b0 b1
+        engine           b0 b1 a0 a1
+        index             2  3  0  1
     """
     n, num_ranks, num_experts = recv_nWE.shape
 

@@ -1,6 +1,6 @@
 """Finds the fused kernels for a call, COMET's or FlashDMoE's, and the heap on which they run.
 
-A heap is memory of every rank to which all ranks of a group can write. Layers of the same sizes share one.
+A heap is memory of every rank to which all ranks of a group can write. Layers of the same sizes share a heap.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ class Request:
     All but ``device`` are the same on every rank. A heap is memory to which all ranks can write.
 
     ranks: the ranks of the layer.
-    device, dtype: of the rows.
+    device, dtype: device and dtype of the rows.
     d_model, d_hidden: columns of a token, and of an expert's hidden activation.
     activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
     experts: number of experts of one rank.
     top_k: number of experts of a token.
     max_tokens: number of tokens of the rank that has most.
-    max_rows: number of rows that the rank with most rows receives. It may be 0 with a capacity factor, which
-        limits the rows itself.
+    max_rows: number of rows that the rank with most rows receives. It may be 0 with a capacity factor,
+        because the capacity then limits the rows.
     needs_grad: whether a backward pass may follow.
     slack: size of the heap in rows, as a multiple of the rows that a rank receives if routing is balanced.
     is_persistent: whether FlashDMoE's persistent kernel is asked for, and not COMET's.
     capacity_factor: capacity factor that limits the rows of one source rank for one expert; None for no
         limit.
-    sends_again: whether backward may send T_DI again, which takes one more exchange on the heap.
+    sends_again: whether backward may send T_DI (the dispatched rows) again, which takes one more exchange on
+        the heap.
     """
 
     ranks: Ranks
@@ -72,8 +73,8 @@ _agreed: dict[tuple[object, ...], bool] = {}
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
     """Returns why the kernels cannot compute rows of this dtype and these sizes on this rank.
 
-    Returns None if they can. Other ranks may refuse for reasons of their own, so the ranks still have to
-    agree (`steps_for`).
+    Returns None if they can. The answer may differ on other ranks, so the ranks still have to agree
+    (`steps_for`).
     """
     return _captures(device) or gemm.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
 
@@ -112,8 +113,8 @@ def steps_for(request: Request) -> Steps | str:
 def _kernel_steps(request: Request) -> Steps | str:
     """Returns the kernels with the heap that all layers of these sizes share, or why there is no heap.
 
-    A heap is memory to which all ranks can write. This function refuses only for numbers that all ranks
-    share, or for an error that all ranks raise, so all ranks get the same answer.
+    A heap is memory to which all ranks can write. All ranks get the same answer: it follows from numbers that
+    all ranks share, or from an error that all ranks raise.
     """
     ranks = request.ranks
     shape = heap_shape(request)
@@ -144,15 +145,16 @@ def _spans_nodes(request: Request) -> bool:
 def heap_shape(request: Request) -> HeapShape:
     """Returns the shape of the heap that a call needs. A heap is memory to which all ranks can write.
 
-    The number of tokens is rounded up to a multiple of an eighth of a power of two. So a heap is seldom
-    replaced by a larger one. The heap's rows on each rank are
+    The number of tokens T is rounded up to a multiple of p / 8, where p is the smallest power of two of at
+    least T. So a heap is seldom replaced by a larger one. The heap's rows on each rank are
 
         COMET                      rows of the rank with most tokens, times the slack; at most as many rows as
                                    all ranks can send to one rank
         FlashDMoE, no capacity     the same number of rows in one pool, plus almost one tile for each pair of
                                    source rank and expert, because the last tile of a pair may not be full
-        FlashDMoE with a capacity  a cell for each pair of source rank and expert, with room for the capacity
-                                   or for all tokens of a rank, if these are fewer, in whole tiles
+        FlashDMoE with a capacity  a range of rows (a cell) for each pair of source rank and expert, with room
+                                   for the capacity or for all tokens of a rank, if these are fewer, in whole
+                                   tiles
 
     If the capacity is so large that the cells would hold more rows than all ranks can send, a pool with room
     for all these rows is used instead.
@@ -181,10 +183,11 @@ def heap_shape(request: Request) -> HeapShape:
 
 
 def _tokens(request: Request) -> int:
-    """Returns the number of tokens of the rank that has most, rounded up.
+    """Returns T, the number of tokens of the rank that has most, rounded up to a multiple of p / 8.
 
-    The heap, memory to which all ranks can write, is made for this number. Rounding makes it seldom necessary
-    to replace the heap by a larger one.
+    p is the smallest power of two of at least T. If p / 8 is below 16, T is rounded up to a multiple of 16.
+    The heap, memory to which all ranks can write, is made for the rounded number. So the heap is seldom
+    replaced by a larger one.
     """
     step = max(bucket(request.max_tokens) // 8, 16)
     return math.ceil(request.max_tokens / step) * step
@@ -219,9 +222,10 @@ def _division(request: Request, kernel: FusedKernel, direction: PassDirection) -
 
 
 def is_faster(request: Request) -> bool:
-    """Whether a layer of these sizes was measured to be faster with fused kernels than without them.
+    """Returns whether a layer of these sizes was measured to be faster with fused kernels than without.
 
-    False if nothing was measured. All ranks get the same answer. Collective the first time for each size.
+    Returns False if nothing was measured. All ranks get the same answer. Collective at the first call for
+    each set of sizes.
     """
     if request.device.type != "cuda":
         return False

@@ -57,10 +57,10 @@ def kernel_refusal(
     They may not support its tensors, compute wrong results on this device, or be slower than the engine. The
     speed is measured the first time for each number of tokens.
 
-    gate: the gate, of which K, the number of choices, is read.
+    gate: the gate, from which the number of choices of a token is read.
     experts: the experts.
     x_TM: (T, M), T tokens with M = d_model columns.
-    dtype: of the rows that reach the experts.
+    dtype: dtype of the rows that reach the experts.
     ranks: the single rank of the layer.
     needs_grad: whether a backward pass may follow.
     """
@@ -101,11 +101,13 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
 
 
 def route_tokens(gate: TopKGate, x_TM: Tensor, by: Callable[..., V]) -> V:
-    """Computes the gate's logits, and returns ``by(logits, K, options of the gate)``, which is the routing.
+    """Computes the gate's logits, and returns what a routing function makes of them.
 
     gate: the gate.
     x_TM: (T, M), T tokens with M = d_model columns.
-    by: function that routes tokens by their logits (T, E), E experts: now, or later in a persistent kernel.
+    by: the routing function. It is called as ``by(logits, K, normalize=..., z_loss_weight=...)``, with the
+        logits (T, E) for E experts, the number K of choices of a token, and the gate's options. It may route
+        at once, or return tensors that a persistent kernel fills later.
 
     Autocast must be off, because it would compute the logits in a narrower dtype.
     """
@@ -114,7 +116,7 @@ def route_tokens(gate: TopKGate, x_TM: Tensor, by: Callable[..., V]) -> V:
 
 
 def aligned_rows(rows_TM: Tensor) -> Tensor:
-    """Returns the rows (T, M) aligned as the kernels read them; a copy if they are not.
+    """Returns the rows (T, M) with the alignment that the kernels need; a copy if they do not have it.
 
     rows_TM: (T, M), T tokens with M = d_model columns.
     """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
+
+ForwardType = TypeVar("ForwardType", bound=Forward)
+BackwardType = TypeVar("BackwardType", bound=Backward)
 
 
 @dataclass(frozen=True)
@@ -39,27 +42,56 @@ class PipelineRunner:
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         plan = self.plan
-        variants = _variants(plan, moves=keep and plan.restore.offloads)
         with publishing_failures(plan.modules.grid.all, "a forward pass"):
-            forward = _compose((*(first for first, _ in variants), Forward))(plan, inputs, keep)
+            forward = make_forward(plan, inputs, keep, Forward)
             y_TM = forward.run()
         return y_TM, keep_for_backward(plan, forward.left) if keep else None
 
 
-Variant = tuple[type[Any], type[Any]]
-"""Type of the two classes of a feature, for the forward and the backward pass.
+def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType]) -> ForwardType:
+    """Returns the forward pass of a plan, which has its buffers and has run no task yet.
 
-A method of such a class calls the next class by super()."""
+    inputs: the rows and parameters of the call.
+    keep: whether a backward pass may follow.
+    plain: the base class, such as `Forward`. The classes of the layer's features are put before it in the
+        order of inheritance, so that their methods are called first.
+    """
+    variants = _variants(plan, moves=keep and plan.restore.offloads)
+    forward: ForwardType = _compose((*(first for first, _ in variants), plain))(plan, inputs, keep)
+    return forward
+
+
+def make_backward(
+    plan: Plan, grad_TM: Tensor, saved: ForwardState, plain: type[BackwardType]
+) -> BackwardType:
+    """Returns the backward pass of a plan, which has its buffers and has run no task yet.
+
+    grad_TM: (T, M), the gradient of the layer's output for T tokens; M = d_model.
+    saved: the state that the forward pass left.
+    plain: the base class, such as `Backward`. The classes of the layer's features are put before it in the
+        order of inheritance, so that their methods are called first.
+    """
+    variants = _variants(plan, moves=plan.restore.offloads or plan.rearranged)
+    classes = (*(second for _, second in variants), plain)
+    backward: BackwardType = _compose(classes)(plan, grad_TM, saved)
+    return backward
+
+
+Variant = tuple[type[Any], type[Any]]
+"""Type of the two classes of a feature, one for the forward pass and one for the backward pass.
+
+Their methods call the next class's method by super().
+"""
 
 
 def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
     """Returns the classes of the features that a pass needs; the first class's methods are called first.
 
-    Imports only the files of these features.
+    Only the files of these features are imported.
 
     plan: the plan of the call.
-    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation) to the host, or, in
-        backward, reads them from the host or regroups them.
+    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation) to the host; in
+        backward, whether it reads them from the host or regroups them.
     """
     modules = plan.modules
     variants: list[Variant] = []
@@ -124,7 +156,7 @@ def keep_for_backward(plan: Plan, left: ForwardState) -> Saved:
 
 
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs in the form in which autograd saves them, and checks them for changes in place.
+    """Returns the inputs in the form in which autograd saves them, so that changes in place are detected.
 
     Autograd raises in backward if a saved tensor was changed in place. There is one exception: if experts are
     a user's modules and the autograd graph of their forward pass is kept for backward, that graph checks the
@@ -158,11 +190,8 @@ def _backward(
     remaining = iter(tensors)
     saved = map_saved_tensors(emptied, lambda _: next(remaining))
     saved.wanted = wanted
-    variants = _variants(plan, moves=plan.restore.offloads or plan.rearranged)
     with publishing_failures(plan.modules.grid.all, "a backward pass"):
-        backward = _compose((*(second for _, second in variants), Backward))(plan, grad_TM, saved)
-        gradients: list[Tensor | None] = backward.run()
-    return gradients
+        return make_backward(plan, grad_TM, saved, Backward).run()
 
 
 def map_saved_tensors(left: ForwardState, swap: Callable[[Any], Any]) -> ForwardState:

@@ -12,6 +12,7 @@ Words and letters of this folder:
     T_I, T_O         the layer's input and output, on the rank of the tokens
     T_DI, T_M, T_DO  the experts' input, hidden activation and output, on the rank of the experts
     rows that stay   rows that are not sent, because their expert is on the token's own rank
-    n, m             number of chunks (micro-batches), and of pieces into which the rows that stay are cut
+    n                number of chunks (micro-batches)
+    m                number of tasks that compute the rows that stay; a task may have those of several chunks
     M, H             d_model and d_hidden
 """

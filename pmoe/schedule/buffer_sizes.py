@@ -13,20 +13,22 @@ from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Schedule
 
 ALIGNMENT = 256
-"""Bytes. Every ring slot starts at a multiple of this number."""
+"""Every ring slot starts at a multiple of this number of bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenColumns:
-    """Columns of the tensors that experts hold for each row between their products; 0 if they do not say.
+    """Columns of the tensors that experts hold for each row between their two products.
 
-    The hidden activation before the nonlinearity is T_M; after the nonlinearity it is the activated hidden.
+    All fields are 0 if the experts do not tell their columns. T_M is the hidden activation before the
+    nonlinearity. The "activated hidden" is T_M after the nonlinearity.
 
     hidden: columns of T_M and of its gradient.
-    active: columns of the activated hidden if T_M is not needed afterwards; 0 if it overwrites T_M then.
-    scratch: columns of the activated hidden if T_M must stay as it is.
+    active: columns of a buffer for the activated hidden, if T_M may be overwritten. 0 if the experts then
+        write the activated hidden over T_M.
+    scratch: columns of a buffer for the activated hidden, if T_M must not be overwritten.
     scratch_rows: rows of a block. Backward computes some products for one block of rows at a time.
-    staged: columns of the widest product that is computed in other memory and then copied to its place.
+    staged: columns of the widest product that is computed in temporary memory and then copied to its buffer.
     graph: the most columns, of all tensors together, that autograd holds while it differentiates a block.
     """
 
@@ -43,17 +45,17 @@ class ChunkRows:
     """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
     send: rows that this rank sends to other ranks.
-    received: rows for this rank's experts that come from other ranks, each row counted once for each expert.
+    received: rows that other ranks send to this rank's experts. A row counts once for each of these experts
+        that computes it.
     local: rows that stay on this rank, because their expert is on it.
-    home: rows of the buffer of results: those of the chunk's tokens, and one row of zeros for all dropped
-        choices.
+    home: rows of the buffer of results that come back: those of the chunk's tokens, and one row of zeros for
+        all dropped choices.
     regrouped: whether received rows must be sorted by expert before the experts compute them.
-    arrived: rows that the dispatch all-to-all brings; None if they are the received ones.
-    gathered: rows after the all-gather inside the node, if experts are sharded; None if they are the received
-        ones.
+    arrived: rows that the dispatch all-to-all brings; None if they are the ``received`` rows.
+    gathered: rows after the all-gather inside the node, if experts are sharded; None if they are the
+        ``received`` rows.
     esp_size: the number of ranks that share each expert, one number for all chunks; below 2 if experts are
-    not
-        sharded.
+        not sharded.
     """
 
     send: Sequence[int]
@@ -70,9 +72,9 @@ class ChunkRows:
 class BufferSizes:
     """The rows and columns of every buffer of a pass.
 
-    A buffer has a name and the number of a chunk, "T_M_L.3" say. In names, "d" marks a gradient, "_L" rows
-    that stay on this rank, "_sorted" rows sorted by expert, and "_again" rows of T_DI that backward sends
-    again:
+    A buffer has a name and the number of a chunk, such as "T_M_L.3". In names, "d" marks a gradient, "_L"
+    rows that stay on this rank, "_sorted" rows sorted by expert, and "_again" rows of T_DI that backward
+    sends again:
 
         send              rows that the dispatch all-to-all sends
         T_DI, T_M, T_DO   the experts' input, hidden activation and output
@@ -85,9 +87,9 @@ class BufferSizes:
     extent: the numbers of rows by chunk.
     d_model: columns of a token row.
     columns: columns of the tensors inside the experts.
-    restore: the restore pair, which says what becomes of T_DI and T_M until backward; None if no backward
-        pass follows.
-    rearranged: whether backward has other chunks than forward.
+    restore: the restore pair: whether T_DI and T_M are kept, offloaded or made again until backward. None if
+        no backward pass follows.
+    rearranged: whether backward has another number of chunks than forward.
     """
 
     direction: str
@@ -109,7 +111,9 @@ class BufferSizes:
         return rows[int(chunk)], columns
 
     def of(self, name: str) -> tuple[Sequence[int], int]:
-        """Returns the rows of the buffer of this name for each chunk, and the columns of all of them.
+        """Returns the rows of the buffers of this name, one number for each chunk, and their columns.
+
+        All chunks' buffers have the same number of columns.
 
         name: a name without a chunk, such as "T_DI".
         """
@@ -118,9 +122,9 @@ class BufferSizes:
         return self._known[name]
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
-        """Computes the result of `of`: the rows of each chunk's buffer of this name, and the columns.
+        """Computes the rows of the buffers of this name, one number for each chunk, and their columns.
 
-        A buffer that this pass or rank does not use has 0 rows.
+        A buffer that this pass or rank does not use has 0 rows. `of` caches the result.
         """
         extent = self.extent
         width = self.d_model
@@ -153,11 +157,11 @@ class BufferSizes:
 
     @property
     def keeps_what_arrives(self) -> bool:
-        """Whether T_DI, the rows that experts receive, may stay in the memory in which it arrives.
+        """Whether T_DI, the experts' input, stays until backward in the memory in which it arrives.
 
-        It may in forward, if the restore pair keeps T_DI. If rows arrive in expert order, T_DI then has
-        memory of its own and needs no ring slot. If rows must be sorted, they arrive in a slot and the sorted
-        copy is kept.
+        This is so in forward, if the restore pair keeps T_DI. If rows arrive in expert order, T_DI then has
+        memory of its own and needs no ring slot (reused buffer). If rows must be sorted, they arrive in a
+        slot and the sorted copy is kept.
         """
         kept = self.restore is not None and self.restore.dispatched == "keep"
         return self.direction == "forward" and kept
@@ -167,9 +171,12 @@ class BufferSizes:
 
         Such buffers exist only if experts are sharded over the ranks of a node.
 
-        name: "arrived", the rows that dispatch brings; "copies", which the all-gather sends, one copy for
-            each rank; "parts", the partial results that the reduce-scatter receives from each rank; or
-            "leaving", their sums.
+        name: one of
+
+            arrived   rows that the dispatch all-to-all brings
+            copies    rows that the all-gather sends, one copy for each rank of the node
+            parts     partial results that the reduce-scatter receives from each rank of the node
+            leaving   the sums of the partial results
         """
         arrived = self.extent.arrived or self.extent.received
         esp_size = self.extent.esp_size
@@ -179,9 +186,9 @@ class BufferSizes:
 
     @property
     def _restores_by_link(self) -> bool:
-        """Whether a collective brings T_DI, the rows that experts receive, in this pass.
+        """Whether a collective brings T_DI, the experts' input, in this pass.
 
-        It does in forward, and in backward if T_DI is sent again.
+        This is so in forward, and in backward if T_DI is sent again.
         """
         sends_again = self.restore is not None and self.restore.dispatched == "communicate"
         return self.direction == "forward" or sends_again
@@ -190,8 +197,8 @@ class BufferSizes:
     def _expendable(self) -> bool:
         """Whether backward may overwrite T_M, the hidden activation, with its values after the nonlinearity.
 
-        It may if T_M is a copy in a ring slot, because T_M was offloaded, recomputed, or copied from other
-        chunks. A T_M that was kept from forward must not change.
+        It may if T_M lies in a ring slot (a reused buffer), because T_M was offloaded, recomputed, or copied
+        from chunks of another size. A T_M that was kept from forward must not change.
         """
         return self.restore is not None and (self.restore.hidden != "keep" or self.rearranged)
 
@@ -199,8 +206,9 @@ class BufferSizes:
     def _active_columns(self) -> int:
         """The columns of the buffer "active", which holds hidden activations after the nonlinearity.
 
-        If these values may overwrite T_M, those before the nonlinearity, the experts may need no such buffer:
-        `HiddenColumns.active` says so.
+        They are `HiddenColumns.active` if the pass may overwrite T_M, the activations before the
+        nonlinearity. That number may be 0: the experts then write over T_M and need no buffer. If T_M must
+        stay as it is, they are `HiddenColumns.scratch`.
         """
         if self.direction == "forward":
             in_place = self.restore is None or self.restore.hidden == "recompute"
@@ -228,7 +236,7 @@ def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
 
 
 def arena_elements(slots: Mapping[str, int], element_size: int) -> tuple[dict[str, int], int]:
-    """Returns the number of elements that each ring slot takes in one allocation, and their sum.
+    """Returns the number of elements that each ring slot takes in one common allocation, and their sum.
 
     Every slot starts at a multiple of `ALIGNMENT` bytes, so the numbers are rounded up.
 

@@ -1,9 +1,10 @@
 """Restore pairs: whether T_DI and T_M are kept, moved away or made again between forward and backward.
 
-T_DI is the dispatched input (N x M: the rows that a rank's experts received). T_M is the hidden activation (N
-x C, before the nonlinearity; C = H, or 2H for SwiGLU; M and H are d_model and d_hidden). A pair has one fate
-for each of the two: what becomes of the tensor between the passes. A kept tensor stays in memory for all N
-rows. Any other tensor takes turns, chunk by chunk, in one or two ring slots, and backward restores it.
+T_DI is the dispatched input (N x M: the N rows that a rank's experts received). T_M is the hidden activation
+before the nonlinearity (N x C). M is d_model, and C is d_hidden, or 2 d_hidden for SwiGLU. A pair has one
+word (a "fate") for each of the two tensors, which says what becomes of the tensor between the passes. A kept
+tensor stays in memory for all N rows. Any other tensor is held chunk by chunk, in one or two reused buffers
+(ring slots), and backward restores it.
 
 The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an element:
 
@@ -18,9 +19,10 @@ The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an
 Recomputing repeats the experts' first product, which reads T_DI, so T_DI is restored first. Copies out run in
 forward, copies in during backward. On one rank a repeated dispatch is only a gather on the compute lane.
 
-A ring has one slot, or two if one slot is filled or emptied while the experts use the other. A ring never has
-more than N rows, so with n = 1 nothing is saved. A pair pays the sum of its two fates. The memory model gives
-the bytes of a whole layer, the cost model its seconds.
+The term 1/n or 2/n is for the ring slots. A tensor has one slot, or two if one slot is filled or emptied
+while the experts use the other. They hold at most N rows together, so with n = 1 nothing is saved. The price
+of a pair is the sum of its two fates. The memory model gives the bytes of a whole layer, the cost model its
+seconds.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 DispatchedFate = Literal["keep", "offload", "communicate"]
-"""What becomes of T_DI until backward.
+"""What becomes of T_DI, the experts' input, until backward.
 
-It stays on the device, goes to the host and back, or is sent again.
+"keep": it stays on the device. "offload": it goes to the host and back. "communicate": it is sent again.
 """
 HiddenFate = Literal["keep", "offload", "recompute"]
-"""What becomes of T_M until backward. It stays on the device, goes to the host and back, or is recomputed."""
+"""What becomes of T_M, the hidden activation, until backward.
+
+"keep": it stays on the device. "offload": it goes to the host and back. "recompute": it is computed again.
+"""
 
 StrategyName = Literal["S1", "S2", "S3", "S4"]
-"""MPipeMoE's names of four restore pairs (`STRATEGIES`).
-
-MoELayer's argument ``memory_reuse`` accepts them.
-"""
+"""MPipeMoE's names of four restore pairs (`STRATEGIES`). MoELayer's ``memory_reuse`` accepts them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Restore:
         sends it again in backward.
     hidden: what becomes of T_M: "keep", "offload", or "recompute" from T_DI in backward.
 
-    Raises ValueError for another value. str(pair) is "communicate/recompute", say.
+    Raises ValueError for another value. As a text a pair is both words, such as "communicate/recompute".
     """
 
     dispatched: DispatchedFate
@@ -88,15 +90,15 @@ STRATEGIES: dict[StrategyName, Restore] = {
     "S3": Restore("offload", "recompute"),
     "S4": Restore("communicate", "recompute"),
 }
-"""MPipeMoE's strategies (Table II): the four of the nine pairs in which neither tensor is kept."""
+"""MPipeMoE's strategies (Table II): the four of the nine pairs that keep neither T_DI nor T_M."""
 
 KEEP = Restore("keep", "keep")
-"""The pair that keeps both tensors: it saves no memory and adds no work."""
+"""The pair that keeps both T_DI and T_M until backward: it saves no memory and adds no work."""
 
 ALL_PAIRS: tuple[Restore, ...] = tuple(
     Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
 )
-"""All nine restore pairs, ordered by what becomes of T_DI, then by what becomes of T_M."""
+"""All nine restore pairs, sorted by what becomes of T_DI, then by what becomes of T_M."""
 
 
 def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:

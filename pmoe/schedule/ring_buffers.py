@@ -1,19 +1,19 @@
 """Schedules in which chunks take turns in ring slots (MPipeMoE, section III.D, Fig. 6 and Fig. 7b-e).
 
 A ring is a small number of memory slots for the buffers of one name, in which chunks take turns. With two
-slots, chunk 2 uses the slot of chunk 0 after it:
+slots, chunk 2 uses the slot that chunk 0 had before:
 
     buffer   T_DI.0    T_DI.1    T_DI.2    T_DI.3
     slot     T_DI[0]   T_DI[1]   T_DI[0]   T_DI[1]
 
 T_DI and T_DO, the experts' input and output, have two slots each. The hidden activation T_M has one, or two
 if it is offloaded. Gradients and the buffers that are sent have rings too. A slot is written again only after
-its last reader has ended: `link` makes tasks wait for slots as it does for buffers. The rows that stay on
-this rank, because their expert is on it, are cut into n pieces, so that a chunk's rows are together.
+its last reader has ended: `link` makes tasks wait for slots as it does for buffers.
 
-If T_M is offloaded, rows that stay have a slot of their own for T_M. In each chunk the experts compute rows
-that stay and rows that were sent, one after the other. If both kinds shared two slots, rows that were sent
-would always get the same slot, and none of their copies to the host could run beside their own computing.
+The experts compute two parts of each chunk one after the other: the rows that stay on this rank, because
+their expert is on it, and the rows that other ranks sent. If T_M is offloaded, each part has its own slots
+for T_M. If both parts took turns in two slots, rows from other ranks would always get the same slot, and
+their copy to the host could not run while the next ones are computed.
 
 Forward with S3 (T_DI offloaded, T_M recomputed), n = 3, rows that are sent and rows that stay. `Kind`
 explains the tasks. Columns show the order, not the time:
@@ -43,12 +43,13 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
     Buffers take the slots of their ring in turn, in the order in which tasks write the buffers.
 
     tasks: the tasks of a pass, in order.
-    sizes: the number of slots of each ring, by the ring's name. The ring of buffer "T_M_L.3" is "T_M_L", or
-        "T_M" if there is no ring "T_M_L"; names with "_again" are shortened in the same way. Buffers without
-        a ring, or with a ring of 0 slots, get no slot.
-    homes: the buffers of returned results, in the order of chunks. They take their slots before all others.
-        "home_L.3" is the part of "home.3" for rows that stay on this rank, so the two must change slots
-        together.
+    sizes: the number of slots of each ring, by the ring's name. Buffer "T_M_L.3" is in the ring "T_M_L" if
+        there is one, else in the ring "T_M". Names with "_again" are shortened in the same way. Buffers
+        without a ring, or with a ring of 0 slots, get no slot.
+    homes: the names of the buffers of results on the tokens' rank, "home.i" and "home_L.i" for each chunk i,
+        in the order in which chunks are computed. "home_L.i" (results of rows that stay on this rank) is a
+        part of the memory of "home.i", so both need the same slot number. Therefore they get their slots
+        first, by chunk, and not in the order in which tasks write them.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}
@@ -65,9 +66,9 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
 def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Schedule:
     """Returns the schedule of a forward pass in n chunks, in which chunks take turns in ring slots.
 
-    A ring slot is memory that several chunks use, one after another. The dispatch all-to-all of chunk i + 1
-    is issued before the combine all-to-all of chunk i (Fig. 7a), and the dispatch of chunk i + 2 after that
-    combine. So dispatched rows need two slots.
+    A ring slot is memory that several chunks use, one after another. The link does, in this order: dispatch
+    of chunk i + 1, combine of chunk i, dispatch of chunk i + 2 (Fig. 7a). So two dispatched chunks exist at a
+    time, and need two slots.
 
     stages: the stages that the layer has.
     restore: what becomes of the dispatched rows (T_DI) and of the hidden activation (T_M) until backward;
@@ -88,10 +89,10 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     }
 
     def compute(i: int, at: str) -> None:
-        """Adds the task in which the experts compute one part of chunk i.
+        """Adds the task in which the experts compute one part of chunk i, and copies of tensors to the host.
 
-        It also adds the copies to the host of the part's dispatched rows (T_DI) and hidden activation (T_M),
-        for each of the two that is offloaded.
+        Copies are added for the part's dispatched rows (T_DI) and hidden activation (T_M), if they are
+        offloaded.
 
         at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
@@ -140,9 +141,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     """Returns the schedule of a backward pass in n chunks, in which chunks take turns in ring slots.
 
     A ring slot is memory that several chunks use, one after another. The pass restores the dispatched rows
-    (T_DI) and the hidden activation (T_M) of forward, chunk by chunk. The tasks that compute a chunk's
-    gradients of parameters follow the chunk's other gradients at once, because they read slots that the next
-    chunk overwrites.
+    (T_DI) and the hidden activation (T_M) of forward, chunk by chunk. A chunk's gradients of parameters are
+    computed right after its other gradients, because the next chunk overwrites the slots that they read.
 
     stages: the stages that the layer has.
     restore: what forward has done with T_DI and T_M: kept, offloaded, or left to be made again.
@@ -167,28 +167,29 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     units = _units(chunks, stages)
 
     def dispatch(i: int) -> None:
-        """Adds the tasks that gather and send the output's gradient of chunk i to the experts.
+        """Adds the tasks that gather the output's gradient of chunk i and send it to the experts.
 
-        If forward's dispatched rows (T_DI) are sent again, their tasks come first.
+        If backward sends forward's dispatched rows (T_DI) again, the tasks for these come before.
         """
         if sends_again:
             tasks.dispatch(i, again=True)
         tasks.dispatch(i)
 
     def unpack(i: int) -> None:
-        """Adds the callbacks and the all-gather inside the node for the dispatched rows of chunk i.
+        """Adds the callbacks on chunk i's dispatched gradients, and the all-gather of these inside the node.
 
-        They are tasks of their own only if experts are sharded and there are callbacks (`Stages.hooked`). If
-        forward's dispatched rows (T_DI) are sent again, the tasks for these rows come first.
+        Adds nothing unless experts are sharded and the layer has callbacks (`Stages.hooked`); in other layers
+        these are no separate tasks. If backward also sends forward's dispatched rows (T_DI) again, callbacks
+        and all-gather of these rows are added before.
         """
         if sends_again:
             tasks.open(i, again=True)
         tasks.open(i)
 
     def fetch(i: int, at: str) -> None:
-        """Adds the copies from the host of what forward has offloaded of chunk i.
+        """Adds the copies from the host of chunk i's tensors that forward has offloaded.
 
-        This may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
+        These may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
 
         at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
@@ -199,11 +200,12 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             tasks.add(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"])
 
     def compute(i: int, at: str) -> None:
-        """Adds the backward tasks of the experts for one part of chunk i.
+        """Adds the backward tasks of the experts for one part of chunk i, in this order:
 
-        First the hidden activation (T_M) is recomputed, if the restore pair says so. Next the gradients of
-        the part's rows are computed, and sent back by the combine all-to-all if other ranks sent the rows.
-        Last come the gradients of parameters.
+        1. the hidden activation (T_M) is recomputed, if the restore pair says so;
+        2. the gradients of the part's rows are computed;
+        3. the combine all-to-all sends these gradients back, if other ranks sent the rows;
+        4. the gradients of parameters are computed.
 
         at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
@@ -287,11 +289,11 @@ def rotating(
 
 
 def _units(chunks: Sequence[int], stages: Stages) -> list[tuple[int, str]]:
-    """Returns the order in which the experts compute their rows, as (chunk, "_L") and (chunk, "") pairs.
+    """Returns the order in which the experts compute the parts of chunks, as (chunk, "_L") and (chunk, "").
 
-    (chunk, "_L") are the rows of a chunk that stay on this rank, because their expert is on it, and (chunk,
-    "") those that other ranks sent. Rows that stay come first, to fill the time until the chunk's other rows
-    arrive. In the last chunk they come last, to fill the time while the chunk's results are sent back.
+    (chunk, "_L") are the rows of a chunk that stay on this rank, because their expert is on it. (chunk, "")
+    are the rows that other ranks sent. Rows that stay come first, to fill the time until the chunk's other
+    rows arrive. In the last chunk they come last, to fill the time while the chunk's results are sent back.
 
     chunks: the chunks, in the order of the pass.
     """

@@ -1,6 +1,7 @@
 """Schedules in which every buffer has memory of its own, so that all dispatches are issued first.
 
-`pmoe.schedule.tasks` has pictures of these schedules, and `Kind` explains the letters of tasks.
+A dispatch need not wait until an earlier chunk's buffer is free. `pmoe.schedule.tasks` has pictures of these
+schedules, and `Kind` explains the letters of tasks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, local_piece
 def forward_schedule(n: int, stages: Stages) -> Schedule:
     """Returns the schedule of a forward pass in n chunks, in which every buffer has memory of its own.
 
-    The dispatch all-to-alls (S) of all chunks are issued first. All received rows are kept, so waiting would
-    save no memory, and the link never idles while an S remains.
+    The dispatch all-to-alls (S) of all chunks are issued first. All received rows are kept, so issuing an S
+    later would save no memory, and in this order the link never idles while an S remains.
 
     Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
-    They are computed as one piece, because small products are slow. Only those of the last chunk are a piece
-    of their own, which is computed at the end, while the last combine all-to-all (R) runs.
+    Those of all chunks but the last are computed in one task, because small products are slow. Those of the
+    last chunk are computed at the end, while the last combine all-to-all (R) runs.
 
     stages: the stages that the layer has.
     """
@@ -30,7 +31,7 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     early = m - 1 if remote and m > 1 else m
 
     def stay(pieces: range) -> None:
-        """Adds a task of the experts for each of these pieces of the rows that stay on this rank."""
+        """Adds one task for each given part of the rows that stay on this rank: the experts compute them."""
         for j in pieces:
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]
             tasks.add(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], writes)
@@ -57,10 +58,10 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     The dispatch all-to-alls (S) carry gradients of the layer's output to the experts, and the combine
     all-to-alls (R) carry gradients of the experts' input back.
 
-    Gradients of parameters are tasks of their own, which all add to one sum, in list order. The tasks for
-    rows that stay on this rank fill the time until the first gradients arrive. The tasks for received rows
-    come one chunk late, so that the last two fill the time while the last R runs. The tensors that they read
-    are held for at most two chunks.
+    Gradients of parameters are computed by separate tasks, which add to one sum in list order. For rows that
+    stay on this rank, these tasks fill the time until the first gradients arrive. For received rows, a
+    chunk's task comes after the next chunk's experts, so that the last two fill the time while the last R
+    runs. The tensors that such a task reads are held for at most two chunks.
 
     The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
 
@@ -96,12 +97,21 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
 
 
 def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[str]) -> None:
-    """Adds the task of the experts for chunk i, then the tasks that send the results back.
+    """Adds the task of the experts for chunk i, and the tasks that send its results back.
 
-    With sharded experts these are a reduce-scatter inside the node and the combine all-to-all. If callbacks
-    come between the two, they and the combine of a chunk are added one chunk late, because the experts need
-    not wait for the reduce-scatter. The callbacks and the all-gather of the next chunk are added before the
-    experts' task.
+    The order is:
+
+    1. callbacks and all-gather of chunk i + 1, only with sharded experts and callbacks (`Stages.hooked`);
+    2. the experts on chunk i;
+    3. the reduce-scatter of chunk i inside the node, only with sharded experts;
+    4. without sharded experts and callbacks: the combine all-to-all of chunk i.
+       With both: callbacks and combine of chunk i - 1.
+
+    In the second case step 4 is one chunk late. The callbacks of chunk i must wait for its reduce-scatter. If
+    they came at once, the experts' computation of chunk i + 1, which is behind them in the same lane, would
+    wait too.
+
+    With i = 0, step 1 is also added for chunk 0. With the last i, step 4 is also added for the last chunk.
 
     reads, writes: the buffers of the experts' task.
     """

@@ -92,17 +92,20 @@ class Kind(str, enum.Enum):
     __hash__ = str.__hash__
 
     def at(self, place: str) -> Kind:
-        """Returns the kind of the same work for rows that stay on this rank, if ``place`` is "_L".
+        """Returns the kind of task that does the same work on the rows that stay on this rank, for place
+        "_L".
 
-        Rows stay if their expert is on their own rank. If ``place`` is "", returns this kind. Example: W, the
+        Rows stay if their expert is on their own rank. For place "" the result is this kind. Example: W, the
         gradients of parameters from received rows, becomes LW.
         """
         return Kind("L" + self.value) if place else self
 
     def again(self, is_again: bool) -> Kind:
-        """Returns the kind of the same work for forward's dispatched rows (T_DI), which backward sends again.
+        """Returns the kind of task that does the same for forward's dispatched rows, when backward sends
+        them.
 
-        If ``is_again`` is False, returns this kind. Example: S, the dispatch all-to-all, becomes SI.
+        Backward sends these rows (T_DI) again if forward has not kept them. If ``is_again`` is False, the
+        result is this kind. Example: S, the dispatch all-to-all, becomes SI.
         """
         return Kind(self.value + "I") if is_again else self
 
@@ -112,10 +115,10 @@ class Task:
     """One task of a pass: some work on one chunk, on one lane.
 
     kind: the work.
-    chunk: the number of the chunk. Rows that stay on this rank may be cut into fewer pieces than chunks
-        (`piece_of`); their tasks have the number of the piece. -1 if the task is for all chunks.
+    chunk: the number of the chunk; -1 if the task is for all chunks. A task for rows that stay on this rank
+        may have those of several chunks. It then has a number of its own (`piece_of`).
     lane: the queue in which the task runs.
-    reads, writes: names of the buffers that it reads and writes, "T_DI.0" say.
+    reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0".
     waits: names of earlier tasks that must end before this task starts.
     """
 
@@ -128,7 +131,7 @@ class Task:
 
     @functools.cached_property
     def name(self) -> str:
-        """The kind and the chunk, "S0" say; only the kind for a task of all chunks."""
+        """The kind and the chunk, such as "S0"; only the kind for a task of all chunks."""
         return self.kind.value + ("" if self.chunk < 0 else str(self.chunk))
 
 
@@ -194,8 +197,8 @@ class Stages:
         and the combine.
     shared: whether there is a shared expert, which computes all tokens.
     gradients: whether the backward pass also reduces data-parallel gradients of other layers.
-    one_lane: whether collectives inside a node wait for those between nodes. This is the baseline that FSMoE
-        is measured against.
+    one_lane: whether collectives inside a node and between nodes share one lane, so that they wait for each
+        other. This is the baseline that FSMoE is measured against.
 
     Raises ValueError if ``local`` and ``remote`` are both False.
     """
@@ -216,12 +219,13 @@ class Stages:
 def finished(
     direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
 ) -> Schedule:
-    """Returns the schedule of a list of tasks: fills in the tasks for which each task waits (`link`).
+    """Returns the schedule of a list of tasks. It fills in for which tasks each task waits (`link`).
 
     In backward it also adds the task that reduces other layers' gradients, if ``stages.gradients`` is set.
     With ``stages.one_lane`` it moves the tasks inside a node to the communication lane.
 
-    slots: the ring slot of each buffer that lies in one; None if all buffers have memory of their own.
+    slots: the ring slot (reused memory) of each buffer that lies in one; None if all buffers have memory of
+        their own.
     """
     if stages.gradients and direction == "backward":
         # After the last S and before the next R, where the link would otherwise wait for the experts.
@@ -234,11 +238,11 @@ def finished(
 
 
 def local_pieces(n: int, *, local: bool, remote: bool) -> int:
-    """Returns m, the number of pieces into which the rows that stay on this rank are cut.
+    """Returns m, the number of tasks that compute the rows that stay on this rank.
 
-    Rows stay if their expert is on this rank. Each piece is one task. m is 0 if no rows stay, and n if no
-    rows are sent. Otherwise m is 2: one piece for all chunks but the last, and one for the last chunk (1 if n
-    = 1). Fewer pieces make larger products, which are faster.
+    Rows stay if their expert is on this rank. If no rows are sent, each of n chunks has a task. Otherwise
+    there are 2 tasks (1 if n = 1): one for all chunks but the last, and one for the last chunk. Fewer tasks
+    have larger products, which are faster. If no rows stay, m is 0.
 
     n: number of chunks.
     local, remote: whether rows may stay on their rank, and whether rows may be sent.
@@ -249,21 +253,20 @@ def local_pieces(n: int, *, local: bool, remote: bool) -> int:
 
 
 def piece_of(chunk: int, n: int, m: int) -> int:
-    """Returns the number of the piece with a chunk's rows that stay on this rank: max(chunk - (n - m), 0).
+    """Returns which task computes a chunk's rows that stay on this rank: max(chunk - (n - m), 0).
 
-    Rows stay if their expert is on this rank. Those of n chunks are cut into m pieces, and each piece is
-    computed by one task. The first piece holds the rows of all chunks but the last m - 1, each of which has a
-    piece of its own.
+    Rows stay if their expert is on this rank. Those of n chunks are computed by m tasks. The first task has
+    the rows of several chunks. Each of the last m - 1 chunks has a task of its own.
 
-    Example: n = 4, m = 2 -> 0, 0, 0, 1.
+    Example: n = 4, m = 2 -> chunks 0 to 3 are computed by tasks 0, 0, 0, 1.
     """
     return max(chunk - (n - m), 0)
 
 
 def sequential(schedule: Schedule) -> Schedule:
-    """Returns a schedule in which every task waits for the task before it.
+    """Returns a schedule in which every task waits for the task before it, so that nothing overlaps.
 
-    It is the baseline without overlap, against which measurements compare other schedules.
+    It is the baseline against which measurements compare other schedules.
     """
     chained: list[Task] = []
     for task in schedule.tasks:
@@ -275,9 +278,9 @@ def sequential(schedule: Schedule) -> Schedule:
 def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple[Task, ...]:
     """Returns the tasks with ``waits`` filled in: the names of the earlier tasks that must end first.
 
-    A task waits for the last writer of every buffer that it reads or writes. It also waits for all tasks that
-    have read, since then, a buffer that it writes. Buffers in one ring slot count as one buffer, because they
-    share its memory.
+    A task waits for the last task that wrote a buffer which it reads or writes. If it writes a buffer, it
+    also waits for all tasks that have read the buffer since the last write. Buffers in one ring slot count as
+    one buffer, because they use the same memory.
 
     slots: the ring slot of each buffer that lies in one; None if all buffers have memory of their own.
 
@@ -316,7 +319,7 @@ _LANES = {
 
 
 def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
-    """Returns a task on the lane of its kind, without the tasks for which it waits; `link` adds them."""
+    """Returns a task on the lane of its kind. ``waits`` is empty: `link` fills it in."""
     lane = _LANES.get(kind.value, Lane.COMPUTE)
     return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
 
@@ -325,10 +328,10 @@ ENDS_OF_STAGES: dict[PassDirection, tuple[str, ...]] = {
     "forward": ("T_I", "T_DI", "T_DO", "home", "T_O"),
     "backward": ("dT_O", "dT_DO", "dT_DI", "dhome", "dT_I"),
 }
-"""The names of five buffers of a pass.
+"""The names of five buffers of a pass, by direction, in the order in which rows pass through them.
 
-These are the source of the gather (G), the results of the dispatch (S), the experts (C) and the combine (R),
-and the result of the output task (O).
+They are the source of the gather (G), the results of the dispatch (S), of the experts (C), and of the combine
+(R), and the result of the output task (O).
 """
 
 
@@ -359,13 +362,14 @@ class PassBuilder:
         self._source, self._received, self._result, self._home, self._output = buffers
 
     def add(self, kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> None:
-        """Appends one task. ``reads`` and ``writes`` are names of buffers, "T_DI.0" say."""
+        """Appends one task. ``reads`` and ``writes`` are names of buffers, such as "T_DI.0"."""
         self.tasks.append(make_task(kind, chunk, reads, writes))
 
     def finish(self, slots: Mapping[str, str] | None = None) -> Schedule:
         """Returns the schedule of all tasks that were appended.
 
-        slots: the ring slot of each buffer that lies in one; None if all buffers have memory of their own.
+        slots: the ring slot (reused memory) of each buffer that lies in one; None if all buffers have memory
+            of their own.
         """
         return finished(self.direction, self.tasks, self.stages, slots)
 
@@ -384,7 +388,7 @@ class PassBuilder:
     def gather(self, i: int, *, again: bool = False) -> None:
         """Appends G of chunk i, which copies the rows to be sent into the send buffer.
 
-        again: True appends GI, which copies forward's rows in backward, to send them again.
+        again: True appends GI instead, which copies forward's rows, so that backward sends them again.
         """
         source = "T_I" if again else self._source
         self.add(Kind.GATHER.again(again), i, [f"{source}.{i}"], [f"send{'_again' * again}.{i}"])
@@ -392,8 +396,8 @@ class PassBuilder:
     def send(self, i: int, *, again: bool = False) -> None:
         """Appends S, the dispatch all-to-all of chunk i.
 
-        If experts are sharded, appends AG, the all-gather inside the node, too. In a layer with callbacks
-        between the two (`Stages.hooked`), `open` appends AG instead.
+        If experts are sharded, it also appends AG, the all-gather inside the node. But if callbacks run
+        between S and AG (`Stages.hooked`), `open` appends AG instead.
 
         again: whether backward sends forward's rows (T_DI) again. The tasks are then SI and AGI.
         """
@@ -404,13 +408,14 @@ class PassBuilder:
             self._all_gather(i, arrived, again)
 
     def open(self, i: int, *, again: bool = False) -> None:
-        """Appends HA and AG of chunk i: callbacks on dispatched rows, and their all-gather inside the node.
+        """Appends HA and AG of chunk i: callbacks on dispatched rows, and the rows' all-gather inside the
+        node.
 
         Does nothing unless the layer has sharded experts and callbacks between dispatch and all-gather
         (`Stages.hooked`).
 
-        again: whether backward sends forward's rows (T_DI) again, and these are the rows. The tasks are then
-            HAI and AGI.
+        again: whether the rows are those of forward (T_DI) that backward sends again. The tasks are then HAI
+            and AGI.
         """
         if self.stages.hooked and 0 <= i < self.n:
             arrived, opened = (f"{name}{'_again' * again}" for name in ("arrived", "opened"))
@@ -429,8 +434,8 @@ class PassBuilder:
     def combine(self, i: int) -> None:
         """Appends R, the combine all-to-all of chunk i, which sends results back to the tokens' ranks.
 
-        If experts are sharded, RS comes before: a reduce-scatter of partial results inside the node. In a
-        layer with callbacks between RS and R (`Stages.hooked`), `close` appends R instead.
+        If experts are sharded, it appends RS before R: a reduce-scatter of partial results inside the node.
+        But if callbacks run between RS and R (`Stages.hooked`), `close` appends R instead.
         """
         leaving = "leaving" if self.stages.sharded else self._result
         if self.stages.sharded:
@@ -474,7 +479,7 @@ class PassBuilder:
     def shared(self) -> None:
         """Appends the tasks of the shared expert, which computes all tokens; none if the layer has none.
 
-        Callers place it at a moment when rows are being sent and the other experts have nothing to do.
+        The caller calls this when rows are being sent and the other experts have nothing to do.
         """
         if self.stages.shared and self.direction == "forward":
             self.add(Kind.SHARED, -1, ["T_I"], ["T_S"])
@@ -485,8 +490,8 @@ class PassBuilder:
     def output(self, i: int, piece: int | None = None) -> None:
         """Appends O of chunk i, which sums the results of each of the chunk's tokens.
 
-        piece: the number of the piece that holds the chunk's rows that stay on this rank, because their
-            expert is on it (`piece_of`); None if it equals the chunk's number.
+        piece: the number of the task that computed the chunk's rows that stay on this rank (`piece_of`). None
+            if it equals the chunk's number.
         """
         if 0 <= i < self.n:
             own_piece = i if piece is None else piece

@@ -198,12 +198,18 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the plain data of all ranks (everything that is not a model's or optimizer's tensor) into one.
+    """Merges the plain data of all ranks into one dict.
 
-    If several ranks have data under the same name, the lowest rank's data are taken.
+    Plain data are everything that is not a model's or optimizer's tensor. If several ranks have data under
+    the same name, the lowest rank's data are taken.
 
-    of_ranks: for each rank its "step", its "extra", and by name its "model" (extra states of modules),
-        "options" and "values" (of optimizers).
+    of_ranks: a dict of each rank, in rank order, with the keys
+
+        step       number of the training step
+        extra      the caller's extra data; those of rank 0 are saved
+        model      extra states of modules, by name
+        options    options of optimizers, by name of the parameter
+        values     optimizer states that are not tensors, by name of the parameter
 
     Raises CheckpointError if the ranks gave different steps.
     """
@@ -226,11 +232,12 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors, by their names in the checkpoint, for DCP to read into.
+    """Returns the optimizers' state tensors by their names in the checkpoint. DCP will read values into them.
 
     An optimizer that made no step yet has no state, so its state is created first. If the checkpoint does not
     fit, the optimizers get back the state that they had before. Collective.
 
+    path: folder of the checkpoint, for the message.
     names: maps parameters to their names in the checkpoint.
     plain: the checkpoint's data that are not tensors.
     metadata: DCP's list of the saved tensors.
@@ -268,8 +275,8 @@ def _check_fit(
     names: maps parameters to their names in the checkpoint.
     tensors: this rank's tensors by their names in the checkpoint, of any shape.
     metadata: DCP's list of the saved tensors.
-    part: "model" or "optimizer", the first part of those names.
-    more: further mismatches that this rank found, in words.
+    part: "model" or "optimizer": with which word the names of these tensors begin.
+    more: further mismatches that this rank found, in words, for the message.
     """
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
     problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), metadata, part)]
@@ -316,10 +323,10 @@ def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
     """Wraps a call of DCP (torch.distributed.checkpoint) and turns its errors into CheckpointError.
 
-    Yields the arguments that tell DCP which ranks take part.
+    Yields the arguments of a DCP function that say which ranks take part.
 
-    DCP reports a failure to all ranks as a CheckpointException. That class derives from BaseException, so
-    `except Exception` would not catch it.
+    If DCP fails on any rank, it raises a CheckpointException on all of them. That class derives from
+    BaseException, so `except Exception` would not catch it.
 
     stage: what DCP does, for the message.
     """

@@ -173,10 +173,12 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
     Returns (data in plain.pt, DCP's list of tensors, states of this rank's random generators). The states are
     None if another number of ranks saved the checkpoint.
 
-    The checksums of all files are compared here, because torch compares none. The ranks share this work: each
-    takes every ``num_ranks``-th of the files sums_*.json.
+    The checksums of all files are compared here, because torch compares none. The ranks share this work: rank
+    r checks the files that are listed in sums_*.json number r, r + num_ranks, r + 2 * num_ranks, ...
 
     path: folder of the checkpoint.
+    rank: this rank.
+    num_ranks: number of ranks that load the checkpoint.
 
     Raises OSError or ValueError if a file is missing, damaged or too short.
     """
@@ -303,9 +305,10 @@ def _sum(path: Path) -> int:
 
 
 def _write_to_disk(value: object, path: Path) -> None:
-    """Writes ``value`` to a new file, and waits until it is on the disk.
+    """Writes ``value`` to a new file with `torch.save`, and waits until the file is on the disk.
 
-    Without the wait it might be in the operating system's cache only, and be lost when the machine fails.
+    Without the wait, the file might be in the operating system's cache only, and be lost when the machine
+    fails.
     """
     with open(path, "xb") as file:
         torch.save(value, file)

@@ -1,4 +1,6 @@
-"""Tensors of a model and its optimizers, by their names in a checkpoint, and checks that they fit.
+"""Collects the tensors of a model and its optimizers under the names that they have in a checkpoint.
+
+It also checks that the tensors of a saved checkpoint fit the model and optimizers of this run.
 
     model.NAME              a parameter or buffer
     optimizer.NAME.KEY      the state KEY (such as exp_avg) of the parameter NAME
@@ -89,9 +91,9 @@ class Names:
     def of(self, parameter: Tensor) -> str:
         """Returns the name of a parameter in the checkpoint.
 
-        Raises ValueError if it is not a parameter of the model.
+        parameter: a parameter of any shape.
 
-        parameter: of any shape.
+        Raises ValueError if the model has no such parameter.
         """
         if parameter not in self._by_parameter:
             shape = tuple(parameter.shape)
@@ -101,9 +103,11 @@ class Names:
         return self._by_parameter[parameter]
 
     def of_this_rank(self, stored: Iterable[str]) -> set[str]:
-        """Returns the names that other ranks may lack: those of experts that are a user's modules.
+        """Selects the names of tensors that only this rank has: those of experts that are a user's modules.
 
-        stored: names of this rank's tensors in the checkpoint, with "model." or "optimizer." in front.
+        All other tensors have the same name on every rank.
+
+        stored: names of this rank's tensors in the checkpoint, each with "model." or "optimizer." in front.
         """
         prefixes = tuple(self._first_experts)
         return {name for name in stored if name.partition(".")[2].startswith(prefixes)}
@@ -113,9 +117,10 @@ class Names:
 
 
 def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plain]:
-    """Returns (tensors, extra states of modules) of a model, both by their names in the checkpoint.
+    """Returns two dicts by name in the checkpoint: a model's tensors, and its modules' extra states.
 
-    The tensors are the model's own memory, of any shape. Extra states are plain data.
+    The tensors, of any shape, share memory with the model. Extra states (`torch.nn.Module.get_extra_state`)
+    are plain data.
     """
     items = state_dict.get_model_state_dict(model).items()
     state = {f"model.{names.stored(name)}": value for name, value in items}
@@ -124,9 +129,9 @@ def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plai
 
 
 def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) -> None:
-    """Completes a model after DCP has read its tensors in place: sets the extra states of its modules.
+    """Sets the extra states of a model's modules, after DCP has read the model's tensors in place.
 
-    Also runs the hooks of load_state_dict.
+    Also runs the hooks that modules have registered for load_state_dict.
 
     names: maps parameters to their names in the checkpoint.
     plain: saved extra states, by their names in the checkpoint.
@@ -143,8 +148,9 @@ def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) ->
 def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], Plain]:
     """Returns (state tensors by name, plain data) of the parameters of optimizers.
 
-    The tensors, of any shape, have the names "optimizer.NAME.KEY". The plain data are, by name of the
-    parameter, "options" (of its parameter group) and "values" (its states that are not tensors).
+    The tensors, of any shape, have the names "optimizer.NAME.KEY", such as "optimizer.w.exp_avg". The plain
+    data are two dicts, each keyed by the parameter's name: "options" has the options of its parameter group,
+    "values" those of its optimizer states that are not tensors.
 
     names: maps parameters to their names in the checkpoint.
 
@@ -167,9 +173,11 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict
 def set_optimizer_state(
     names: Names, optimizers: Sequence[Optimizer], plain: Plain, metadata: Metadata
 ) -> None:
-    """Sets the optimizers' options and plain states, after DCP has read the state tensors in place.
+    """Sets the optimizers' options and the states that are not tensors.
 
-    Removes the state of a parameter for which none was saved.
+    DCP must have read the states that are tensors before.
+
+    If no state was saved for a parameter, its state is removed from the optimizer.
 
     names: maps parameters to their names in the checkpoint.
     plain: the saved "options" and "values", by name of the parameter.
@@ -192,8 +200,8 @@ def set_optimizer_state(
 def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain) -> list[str]:
     """Returns the reasons why saved options of optimizers cannot be loaded, one text each; [] if they can.
 
-    Either a parameter has no saved options, or parameters that share a group in this run were saved with
-    different options.
+    There are two reasons: a parameter has no saved options, or parameters that share a parameter group in
+    this run were saved with different options.
 
     names: maps parameters to their names in the checkpoint.
     plain: the saved "options", by name of the parameter.
@@ -243,11 +251,11 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
 
 
 def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
-    """Returns only the optimizer's state tensors of parameters for which a state was saved.
+    """Selects the optimizer's state tensors that can be loaded: those of parameters with a saved state.
 
     A parameter that had no gradient yet when the checkpoint was saved had no state.
 
-    tensors: by their names in the checkpoint, of any shape.
+    tensors: the optimizer's state tensors, of any shape, by their names in the checkpoint.
     metadata: DCP's list of the saved tensors.
     """
     saved = _owners(metadata)
@@ -259,7 +267,7 @@ def problems_of(
 ) -> list[str]:
     """Returns the reasons why saved tensors do not fit a model or optimizer, one text each; [] if they fit.
 
-    A tensor is missing, is not wanted, or has another shape or dtype.
+    A tensor may be missing in the checkpoint, be only in the checkpoint, or have another shape or dtype.
 
     wanted: this rank's tensors by their names in the checkpoint, of any shape.
     all_names: names of the tensors of all ranks.
@@ -286,28 +294,30 @@ def problems_of(
 
 
 def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Describes tensors to DCP so that it saves a gated expert's w1 and b1 as two blocks ("boxes").
+    """Describes the w1 and b1 of gated experts to DCP as two blocks ("boxes") each.
 
-    Returns the same tensors by name; all others are unchanged. Shapes may be any.
+    Gated experts are, for example, SwiGLU experts. Returns all tensors by name: the w1 and b1 of gated
+    experts as objects that describe the blocks, the others unchanged. Shapes may be any.
 
-    In the w1 and b1 of gated experts, gate rows come first, then up rows. If an expert's hidden columns are
-    split over ranks ("esp"), each half is split for itself. So a rank holds two separate blocks of the whole
-    tensor:
+    In the w1 and b1 of gated experts, the rows of the gate projection come first, then those of the up
+    projection. If an expert's hidden columns are split over ranks (mesh dimension "esp"), each half is split.
+    So a rank holds two separate blocks of the whole tensor:
 
         whole w1      gate 0 | gate 1 | up 0 | up 1
         rank 0 of 2   gate 0,           up 0
         rank 1 of 2            gate 1,         up 1
 
-    DCP takes a DTensor's local part for one block. It would refuse to save these parts, because as single
-    blocks they overlap, and it would load wrong rows.
+    DCP assumes that a rank's part of a DTensor is one block. It would refuse to save these parts, because as
+    single blocks they overlap, and it would load wrong rows.
     """
     return {name: _in_boxes(tensor) for name, tensor in tensors.items()}
 
 
 def _in_boxes(tensor: Tensor) -> Tensor:
-    """Describes one tensor, of any shape, to DCP as several blocks if its halves are split one by one.
+    """Describes one tensor to DCP as two blocks if it is a w1 or b1 of gated experts that is split.
 
-    Only a DTensor with a strided split changes; see `in_boxes`.
+    Such a tensor is recognised by its DTensor placement `_StridedShard`: each of its two halves is split over
+    ranks (picture in `in_boxes`). Any other tensor, of any shape, is returned unchanged.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -333,7 +343,9 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 def _check_names_differ(name: str, layer: MoELayer) -> None:
     """Raises ValueError if ranks hold different experts of a layer under the same names.
 
-    They do not if the experts are DTensors, or a user's modules, which are numbered among all experts.
+    The names cannot conflict if the experts are DTensors, because each rank then saves its part of one
+    tensor. Nor can they if the experts are a user's modules, because names in the checkpoint then contain the
+    expert's index among all ranks' experts.
 
     name: name of the layer in the model, for the message.
     """
@@ -365,7 +377,10 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer,
 
 
 def _owners(metadata: Metadata) -> set[str]:
-    """Returns the names of parameters for which anything was saved, with "optimizer." or "model." in front.
+    """Returns the names of all saved tensors without the part after the last dot.
+
+    For the saved optimizer states, "optimizer.NAME.KEY", these are the parameters that have one:
+    "optimizer.NAME".
 
     metadata: DCP's list of the saved tensors.
     """

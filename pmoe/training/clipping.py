@@ -49,18 +49,21 @@ def clip_grad_norm_(
         norm = (sum over ranks and values of abs(value)^p / number of ranks that hold the value)^(1/p)
 
     Args:
-        parameters: a model or its parameters, of any shape. Plain tensors must be the same on all ranks.
-            DTensors may have any meshes. If experts were not parallelized, the model is needed, because the
-            number of copies of an expert is known only from its layer.
+        parameters: a model or its parameters, of any shape:
+
+            - a DTensor may have any mesh and placements;
+            - a plain tensor must be the same on all ranks, unless it belongs to an expert;
+            - experts that `pmoe.parallelize` has not made DTensors are plain tensors that differ between
+              ranks. Pass the model then: only its layers know how many ranks hold a copy of each expert.
         max_norm: largest norm that gradients may have afterwards, at least 0.
         norm_type: order p of the norm, positive or inf.
         error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
-        foreach: whether to compute many gradients in one launch; None does so too.
+        foreach: True or None computes many gradients in one launch, False each gradient in its own.
         group: the ranks that hold the model together. None is the default group, or this process.
 
     Collective: every rank must call it after gradients were reduced. Data-parallel wrappers and
-    `pmoe.parallelize` reduce them in backward. A call costs one all-reduce of one number, or of two for
-    norm_type inf.
+    `pmoe.parallelize` reduce them in backward. Each call makes one all-reduce, of one number (of two numbers
+    for norm_type inf).
 
     Returns the norm before clipping: a scalar of float32 or a wider dtype, equal on every rank. Up to
     rounding it is the norm that one process with the whole model would compute.
@@ -92,21 +95,22 @@ def clip_grad_norm_(
 
 
 def local_gradient(gradient: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient, of any shape.
+    """Returns this rank's part of a gradient, a plain tensor, and waits until no collective changes it.
 
-    If a collective is still computing the gradient, waits for it.
+    gradient: a plain tensor or a DTensor, of any shape.
     """
     local = local_part(gradient)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns a tensor for each gradient, with the gradient as its ``grad``.
+    """Returns, for each gradient, a tensor that stands in for its parameter: its ``grad`` is the gradient.
 
-    Functions of torch that take parameters take these tensors instead. So they change this rank's parts of
-    DTensors, which may be on different meshes.
+    torch's functions that scale the gradients of parameters get these tensors in place of the parameters.
+    Each gradient is this rank's plain part of a DTensor or a plain tensor, so torch does not have to mix
+    DTensors of different meshes in one operation, which it cannot.
 
-    gradients: of any shape.
+    gradients: plain tensors of any shape, which torch changes in place.
     """
     holders = []
     for gradient in gradients:
@@ -131,13 +135,15 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str,
 
 
 def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_ranks: int) -> dict[int, int]:
-    """Returns how many ranks hold a copy of each expert parameter of the model, by the parameter's id.
+    """Returns how many copies of each expert parameter the ranks hold, by the parameter's ``id()``.
 
-    model: the model; anything else has no layers.
-    named: (name, parameter) pairs to check, of any shape.
+    model: the argument ``parameters`` of `clip_grad_norm_`: a model, or its parameters. The number of copies
+        is known only from a model's layers, so parameters without a model give an empty dict.
+    named: the same parameters, of any shape, as (name, parameter) pairs.
     num_ranks: number of ranks that hold the model together.
 
-    Raises ValueError if an expert parameter comes without its model and is not a DTensor.
+    Raises ValueError if ``named`` has a plain tensor of an expert (not a DTensor) but ``model`` is no model
+    with this expert, because the number of its copies is then unknown.
     """
     copies = dict[int, int]()
     for at, layer in model.named_modules() if isinstance(model, nn.Module) else ():
@@ -163,8 +169,8 @@ def _grouped(
 ) -> GradientGroups:
     """Returns this rank's gradients, grouped by device, dtype and number of ranks that hold each value.
 
-    named: (name, parameter) pairs. Parameters of any shape.
-    copies_of_experts: number of copies of expert parameters, by id.
+    named: (name, parameter) pairs, with parameters of any shape.
+    copies_of_experts: how many copies of an expert parameter the ranks hold, by the parameter's ``id()``.
     num_ranks: number of ranks that hold the model together.
     """
     groups: GradientGroups = {}
@@ -177,14 +183,15 @@ def _grouped(
 
 
 def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, int], num_ranks: int) -> int:
-    """Returns the number of ranks that hold each value of a parameter's gradient.
+    """Returns how many ranks hold each single value of a parameter's gradient.
 
     name: the parameter's name, for errors.
-    parameter: of any shape.
-    copies_of_experts: number of copies of expert parameters, by id.
+    parameter: a parameter of any shape, with a gradient.
+    copies_of_experts: how many copies of an expert parameter the ranks hold, by the parameter's ``id()``.
     num_ranks: number of ranks that hold the model together.
 
-    Raises ValueError if the gradient is not reduced yet, or num_ranks is not all ranks of the model.
+    Raises ValueError if the gradient is not reduced yet, or if num_ranks is not a multiple of the number of
+    ranks over which the parameter is split.
     """
     gradient = parameter.grad
     parts = 1
@@ -202,11 +209,11 @@ def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, in
 
 
 def _copies_of(name: str, parts: int, num_ranks: int) -> int:
-    """Returns num_ranks / parts: the number of copies of something that is cut into ``parts``.
+    """Returns how many copies ``num_ranks`` ranks hold of a parameter that is split over ``parts`` ranks.
 
-    Each part of each copy is on a rank of its own.
+        copies = num_ranks / parts
 
-    name: name of the thing, for the error.
+    name: name of the parameter or layer, for the error.
 
     Raises ValueError if the number of ranks is not a multiple of ``parts``.
     """
@@ -219,10 +226,10 @@ def _copies_of(name: str, parts: int, num_ranks: int) -> int:
 
 
 def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.device:
-    """Returns the device on which the norm is reduced: that of the first parameter.
+    """Returns the device on which the norm is computed and all-reduced: that of the first parameter.
 
-    The device of a gradient would not do, because a rank may have no gradient. Without parameters it is a
-    device whose tensors the group's collectives accept.
+    A gradient's device is not used, because a rank may have no gradient. If there are no parameters, the
+    result is a device whose tensors the group's collectives accept.
     """
     if named:
         return local_part(named[0][1]).device
@@ -236,7 +243,8 @@ def _norm(
 
     gradients: this rank's gradients, by (device, dtype, number of ranks that hold each value).
     norm_type: order of the norm, positive or inf.
-    foreach: False computes the norm of each gradient by a launch of its own.
+    foreach: False computes the norm of each gradient in a launch of its own; True or None computes many norms
+        in one launch.
     """
     is_largest = math.isinf(norm_type)
     dtype = torch.float32

@@ -1,7 +1,7 @@
 """Expert parallelism beside DistributedDataParallel or FSDP2, which manage the dense part of a model.
 
-docs/training.md explains how to use it. Every rank is a data-parallel rank with its own tokens. As with these
-wrappers, the loss is the mean over ranks:
+docs/training.md explains how to use it. Every rank is a data-parallel rank with its own tokens. As with
+DistributedDataParallel, the loss is the mean of the ranks' losses:
 
     gradient = sum of the ranks' gradients / number of ranks
 """
@@ -120,7 +120,7 @@ def _checked_layers(
     """Returns the (name, layer) pairs of the model's MoE layers, after all checks of `parallelize`.
 
     inner: the part of the mesh with the dimensions "ep" and "esp".
-    grid: the ranks along these dimensions.
+    grid: this rank's groups of ranks along "ep" and along "esp".
 
     Raises ValueError or TypeError, with the layer's name, if a layer or an argument is wrong.
     """
@@ -141,9 +141,10 @@ def _checked_layers(
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Returns the parameters, of any shape, of this rank's routed experts. Shared experts are not among them.
+    """Returns the parameters, of any shape, of this rank's routed experts, without those of shared experts.
 
-    FSDP2's ``fully_shard`` takes them as ``ignored_params``.
+    Pass the result to FSDP2 as ``ignored_params``: ``fully_shard(model, ignored_params=...)``. FSDP2 must not
+    shard these parameters, because each rank holds different experts.
     """
     check_module(model=model)
     _mark_experts(model)
@@ -224,16 +225,17 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 
 @dataclass(frozen=True)
 class MeanOverRanks:
-    """Reduces experts' gradients: sums them over the experts' copies, divides by the number of all ranks.
+    """Sums experts' gradients over the experts' copies and divides them by the number of all ranks.
 
-    Before this reduction, an expert's gradient is a sum over the tokens of all ranks that share one copy of
-    the experts: their tokens are sent to the expert.
+    Before this reduction, an expert's gradient is already a sum over the tokens of all ranks that share its
+    copy, because these ranks send their tokens to it. So only the sum over copies is missing.
 
     num_ranks: number of all ranks of the mesh, the divisor.
     copies: the ranks that hold copies of this rank's experts.
     ranks: the ranks over which one copy of the experts is spread.
     names: names of the experts' parameters, for errors.
-    compared: tuples of requires_grad flags, one flag for each parameter, that the ranks have compared before.
+    compared: the sets of requires_grad flags that the ranks have compared before, each a tuple with one flag
+        for each parameter.
     """
 
     num_ranks: int
@@ -243,16 +245,17 @@ class MeanOverRanks:
     compared: set[tuple[bool, ...]] = field(default_factory=set)
 
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
-        """Compares, before a backward pass, which parameters of experts require gradients on each rank.
+        """Checks, before a backward pass, that all copies of an expert train the same parameters.
 
-        Raises ValueError on every rank if copies of an expert differ in this, because their all-reduces would
-        not match.
+        Copies that differ would start different all-reduces, and the ranks would hang or mix up gradients.
 
-        Collective. On a GPU, where comparing makes the host wait, it is skipped for flags that were compared
+        wanted: requires_grad of each parameter of the experts on this rank.
+        device: device of these parameters.
+
+        Raises ValueError on every rank if requires_grad differs between copies.
+
+        Collective. On a GPU, where the check makes the host wait, it is skipped for flags that were checked
         before.
-
-        wanted: requires_grad of each parameter.
-        device: of the parameters.
         """
         if self.copies.size == 1 or (device.type != "cpu" and tuple(wanted) in self.compared):
             return
@@ -302,10 +305,10 @@ def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
-    """Raises ValueError or TypeError if `parallelize` cannot change this layer.
+    """Raises ValueError or TypeError if `parallelize` cannot spread this layer over ``inner``.
 
     inner: the part of the mesh with the dimensions "ep" and "esp".
-    grid: the ranks along these dimensions.
+    grid: this rank's groups of ranks along "ep" and along "esp".
     """
     coordinates = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
     for name, ranks in ((ACROSS, grid.ep), (INSIDE, grid.esp)):
@@ -340,7 +343,7 @@ def _is_over(layer: MoELayer, grid: Grid) -> bool:
 
 @torch.no_grad()
 def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
-    """Makes copies equal: ranks that must hold the same value take the first such rank's, by a broadcast.
+    """Makes the copies of experts equal by broadcasts from the first rank that holds a copy.
 
     DistributedDataParallel does the same for dense parameters.
 
@@ -407,10 +410,10 @@ def _watch_ddp() -> None:
 
 
 def _mark_experts(model: nn.Module) -> None:
-    """Sets ``allreduce = False`` on all parameters of parallelized experts, also on later ones.
+    """Sets the attribute ``allreduce = False`` on all parameters of parallelized experts.
 
-    Data-parallel wrappers leave marked parameters alone. Parametrizations and adapters may have added
-    parameters since the last call.
+    pmoe and some data-parallel wrappers skip parameters with this mark. It is set again at each call, because
+    parametrizations and adapters may have added parameters since the last call.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.layer_modules.experts.is_parallelized:
@@ -419,10 +422,10 @@ def _mark_experts(model: nn.Module) -> None:
 
 
 def _leave_to_experts(module: nn.Module) -> None:
-    """Makes DistributedDataParallel ignore the experts' parameters and buffers if it wraps this module.
+    """Makes DistributedDataParallel ignore the parameters and buffers of experts when it wraps ``module``.
 
-    Their names are added to the list that DistributedDataParallel reads. torch.compile puts "_orig_mod." in
-    front of names, so each name is added with this prefix too.
+    Their names are added to the attribute of ``module`` from which DistributedDataParallel reads the names to
+    ignore. torch.compile puts "_orig_mod." in front of names, so each name is also added with this prefix.
     """
     names = [name for name, each in module.named_parameters(remove_duplicate=False) if is_expert(each)]
     for at, each in module.named_modules(remove_duplicate=False):

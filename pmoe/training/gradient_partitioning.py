@@ -1,6 +1,7 @@
 """FSMoE's adaptive gradient partitioning (Section 5): which bytes of gradients are all-reduced when.
 
-Dense gradients are sent during the backward pass, while dense parts and MoE layers leave the link free:
+Dense gradients are all-reduced during the backward pass, at times when dense modules and experts compute and
+leave the link between nodes free:
 
 1. The first step shows the order in which gradients are made, and the seconds of each dense part.
 2. `find_partition` says how many bytes are sent beside each dense part and each MoE layer. The numbers come
@@ -19,17 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pmoe.call.sizes import memory_shape
-from pmoe.choose.solve import layer_costs, operations_of
+from pmoe.choose.solve import operations_of, step_costs
 from pmoe.comm.agreement import from_first
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost
 from pmoe.planner.degree import DEGREES
-from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
+from pmoe.planner.degree_search import simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.schedule.restore import Restore
+from pmoe.schedule.restore import KEEP
 
 # ---- the gradients' memory
 
@@ -91,7 +91,8 @@ class GradientBuffers:
     def part(self, begin: int, end: int) -> GradientRange:
         """Returns the range of gradients from byte ``begin`` to byte ``end`` of the buffer.
 
-        All gradients must have one dtype and device.
+        Both must be multiples of an element's bytes. All gradients must have one dtype and device, because
+        there must be only one buffer.
         """
         (memory,) = self.memories
         item = memory.element_size()
@@ -101,12 +102,12 @@ class GradientBuffers:
 
 
 class LayerBackward(NamedTuple):
-    """Record of the moment in the first step at which the backward pass of an MoE layer began.
+    """State of backward when the backward pass of one MoE layer began, recorded in the first training step.
 
-    layer: index of the layer.
-    num_made: number of gradients that backward had made by then.
-    dense_seconds: seconds of the dense part before it, since the previous MoE layer's backward pass ended; 0
-        for the first layer.
+    layer: index of the layer among the model's MoE layers.
+    num_made: number of dense gradients that backward had made before.
+    dense_seconds: seconds that backward had spent in dense modules since the backward pass of the previous
+        MoE layer ended. It is 0 for the MoE layer that comes first in backward.
     """
 
     layer: int
@@ -120,12 +121,13 @@ class Timetable:
 
     The backward passes of the MoE layers are numbered i = 0, 1, 2, ... in their order.
 
-    inside: i -> range that is sent during the backward pass of MoE layer i, beside its experts.
-    beside: i -> range that is sent beside the dense part that precedes this pass.
+    inside: i -> range that is sent during MoE pass i, while its experts compute.
+    beside: i -> range that is sent during dense part i, the dense modules before MoE pass i. The last dense
+        part comes after the last MoE pass.
     pieces: ranges that are sent in this order, each as soon as its gradients exist.
-    end: buffers, (number of elements,), that are sent after the backward pass.
+    end: tensors, (number of elements,), that are sent after the whole backward pass.
 
-    Backward, from left to right:
+    Backward in the order of time, from left to right:
 
         dense part 0 | MoE pass 0 | dense part 1 | MoE pass 1 | dense part 2 | after backward
                      | inside[0]  | beside[1]    | inside[1]  | beside[2]    | end
@@ -140,11 +142,11 @@ class Timetable:
 
 
 def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
-    """Returns the ranges of gradients to send, from the numbers of bytes of a partition.
+    """Turns a partition (numbers of bytes) into ranges of the gradients' memory, each with its time.
 
-    All gradients must have one dtype and device. Numbers of bytes are rounded down to whole elements.
+    All gradients must have one dtype and device. The ends of ranges are rounded down to whole elements.
 
-    found: number of bytes to send beside each dense part and each MoE layer, alternately.
+    found: the partition: number of bytes to send beside each dense part and each MoE layer, alternately.
     buffers: the flat memory of all gradients.
     """
     item = buffers.memories[0].element_size()
@@ -190,8 +192,8 @@ def find_partition(
     sent during the MoE layer after it.
 
     seen: the backward passes of MoE layers in the first step.
-    last_seconds: seconds of the dense part after the last of them.
-    layers: the model's MoE layers, by index.
+    last_seconds: seconds of the dense part that backward runs after the last MoE layer.
+    layers: the model's MoE layers; ``seen`` has indices into this list.
     buffers: the flat memory of all gradients.
     ranks: the ranks over which gradients are reduced.
 
@@ -212,39 +214,56 @@ def find_partition(
 def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
     """Returns a generalized layer of FSMoE that consists of a dense part only, without an MoE layer.
 
-    seconds: of the dense part's backward pass.
-    gradient_bytes: bytes of the gradients that it makes.
+    seconds: seconds of the dense part's backward pass.
+    gradient_bytes: bytes of the gradients that this backward pass makes.
     """
     nothing = (DegreeSeconds(1, 0.0, 0.0),)
     return GeneralizedLayer(degrees=nothing, dense_seconds=seconds, gradient_bytes=gradient_bytes)
 
 
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
-    """Returns the seconds of a layer's backward pass by pipeline degree (number of chunks).
+    """Returns the predicted seconds of a layer's backward pass for each pipeline degree (number of chunks).
 
-    Each entry has the seconds with and without an all-reduce of gradients inside the pass.
+    Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. Costs
+    are those of the solver of ``pipeline="solve"`` (`pmoe.choose.solve.step_costs`), for experts that are
+    modules, too.
 
-    The seconds hold for the number of tokens of the layer's last call, on the rank that had most. The first
-    call is collective, because costs may be measured.
+    The prediction is for the restore pair and the dtype of the layer's last call, and for the number of
+    tokens of the rank that had most. The first call of this function is collective, because it may measure
+    costs.
     """
-    rows = next(layer.experts.parameters())
-    operations = operations_of(layer.grid, rows.device, rows.dtype)
-    shape = memory_shape(layer.layer_modules)
-    costs = layer_costs(shape, operations, layer.max_tokens, rows.device.type).backward()
-    restore = layer.restore if isinstance(layer.restore, Restore) else None
-    way = ScheduleOptions(
-        direction="backward", one_lane=layer.switches.one_lane, restore=restore, stays=shape.stays
-    )
-    fixed = layer.pipeline_backward or layer.options.fixed_degree
-    return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
+    modules = layer.layer_modules
+    options = modules.options
+    ran = layer.ran
+    assert ran is not None
+    parameter = next(layer.experts.parameters())
+    rows_TM = parameter.new_empty((0, options.d_model), dtype=ran.dtype)
+    restore = ran.restore or KEEP
+    # A module as expert computes rows of another dtype than its parameters only under autocast.
+    with torch.autocast(rows_TM.device.type, dtype=ran.dtype, enabled=ran.dtype != parameter.dtype):
+        costs = step_costs(modules, rows_TM, layer.max_tokens, restore)
+    n = options.fixed_degree
+    if n is not None:
+        pairs = [(n, options.pipeline_backward or n)]
+    elif options.solves:
+        # Forward keeps the number of chunks that the solver took, unless both passes have the same chunks.
+        allowed = modules.degree_pairs(restore)
+        forward = modules.cache.counted[0]
+        of_forward = [(n, m) for n, m in allowed if n == forward]
+        pairs = of_forward if len(of_forward) > 1 else list(allowed)
+    else:
+        pairs = [(n, n) for n in DEGREES]
+    return tuple(simulated_degrees(*costs.backward_pass(n, m), (m,))[0] for n, m in pairs)
 
 
 def all_reduce_line(ranks: Ranks, like: Tensor) -> LineCost:
-    """Returns the cost of an all-reduce, seconds = alpha + beta * bytes, of the slowest rank.
+    """Returns the coefficients alpha and beta of the time of an all-reduce on the slowest rank.
 
-    The cost is read from the store of measurements, or measured once. Collective.
+        seconds = alpha + beta * bytes
 
-    ranks: the ranks that reduce.
+    They are read from the file of earlier measurements, or measured if the file has none. Collective.
+
+    ranks: the ranks that take part in the all-reduce.
     like: a tensor, of any shape, with the device and dtype of the gradients.
     """
     return operations_of(Grid.of_group(ranks), like.device, like.dtype).all_reduce.line

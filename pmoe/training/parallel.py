@@ -1,8 +1,12 @@
 """Device meshes for DP x MP x EP x ESP, and the reduction of gradients after backward.
 
-They follow FSMoE, Section 2.2 and Fig. 2. DP copies of the dense part are each shared by MP ranks; EDP copies
-of the experts are each spread over EP groups of ESP ranks, which split every expert's hidden columns. The
-same P ranks form two meshes:
+The meshes are those of the paper on FSMoE (Section 2.2 and Fig. 2):
+
+- the ranks hold DP copies of the dense part; MP ranks together hold one copy;
+- they hold EDP copies of the experts; each copy is spread over EP groups of ESP ranks, and the ESP ranks of a
+  group split every expert's hidden columns.
+
+The same P ranks form two meshes:
 
     dense part   ("dp", "mp")           P = DP * MP
     experts      ("edp", "ep", "esp")   P = EDP * EP * ESP
@@ -54,8 +58,13 @@ Reducing needs additional memory for one such bucket.
 class Meshes:
     """Two device meshes over the same P ranks: one for the dense part, one for the experts.
 
-    `make_meshes` makes them. "dp" counts copies of the dense part and "mp" the ranks that share one; "edp"
-    counts copies of the experts, over "ep" experts are spread, and over "esp" their hidden columns are split.
+    `make_meshes` makes them. The dimensions:
+
+        dp     copies of the dense part
+        mp     ranks that share one copy of the dense part (tensor parallelism)
+        edp    copies of the experts
+        ep     ranks over which experts are spread
+        esp    ranks over which each expert's hidden columns are split
     """
 
     dense: DeviceMesh
@@ -73,7 +82,7 @@ class Meshes:
 
     @property
     def num_ranks(self) -> int:
-        """Number P of all ranks."""
+        """Number of ranks in each of the two meshes, P = DP * MP = EDP * EP * ESP."""
         return self.dense.size()
 
     def size(self, name: str) -> int:
@@ -98,7 +107,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     Gradients are averaged over DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the
     experts. Ranks along "mp" and along "esp" have consecutive numbers, so that they are in one node.
 
-    Example, Fig. 2 (P = 4, mp = ep = esp = 2):
+    Example from the paper on FSMoE, Fig. 2, with P = 4 and mp = ep = esp = 2:
 
     - "mp" and "esp": ranks (0, 1) and (2, 3)
     - "dp" and "ep": ranks (0, 2) and (1, 3)
@@ -163,9 +172,9 @@ def reduce_gradients(
               an output that a DTensor gathered: torch counts the gradient of this loss once.
             - 1 for the sum.
             - The number of all ranks' tokens, possibly a scalar tensor, if each loss is a sum over tokens.
-        experts_only: reduce the experts' gradients only, because something else reduces the dense part, for
-            example DistributedDataParallel. The latter must leave out the parameters for which `is_expert` is
-            True.
+        experts_only: True reduces the experts' gradients only. Use it if something else, for example
+            DistributedDataParallel, reduces the dense part. DistributedDataParallel must then ignore the
+            parameters for which `is_expert` is True.
         replicated: plain dense parameters that have the same whole gradient on every rank of "mp", because
             their module gets the same tokens and the same output gradients on these ranks. Parameters of
             modules after a split of the tokens (such as the gate) must not be listed, nor parameters before a
@@ -204,14 +213,19 @@ def reduce_gradients(
 def _summand(
     name: str, parameter: nn.Parameter, meshes: Meshes, is_replicated: bool
 ) -> tuple[str, int, Tensor]:
-    """Returns over which ranks a parameter's gradient is to be summed, and this rank's part of the sum.
+    """Returns the group that sums a parameter's gradient, a divisor, and this rank's gradient.
 
-    The result is (group, number of ranks of the group that hold the same summand, the summand). The group is
-    "all", "dp" or "edp". The summand is this rank's memory of the gradient, of any shape. Before the sum it
-    must be divided by the number.
+    The three values are:
+
+    - the group over which to sum: "all" (all ranks), "dp" or "edp";
+    - a number by which the gradient must be divided before the sum: how many ranks of the group have the same
+      gradient, which would otherwise be counted several times;
+    - this rank's gradient, of any shape. It is the memory of ``parameter.grad``, which is summed in place.
+
+    A gradient that is None is first replaced by zeros.
 
     name: the parameter's name, for errors.
-    is_replicated: whether a plain dense parameter has the same whole gradient on every rank of "mp".
+    is_replicated: True if this is a plain dense parameter with the same whole gradient on every rank of "mp".
     """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -289,7 +303,8 @@ def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) ->
 def _check_layers(model: nn.Module, meshes: Meshes) -> None:
     """Raises ValueError if an MoE layer has other sizes of "ep" and "esp" than ``meshes``.
 
-    Also raises it if a layer reduces its experts' gradients itself, because they would be reduced twice.
+    Also raises ValueError if a layer reduces its experts' gradients itself (`pmoe.parallelize` with
+    reduce=True), because they would be reduced twice.
     """
     wanted_sizes = (meshes.size(ACROSS), meshes.size(INSIDE))
     for name, layer in model.named_modules():

@@ -51,8 +51,8 @@ def grouped_by_kind(
     Every parameter, of any shape, is in one group.
 
     lr: learning rate of all groups; None leaves it to the optimizer.
-    weight_decay: of the groups to which weight decay applies; None leaves it to the optimizer. The others get
-        0.
+    weight_decay: weight decay of the groups to which it applies (`ParameterKind.decays`); None leaves it to
+        the optimizer. The other groups get 0.
     """
     of_kind = dict[ParameterKind, list[Tensor]]()
     for parameter, kind in kinds_of(model).items():
@@ -101,7 +101,7 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
 def _is_bias(name: str) -> bool:
     """Returns whether a parameter's name is that of a bias: "bias", or a name that ends in "_bias".
 
-    The number of dimensions does not show it: a bias may have several, such as one for each head.
+    The name decides, not the number of dimensions: a bias may have two or more, for example (heads, columns).
     """
     own = name.rpartition(".")[2]
     return own == "bias" or own.endswith("_bias")

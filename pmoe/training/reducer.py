@@ -60,13 +60,14 @@ class GradientReducer:
 
     Gradients of experts are not reduced: use `pmoe.training.parallel.reduce_gradients` with
     experts_only=True. For gradient accumulation, run all backward passes but the last in ``with
-    reducer.no_sync():``. A parameter without a gradient counts as zero, and gets a gradient.
+    reducer.no_sync():``. If a parameter's ``grad`` is None on this rank, it counts as zeros in the sum;
+    ``grad`` becomes the sum.
 
     Args:
         model: its parameters may have any shape. Gradients are sent during the backward passes of its
             `MoELayer` modules.
         group: the ranks to reduce over. None is the default group.
-        average: divide the sums by the number of ranks.
+        average: True divides the sums by the number of ranks, so that gradients become means; False does not.
         partition: how many bytes are sent beside each dense part and each MoE layer, alternately. None
             finds a partition after the first step, from costs that are measured then. False sends everything
             after backward.
@@ -77,8 +78,8 @@ class GradientReducer:
     backend="pmoe")``: the plan of the graph says when gradients are sent. A ``partition`` of the caller is
     then not used, and a warning says so.
 
-    Raises ValueError if the model has no dense parameter or one that is a DTensor, TypeError if ``partition``
-    is something else.
+    Raises ValueError if the model has no dense parameter, or has a dense parameter that is a DTensor. Raises
+    TypeError if ``partition`` is not a `Partition`, None or False.
     """
 
     average: bool
@@ -131,7 +132,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Makes backward passes within the ``with`` block add to the gradients and send nothing."""
+        """Makes backward passes in a ``with`` block accumulate gradients without any all-reduce of them."""
         before = self._syncs
         self._syncs = False
         try:
@@ -154,9 +155,9 @@ class GradientReducer:
         self._step = self._new_step()
 
     def _finish_first(self, seen: FirstStep) -> GradientBuffers:
-        """Reduces all gradients after the first step, and decides when later steps send them.
+        """All-reduces all gradients after the first step, and plans when later steps send gradients.
 
-        Returns the buffers with the sums. Collective.
+        Returns the buffers, which then hold the sums over ranks. Collective.
 
         seen: the record of the first step.
         """
@@ -172,8 +173,9 @@ class GradientReducer:
     def _may_overlap(self, seen: FirstStep, buffers: GradientBuffers) -> bool:
         """Returns whether gradients may be sent during backward in later steps. Collective.
 
-        They may if all ranks made them in the same order, and all have one dtype and device. Everything is
-        sent after backward if the caller asked for it, or if there is one rank or no MoE layer.
+        True if all ranks made the gradients in the same order in the first step, and all gradients have one
+        dtype and device. False if the caller asked for it (``partition=False``), or if there is one rank or
+        no MoE layer. If False, later steps send everything after backward.
 
         seen: the record of the first step.
         buffers: the flat memory of all gradients.
@@ -192,8 +194,9 @@ class GradientReducer:
     def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
         """Returns which ranges of gradients later steps send at which point of backward. Collective.
 
-        They follow from the caller's partition, or from one that is found now. If the layers are in a graph,
-        they follow from the order in which the graph makes gradients.
+        The ranges follow from the caller's partition. If the caller gave none, a partition is computed now
+        from the times of the first step. If the layers are in a graph, the ranges follow from the order in
+        which the graph makes gradients.
 
         seen: the record of the first step.
         buffers: the flat memory of all gradients.
@@ -217,7 +220,9 @@ class GradientReducer:
 
 
 def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    """Returns names and parameters, of any shape, of the dense part that require gradients.
+    """Returns the names and the tensors, of any shape, of all parameters to reduce.
+
+    These are the parameters that require gradients and do not belong to an expert.
 
     Raises ValueError if there is no such parameter, or if one of them is a DTensor.
     """
@@ -236,7 +241,8 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 def _check_partition(partition: Partition, num_layers: int) -> None:
     """Raises ValueError if a partition does not fit a model with this number of MoE layers.
 
-    It must have a share for each dense part and each MoE layer, and send nothing in the first dense part.
+    The partition must have a number of bytes for each dense part and each MoE layer, alternately. The number
+    of the dense part that backward runs first must be 0, because no gradient has been made before it.
     """
     num_parts = 2 * num_layers + 1
     if len(partition.shares) != num_parts:
@@ -253,21 +259,22 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
 
 
 class BackwardStep:
-    """One training step's reaction to events of the backward pass.
+    """Base class of one training step of a `GradientReducer`: methods that are called during backward.
 
-    Hooks of the model call these methods. In this base class they do nothing.
+    Hooks on parameters and `CarriedGradients` call the methods. In this class they do nothing.
     """
 
     def gradient_is_ready(self, at: int) -> None:
-        """Called when the gradient of parameter number ``at`` has been accumulated in ``grad``."""
+        """Called when backward has added the gradient of parameter number ``at`` to its ``grad``."""
 
     def layer_begins(self, layer: int) -> None:
         """Called when the backward pass of MoE layer number ``layer`` begins."""
 
     def inside_layer(self) -> dist.Work | None:
-        """Called by a task inside an MoE layer's backward pass, to start an all-reduce of gradients.
+        """Starts an all-reduce of gradients while an MoE layer's backward pass runs.
 
-        Returns the collective that it started, or None.
+        A task of that pass calls this method, after the pass's last dispatch. Returns the running collective;
+        None if there is nothing to send.
         """
         return None
 
@@ -276,10 +283,12 @@ class BackwardStep:
 
 
 def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
-    """Returns the reducer's current step, or one that does nothing.
+    """Returns the object of the reducer's current training step. The model's hooks call its methods.
 
-    It does nothing within ``no_sync``, and after the reducer was garbage-collected. Hooks refer to the
-    reducer weakly, so they do not keep it alive.
+    Within ``no_sync``, and after the reducer was garbage-collected, returns an object with methods that do
+    nothing.
+
+    reducer: a weak reference, so that hooks do not keep the reducer alive.
     """
     target = reducer()
     return BackwardStep() if target is None or not target._syncs else target._step
@@ -287,15 +296,17 @@ def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
 
 @dataclass(eq=False)
 class CarriedGradients:
-    """Callbacks by which an MoE layer's backward pass all-reduces gradients of other layers.
+    """Lets a `GradientReducer` send gradients of other layers during one MoE layer's backward pass.
 
-    The layer has this object as ``layer.gradients``, and the engine calls its methods.
+    `GradientReducer` stores an object of this class in ``layer.gradients`` of each MoE layer. The layer's
+    backward pass calls its methods, which call the methods of the reducer's current training step.
 
-    step: a function that returns the reducer's current step.
-    at: index of the layer.
+    step: a function without arguments. It returns the object of the reducer's current training step: a
+        `FirstStep`, a `PartitionedStep`, or a `BackwardStep` that does nothing.
+    at: index of the layer among the model's MoE layers.
     ranks: the ranks over which gradients are reduced.
-    t_gar: predicted seconds of the all-reduce inside this layer's backward pass. The choice of the layer's
-        pipeline degree takes them into account.
+    t_gar: predicted seconds of the all-reduce that runs during this layer's backward pass. The layer counts
+        them when it chooses its number of chunks.
     """
 
     step: Callable[[], BackwardStep]
@@ -304,30 +315,38 @@ class CarriedGradients:
     t_gar: float = 0.0
 
     def begins(self) -> None:
-        """Called before the first task of the backward pass."""
+        """Records that this layer's backward pass begins. Called before the first task of the pass."""
         self.step().layer_begins(self.at)
 
     def inside(self) -> dist.Work | None:
-        """Called as a task of the backward pass, in the queue of collectives between nodes.
+        """Starts an all-reduce of other layers' gradients, if the reducer sends any during this layer.
 
-        Returns the collective that it started, or None.
+        The layer's backward pass calls it as a task, in its queue of collectives between nodes. Returns the
+        running collective, or None.
         """
         return self.step().inside_layer()
 
     def ends(self) -> None:
-        """Called after the last task of the backward pass."""
+        """Records that this layer's backward pass has ended, and starts the next all-reduce if one is due.
+
+        Called after the last task of the pass.
+        """
         self.step().layer_ends()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Returns None: no reducer reduces the gradients of a copy of the model."""
+        """Returns None: a copy of the model has no reducer, because the hooks are on the original."""
 
 
 class FirstStep(BackwardStep):
-    """The first step: sends nothing during backward, and records what a partition is computed from.
+    """The first training step with a `GradientReducer`: sends nothing during backward, and records times.
 
-    order: indices of parameters in the order of their gradients. Parameters without a gradient come last.
+    From the record the reducer computes its partition: how many bytes of gradients later steps send beside
+    each dense part and each MoE layer of backward.
+
+    order: indices of parameters in the order in which backward made their gradients. Parameters without a
+        gradient come last.
     layers: one record for each backward pass of an MoE layer.
-    last_seconds: seconds of the dense part after the last of these passes.
+    last_seconds: seconds of the dense part of backward that follows the last of these passes.
     """
 
     last_seconds: float
@@ -349,7 +368,7 @@ class FirstStep(BackwardStep):
         self._dense_since = self._now()
 
     def end(self, num_parameters: int) -> None:
-        """Ends the recording. Must be called after backward.
+        """Ends the record after backward: sets ``order`` and ``last_seconds``.
 
         num_parameters: number of dense parameters.
         """
@@ -362,7 +381,7 @@ class FirstStep(BackwardStep):
 
 
 class PartitionedStep(BackwardStep):
-    """A later step: sends ranges of gradients during backward, at the points that a `Timetable` lists.
+    """A training step after the first: all-reduces ranges of gradients during backward, by a `Timetable`.
 
     buffers: the flat memory of all gradients.
     timetable: which ranges are sent at which point of backward.
@@ -409,7 +428,7 @@ class PartitionedStep(BackwardStep):
             self._works.append(self._all_reduce(part.memory))
 
     def finish(self) -> GradientBuffers:
-        """Sends the remaining gradients after backward, and waits for all.
+        """Starts the all-reduces of the remaining gradients after backward, and waits for all all-reduces.
 
         Returns the buffers, which then hold the sums over ranks.
         """

@@ -13,10 +13,10 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
-"""Names of the linear layers that a dense module must have, by `StackedExperts.hidden_factor`.
+"""Names of the linear layers of a dense module, by `StackedExperts.hidden_factor` of the experts.
 
-Factor 1 (FFN): two layers with any names; their order decides which is w1. Factor 2 (SwiGLU): layers with
-these names, the first two in the order of w1's rows.
+Factor 1 (FFN): two layers, which may have any names; the first is w1, the second w2. Factor 2 (SwiGLU): three
+layers, which must have these names; the first two are the halves of w1.
 """
 
 
@@ -68,12 +68,15 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
 def _into_stacked(
     experts: StackedExperts, dense: nn.Module | Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns the copies to make into experts with one tensor for all experts: pairs (target, value).
+    """Returns which values are copied into which parameters, as pairs (target, value), for stacked experts.
 
-    A target is this rank's part of a parameter, (E_local, ...) for E_local experts of this rank. The value
-    has the target's shape without E_local, and goes to every expert.
+    Stacked experts have one tensor for a weight of all experts of the rank. A target is this rank's part of
+    such a parameter, (E_local, ...) for E_local experts of this rank. A value has the target's shape without
+    E_local, and is copied to every expert.
 
-    dense: the module, or its tensors by name.
+    dense: the dense network, or its tensors by name.
+
+    Raises ValueError if the names or shapes differ from those of an expert.
     """
     values = _named_as_stacked(experts, dense) if isinstance(dense, nn.Module) else dict(dense)
     dims = experts.hidden_dims() or {}
@@ -100,8 +103,8 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
 
     The tensors have the shapes of one expert.
 
-    Raises ValueError if the module has other linear layers than the experts' class needs, or biases in some
-    only.
+    Raises ValueError if the module has other linear layers than the experts' class needs, or if some of them
+    have a bias and others none.
     """
     linears = {name: linear for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     wanted = LINEARS.get(experts.hidden_factor, ())
@@ -130,11 +133,15 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
 
 
 def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the copies to make into one expert that is a user's module: pairs (target, value).
+    """Returns which values are copied into which tensors of one expert that is a user's module.
 
-    Both have the same shape, which may be any. Targets are the module's own memory.
+    The result is a list of pairs (target, value). Both have the same shape, which may be any. A target is a
+    parameter or buffer of the expert.
 
+    expert: the user's module.
     dense: a module of the same class, or its state dict.
+
+    Raises ValueError if the names or shapes differ from those of the expert.
     """
     targets = expert.state_dict()  # the module's own memory
     values = dense.state_dict() if isinstance(dense, nn.Module) else dict(dense)

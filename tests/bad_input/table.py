@@ -116,7 +116,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "dispatch": NOTHING, "combine": NONE, "nodes": IGNORED, "send_once": FLAG,
     },
     "layers": {"model": "module"},
-    "skip_padding": {"model": "module"},
+    "skip_padding": {"model": ""},
     "explain": {"model": NOTHING, "options": NOTHING},
     "torch.compile's options": {
         "parts": COUNT, "weight_gradients": FLAG, "memory_limit": f"None {NUMBER}",

@@ -17,16 +17,19 @@ from pmoe.call.sizes import memory_shape
 from pmoe.choose import open_choice as chosen
 from pmoe.choose import search as searched
 from pmoe.choose import trials
+from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
+from pmoe.engine.passes.backward import Backward
+from pmoe.engine.passes.forward import Forward
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.runners import pipeline
-from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.planner.timed_rounds import PassTimes
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from tests.gloo.kit import build
 from tests.kit import D_HIDDEN, D_MODEL, tokens
 from tests.pool import ranks
@@ -62,31 +65,40 @@ class StatedClock:
 
 
 def tried_job(
-    rank: int, world: int, stated: tuple[dict[str, Any], ...], options: dict[str, Any]
-) -> list[tuple[Any, ...]]:
-    """n of both passes, in three calls."""
+    rank: int,
+    world: int,
+    stated: tuple[dict[str, Any], ...],
+    options: dict[str, Any],
+    lanes: dict[str, LineCost] | None = None,
+) -> tuple[list[tuple[int, int]], dict[tuple[str, int], int]]:
+    """n of both passes in three calls, and the number of passes by direction and n.
+
+    lanes: of a stored profile; None if there is none.
+    """
     clock = StatedClock(**stated[rank])
-    ahead, back = pipeline.PipelineRunner.forward, pipeline._backward
+    stored = None if lanes is None else profile(**lanes)
+    ahead, back = Forward.run, Backward.run
 
-    def forward(self: Any, inputs: Any, *, keep: bool) -> Any:
-        clock.passed("forward", len(self.plan.forward.chunks))
-        return ahead(self, inputs, keep=keep)
+    def forward(self: Any) -> Any:
+        clock.passed("forward", len(self.cut.chunks))
+        return ahead(self)
 
-    def backward(plan: Any, *args: Any) -> Any:
-        clock.passed("backward", len(plan.backward.chunks))
-        return back(plan, *args)
+    def backward(self: Any) -> Any:
+        clock.passed("backward", len(self.cut.chunks))
+        return back(self)
 
     searched._LEARNED.clear()
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
+        mock.patch.object(trials, "stored_profile_of", lambda *_: stored),
         mock.patch.object(trials, "clock_of", lambda *_: lambda: clock.now),
-        mock.patch.object(pipeline.PipelineRunner, "forward", forward),
-        mock.patch.object(pipeline, "_backward", backward),
+        mock.patch.object(Forward, "run", forward),
+        mock.patch.object(Backward, "run", backward),
     ):
         layer = build(pipeline=True, top_k=1, slack=SLACK, **options)
         found = [step(layer, rank) for _ in range(3)]
     searched._LEARNED.clear()
-    return [(ran.forward, ran.backward) for ran in found]
+    return [(ran.forward, ran.backward) for ran in found], clock.runs
 
 
 def seconds(best: int, least: float = 1.0) -> dict[int, float]:
@@ -122,7 +134,68 @@ TRIED = {
 def test_the_fastest_n_by_trials_is_what_a_layer_runs_with(
     given: list[dict[str, Any]], options: dict[str, Any], expected: tuple[int, int]
 ) -> None:
-    assert ranks(2).run(tried_job, tuple(given), options) == [[expected] * 3] * 2
+    (first, runs), (second, same_runs) = ranks(2).run(tried_job, tuple(given), options)
+    assert first == second == [expected] * 3
+    assert runs == same_runs  # ranks with other seconds run the same trials equally often
+
+
+def test_an_n_that_is_clearly_slower_is_not_tried_again() -> None:
+    """n = 4 takes a second a pass, 2 and 8 take two. Three calls run n = 4 beside the trials."""
+    (_, runs), _ = ranks(2).run(tried_job, (stated(seconds(4), seconds(4)),) * 2, {})
+    assert runs == {
+        (direction, n): 3 + 3 if n == 4 else 2 for direction in ("forward", "backward") for n in DEGREES
+    }
+
+
+def test_only_what_a_stored_profile_predicts_to_be_near_the_fastest_is_tried() -> None:
+    """Products take a second for each chunk, whatever its size: by the profile fewer chunks are faster."""
+    lanes = lanes_of(1, 1, 1, alpha=1.0)
+    sizes = ranks(2).run(chosen_job, lanes, {})[0][1]
+    predicted = {n: step_seconds(sizes, profile(**lanes), COUNT, both_passes(n, KEEP)) for n in DEGREES}
+    assert predicted[2] < 1.25 * predicted[1] < predicted[4], predicted
+    each = {n: predicted[n] / 2 for n in DEGREES}
+    (took, runs), _ = ranks(2).run(tried_job, (stated(each, each),) * 2, {}, lanes)
+    assert {n for _, n in runs} == {1, 2} and took == [(min(each, key=each.__getitem__),) * 2] * 3
+
+
+def test_a_stored_profile_that_the_trials_contradict_does_not_hide_the_fastest_n() -> None:
+    """By the profile n = 1 is the fastest. The real steps are slower and n = 16 is the fastest."""
+    lanes = lanes_of(1, 1, 1, alpha=1.0)
+    given = (stated(seconds(16, least=100.0), seconds(16, least=100.0)),) * 2
+    (took, runs), _ = ranks(2).run(tried_job, given, {}, lanes)
+    assert {n for _, n in runs} == set(DEGREES) and took == [(16, 16)] * 3
+
+
+def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], list[str]]:
+    """The names of the tables, n of two layers, and the pairs that were tried, with memory_reuse=True."""
+    searched._LEARNED.clear()
+    pairs_tried: list[str] = []
+    real = searched.measure_in_little_memory
+
+    def measure(batch: Any, choices: Any, *most: Any) -> Any:
+        pairs_tried.extend(str(each.restore) for each in choices)
+        return real(batch, choices, *most)
+
+    taken = []
+    with (
+        mock.patch.dict(os.environ, PMOE_CACHE=""),
+        mock.patch.object(searched, "measure_in_little_memory", measure),
+        mock.patch.object(chosen, "_compared_with_steps", lambda _, choice: choice),
+    ):
+        for name in ("S1", "S4"):
+            with mock.patch.object(chosen, "_cheapest_pair", lambda _, name=name: STRATEGIES[name]):
+                ran = step(build(pipeline=True, memory_reuse=True, top_k=1, slack=SLACK), rank)
+                assert ran.restore == STRATEGIES[name]
+                taken.append((ran.forward, ran.backward))
+    [learned] = searched._LEARNED.values()
+    searched._LEARNED.clear()
+    return sorted(learned.tables), taken, sorted(set(pairs_tried))
+
+
+def test_one_table_holds_for_all_restore_pairs() -> None:
+    for tables, (first, second), pairs_tried in ranks(2).run(pairs_job):
+        assert tables == ["torch.float64"] and first == second
+        assert pairs_tried == [str(STRATEGIES["S1"])]
 
 
 # ---- memory_reuse=True and a budget: a stated profile
@@ -168,7 +241,7 @@ def chosen_job(
     return (
         (ran.forward, ran.backward, ran.restore),
         memory_shape(layer.layer_modules),
-        layer.layer_modules.num_bins,
+        layer.layer_modules.bins_for(layer.options.degrees),
     )
 
 
@@ -211,7 +284,8 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
         [most] = largest(batch.modules.ranks, torch.device("cpu"), [float(rows)], stage="a test")
         sizes = memory_shape(batch.modules)
         seconds = step_seconds(sizes, profile(**lanes), COUNT, each)
-        return [(0.0, times * most * seconds)]
+        step = times * most * seconds
+        return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}
 
     chosen._compared.clear()
     warn.GIVEN.clear()
@@ -246,12 +320,13 @@ def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
 
 def test_no_trial_is_made_where_a_host_is_full() -> None:
     """One that offloads would fail on that rank alone."""
-    batch: Any = SimpleNamespace(
-        trials_allowed=True,
-        modules=SimpleNamespace(gradients=None),
-        counts=SimpleNamespace(host_shortage=True),
-    )
-    assert chosen._tried(batch, []) is None
+    nothing: Any = None
+    with mock.patch.object(TrialBatch, "trials_allowed", True):
+        for shortage in (True, False):
+            counts: Any = SimpleNamespace(host_shortage=shortage)
+            assert TrialBatch(nothing, counts, nothing, nothing).may_try is not shortage
+        full: Any = SimpleNamespace(host_shortage=True)
+        assert chosen._tried(TrialBatch(nothing, full, nothing, nothing), []) is None
 
 
 WIDE = 48

@@ -321,7 +321,7 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
         return plan
 
     with (
-        mock.patch.object(solve, "operations_of", lambda *_: operations),
+        mock.patch.object(solve, "module_lines", lambda *_: (operations, solve.ModuleLines())),
         mock.patch.object(pmoe.engine.plan.make_plan, "make_plan", noted),
     ):
         return run(rank, world, case), seen

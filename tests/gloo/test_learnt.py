@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import random
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pmoe.choose import search as searched
-from pmoe.choose import trials as chosen
+from pmoe.planner import degree_trials
+from pmoe.planner.granularity import rounded
 from pmoe.warn import GIVEN
 from tests.gloo.kit import build
 from tests.gloo.test_choices import listen, step
@@ -25,7 +29,7 @@ def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setenv("PMOE_CACHE", folders[rank])
-        patch.setattr(chosen, "REPEATS", 1)
+        patch.setattr(degree_trials, "MOST_ROUNDS", 1)
         layer, found = build(pipeline=True, top_k=1), []
         for count in counts:
             step(layer, count, rank)
@@ -45,11 +49,15 @@ def stored(folder: Path) -> list[Path]:
     return sorted(folder.glob("degrees_*.json"))
 
 
-def rewrite(path: Path, points: list[list[int]]) -> None:
+KNOWN = [2048, 5120, 2, [[4, 4, 0.0, 0.0]]]
+"""A range from 2048 to 5120 tokens, by two measurements, with n = 4."""
+
+
+def rewrite(path: Path) -> None:
     """As if trials had found this."""
     held = json.loads(path.read_text())
     (table,) = held["tables"].values()
-    table["points"] = points
+    table["ranges"] = [KNOWN]
     path.write_text(json.dumps(held))
 
 
@@ -66,12 +74,12 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folders(tmp_path: Path, first_run: Path) -> tuple[str, str]:
-    """Of rank 0, whose file says n = 4 from 2048 to 5000 tokens, and of rank 1, without."""
+    """Of rank 0, whose file says n = 4 from 2048 to 5120 tokens, and of rank 1, without."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     path = tmp_path / "first" / first_run.name
     path.write_text(first_run.read_text())
-    rewrite(path, [[2048, 4, 4], [5000, 4, 4]])
+    rewrite(path)
     return str(tmp_path / "first"), str(tmp_path / "second")
 
 
@@ -83,10 +91,32 @@ def test_the_next_run_tries_nothing_again_nor_between_two_numbers_of_tokens(
 
 
 def test_the_next_run_tries_what_lies_outside_and_keeps_it_beside(folders: tuple[str, str]) -> None:
-    for got in ranks(2).run(run_job, folders, (3000, 6000)):
-        assert got["tried"] == [6000] and got["n"][0] == (4, 4)
+    for got in ranks(2).run(run_job, folders, (3000, 16000)):
+        assert got["tried"] == [16000] and got["n"][0] == (4, 4)
     (table,) = json.loads(stored(Path(folders[0]))[0].read_text())["tables"].values()
-    assert [point[0] for point in table["points"]] == [2048, 5000, 6000]
+    assert sum(measured for _, _, measured, _ in table["ranges"]) == 3
+    assert table["ranges"][0][0] == 2048 and table["ranges"][-1][1] >= rounded(16000)
+
+
+def test_a_file_of_version_2_is_read_where_there_is_none_of_this_version(folders: tuple[str, str]) -> None:
+    """It had a table for each restore pair, of measured points. It stays as it is."""
+    [path] = stored(Path(folders[0]))
+    held = json.loads(path.read_text())
+    tables = {
+        "keep/keep, torch.float64": {"points": [[2048, 4, 4]]},
+        "communicate/recompute, torch.float64": {"points": [[5000, 4, 4]]},
+    }
+    older = path.with_name(path.name.replace("_v3", "_v2"))
+    older.write_text(json.dumps({**held, "format": 2, "tables": tables}))
+    before = older.read_bytes()
+    path.unlink()
+    for got in ranks(2).run(run_job, folders, (2048, 3000, 5000)):
+        assert got == {"n": [(4, 4)] * 3, "tried": [], "warned": []}
+    for got in ranks(2).run(run_job, folders, (3000, 16000)):
+        assert got["tried"] == [16000]
+    assert older.read_bytes() == before and stored(Path(folders[0])) == sorted((older, path))
+    for got in ranks(2).run(run_job, folders, (3000, 16000)):
+        assert got["tried"] == []
 
 
 def test_a_file_that_only_another_rank_has_is_not_taken(folders: tuple[str, str]) -> None:
@@ -107,8 +137,12 @@ def another_key(text: str) -> str:
 BAD = {
     "no JSON": (lambda text: text[:-9], "no JSON"),
     "another layer's": (another_key, "slack '1.5', here '1.25'"),
-    "another format": (lambda text: text.replace('"format": 2', '"format": 1'), r"format (1) must be 2"),
-    "no such n": (lambda text: text.replace("[2048, 4, 4]", "[2048, 5, 4]"), "found PassDegrees(forward=5"),
+    "cut in half": (lambda text: text[: len(text) // 2], "no JSON"),
+    "another format": (
+        lambda text: text.replace('"format": 3', '"format": 4'),
+        "format (4) must be 1, 2 or 3",
+    ),
+    "no such n": (lambda text: text.replace("[4, 4, 0.0", "[5, 4, 0.0"), "found n=5/4, expected"),
 }
 
 
@@ -146,7 +180,7 @@ def apart_job(rank: int, world: int) -> list[int]:
     told = listen()
     tried = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chosen, "REPEATS", 1)
+        patch.setattr(degree_trials, "MOST_ROUNDS", 1)
         for layer in layers:
             step(layer, 3000, rank)
             tried.append(len(told.lines))
@@ -156,3 +190,40 @@ def apart_job(rank: int, world: int) -> list[int]:
 def test_only_layers_that_are_alike_learn_together() -> None:
     for tried in ranks(2).run(apart_job):
         assert tried[0] == tried[1] < tried[2] < tried[3] < tried[4]
+
+
+def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """2,000 steps with batches of other sizes in every step: numbers of searches, ranges and live tensors."""
+    searched._LEARNED.clear()
+    told = listen()
+    draw = random.Random(0)  # the same sizes on every rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PMOE_CACHE", folder)
+        layer = build(pipeline=True, top_k=1)
+        held, known = [], []
+        for number in range(2000):
+            step(layer, draw.randrange(2048, 6000), rank)
+            if number % 500 == 499:
+                gc.collect()
+                held.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+                known.append(len(layer.layer_modules.cache.choosers))
+    [table] = searched.learned_degrees(layer.layer_modules).tables.values()
+    tried = [line for line in told.lines if line.startswith("pipeline=True takes")]
+    return {
+        "searches": len(tried),
+        "ranges": [(each.lower, each.upper, each.degrees) for each in table.ranges.values()],
+        "answers": len(table.answers),
+        "tensors": held,
+        "choosers": known,
+    }
+
+
+@pytest.mark.slow
+def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_memory(tmp_path: Path) -> None:
+    """From 2,048 to 6,000 tokens there are 27 entries, of which each is searched at most once."""
+    first, second = ranks(2).run(changing_job, str(tmp_path))
+    assert (first["ranges"], first["searches"]) == (second["ranges"], second["searches"])
+    assert 1 <= len(first["ranges"]) <= first["searches"] <= 27 and first["answers"] <= 27
+    for got in (first, second):
+        assert len(set(got["choosers"])) == 1
+        assert max(got["tensors"]) - min(got["tensors"]) <= 20, got["tensors"]

@@ -109,8 +109,7 @@ def job(
         return real(self, sent)
 
     with (
-        mock.patch.object(solve, "operations_of", lambda *_: operations()),
-        mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()),
+        mock.patch.object(solve, "module_lines", lambda *_: (operations(), solve.ModuleLines())),
         mock.patch.object(gradient_partitioning, "all_reduce_line", lambda *_: LineCost(1e-5, 1e-7)),
         mock.patch.object(PartitionedStep, "_all_reduce", counted),
     ):
@@ -190,7 +189,7 @@ def lane_job(rank: int, world: int) -> list[list[str]]:
     """The names of the tasks of the lane between nodes, in the order in which they ran."""
     model = build({"pipeline": 2, "bypass_local": False})
     with (
-        mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()),
+        mock.patch.object(solve, "module_lines", lambda *_: (operations(), solve.ModuleLines())),
         mock.patch.object(gradient_partitioning, "all_reduce_line", lambda *_: LineCost(1e-5, 1e-7)),
     ):
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
@@ -214,7 +213,7 @@ def test_gradients_travel_behind_the_last_dispatch_and_before_the_first_combine(
 
 def changing_job(rank: int, world: int) -> str:
     model = build({"pipeline": 2})
-    with mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()):
+    with mock.patch.object(solve, "module_lines", lambda *_: (operations(), solve.ModuleLines())):
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
         step(model, rank, 0)
         hook.finish()
@@ -261,7 +260,7 @@ def test_one_rank_alone_needs_no_group_and_bad_partitions_are_refused() -> None:
 
 def refused_job(rank: int, world: int, partition: Partition) -> str:
     model = build({"pipeline": 2})
-    with mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()):
+    with mock.patch.object(solve, "module_lines", lambda *_: (operations(), solve.ModuleLines())):
         hook = pmoe.GradientReducer(model, partition=partition)
         step(model, rank, 0)
         try:

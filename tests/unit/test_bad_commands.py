@@ -20,7 +20,7 @@ GIVEN = {
     "memory": LAYER,
     "plan": LAYER,
     "profile": [],
-    "simulate": ["fsmoe-table5"],
+    "simulate": ["fsmoe"],
     "kernels": [],
     "report": ["."],
 }

@@ -323,8 +323,8 @@ def test_plan_refuses_a_given_profile_of_other_ranks_or_dtype(
 
 @pytest.mark.slow
 def test_simulate_prints_table_5_as_a_table_with_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, "simulate", "fsmoe-table5")
-    run("simulate", "fsmoe-table5")
+    found = printed(capsys, "simulate", "fsmoe")
+    run("simulate", "fsmoe")
     out = capsys.readouterr().out
     (mean, _) = (row["mean"] for row in found["systems"] if row["system"] == "FSMoE")
     assert re.search(rf"FSMoE +1\.00 +{mean:.2f} .* 1\.22$", out, re.MULTILINE)
@@ -334,9 +334,9 @@ def test_simulate_prints_table_5_as_a_table_with_the_same_numbers(capsys: pytest
 
 
 def test_simulate_tells_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
-    assumed = printed(capsys, "simulate", "fsmoe-table5", "--assumptions")
+    assumed = printed(capsys, "simulate", "fsmoe", "--assumptions")
     assert "contention" in assumed
-    run("simulate", "fsmoe-table5", "--assumptions")
+    run("simulate", "fsmoe", "--assumptions")
     out = capsys.readouterr().out
     words = " ".join(out.split())
     for name, told in assumed.items():
@@ -344,12 +344,19 @@ def test_simulate_tells_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> N
     assert max(map(len, out.splitlines())) <= 110
 
 
+def test_an_experiments_old_name_works_and_says_the_new_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmoe.warn.GIVEN", set())
+    with pytest.warns(FutureWarning, match="the experiment fsmoe-table5 is called fsmoe now"):
+        old = printed(capsys, "simulate", "fsmoe-table5", "--assumptions")
+    assert old == printed(capsys, "simulate", "fsmoe", "--assumptions")
+
+
 def test_simulate_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fsmoe-table6" in refused(capsys, "simulate", "fsmoe-table6")
     for bad in ("0.9", "nan", "inf", "much"):
-        assert "must be a number of at least 1" in refused(
-            capsys, "simulate", "fsmoe-table5", "--contention", bad
-        )
+        assert "must be a number of at least 1" in refused(capsys, "simulate", "fsmoe", "--contention", bad)
 
 
 # ---- kernels --------------------------------------------------------------------------------------

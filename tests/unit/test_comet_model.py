@@ -433,6 +433,7 @@ def test_the_drawing_has_the_fused_layer_above_the_chunked_ones() -> None:
 # ---- the command ----
 
 
+@pytest.mark.slow
 def test_simulate_comet_prints_both_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "comet.png"
@@ -466,8 +467,8 @@ def test_simulate_comet_tells_what_it_assumes(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["comet", "--contention", "1.5"], "--contention (1.5) is for fsmoe-table5, not for comet"),
-        (["fsmoe-table5", "--draw", "x.png"], "--draw (x.png) is for comet, without --assumptions"),
+        (["comet", "--contention", "1.5"], "--contention (1.5) is for fsmoe, not for comet"),
+        (["fsmoe", "--draw", "x.png"], "--draw (x.png) is for comet, flashdmoe, without --assumptions"),
         (["comet", "--assumptions", "--draw", "x.png"], "--draw (x.png) is for comet"),
     ],
 )

@@ -144,3 +144,40 @@ def test_the_readme_shows_rows_of_these_tables() -> None:
     assert len(memory) > 5
     for name, *cells in memory:
         assert cells == known[name][1:6], name
+
+
+# ---- docs/choosing.md: what searches cost
+
+CHOOSING = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+SEARCH = json.loads((RESULTS / "search.json").read_text(encoding="utf-8"))
+
+
+def search_row(noise: int) -> list[str]:
+    rows = {(row["curves"], row["noise"], row["algorithm"]): row for row in SEARCH["simulated"]}
+    runs = f"{noise}% of a run"
+    cells = [rows[curves, runs, who] for curves in ("stored", "growing") for who in ("pmoe", "as printed")]
+    return [f"{noise} %", *(f"{cell['searches']:.0f}, {cell['regret %']:.2f} %" for cell in cells)]
+
+
+def test_the_table_of_searches_is_the_stored_one() -> None:
+    assert table_below(CHOOSING, "`python bench/bench_search.py`") == [search_row(n) for n in range(4)]
+
+
+def live_row(layer: str, options: str) -> list[str]:
+    """The least and the most of the runs with different batch sizes."""
+    summaries = [run["summary"] for name, run in SEARCH["live"].items() if name.startswith(f"{layer}, seed")]
+    assert len(summaries) == 3
+    columns = (
+        ([summary["searches"] for summary in summaries], ".0f"),
+        ([summary["median runs"] for summary in summaries], ".1f"),
+        ([summary["median steps"] for summary in summaries], ".1f"),
+        ([summary["all search runs"] + summary["all other runs"] for summary in summaries], ".0f"),
+    )
+    return [f"`{options}`", *(f"{min(cells):{form}} to {max(cells):{form}}" for cells, form in columns)]
+
+
+def test_the_table_of_live_searches_is_the_stored_one() -> None:
+    assert table_below(CHOOSING, "(`python bench/bench_search.py --live --live-seeds 3`)") == [
+        live_row("pipeline=True", "pipeline=True"),
+        live_row("both True", "pipeline=True, memory_reuse=True"),
+    ]

@@ -9,27 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from bench import flashdmoe
-from bench.flashdmoe import (
+from pmoe import cli
+from pmoe.papers.comet_figures import chunked_run, fused_run
+from pmoe.papers.comet_layers import LAUNCHES
+from pmoe.papers.comet_tasks import Arriving, DeviceRates, FusedTask, even_layer
+from pmoe.papers.flashdmoe_actors import (
+    DECODE,
     H100,
     LAYER,
-    OPERATIONS,
     PAIR_COLUMNS,
+    SCHEDULE,
     TOKENS,
     actor_run,
     actor_tasks,
+    chunked_seconds,
     first_come,
-    late_peers,
-    lines,
     pair_run,
-    pipeline_seconds,
-    scaled_layers,
     synchronous_seconds,
+)
+from pmoe.papers.flashdmoe_figures import (
+    EXPERTS,
+    SIZES,
+    figure61,
+    figure65,
+    late_peers,
+    latencies,
+    scaled_layers,
+    speed_ups,
     ways_by_size,
 )
-from pmoe import cli
-from pmoe.papers.comet_figures import chunked_run, fused_run
-from pmoe.papers.comet_tasks import Arriving, DeviceRates, FusedTask, even_layer
 from pmoe.papers.flashdmoe_table62 import symmetric_bytes, table62
 from pmoe.planner.simulator import makespan, simulate
 
@@ -72,11 +80,10 @@ def test_the_first_free_processor_takes_what_is_ready_first_by_hand() -> None:
 def test_one_tile_of_each_rank_by_hand() -> None:
     """Two processors, a tile from here and one from the peer: all at once, one product after the other."""
     found = {each.task.name: each for each in first_come(actor_tasks(SMALL, BY_HAND), 2)}
-    decode, schedule = flashdmoe.DECODE, flashdmoe.SCHEDULE
-    at = 0.5 + decode + schedule
+    at = 0.5 + DECODE + SCHEDULE
     assert found["C0.0"].start == pytest.approx(at) and found["C0.0"].end == pytest.approx(at + 1)
-    assert found["E1.0"].end == pytest.approx(0.5 + 2 * decode + 2 * schedule + 2, abs=2e-7)
-    assert found["O1.0"].end == pytest.approx(3 + 3 * decode + 2 * schedule, abs=3e-7)
+    assert found["E1.0"].end == pytest.approx(0.5 + 2 * DECODE + 2 * SCHEDULE + 2, abs=2e-7)
+    assert found["O1.0"].end == pytest.approx(3 + 3 * DECODE + 2 * SCHEDULE, abs=3e-7)
 
 
 def test_a_late_peer_holds_up_its_own_rows_alone() -> None:
@@ -133,7 +140,7 @@ def test_what_is_said_of_the_figures_follows() -> None:
     assert few["actors ms"] < 0.05 * few["late ms"]
     assert 0 < many["actors ms"] < many["late ms"] == many["synchronous ms"]
     assert synchronous_seconds(8)[1] == pytest.approx(few["late ms"] / 0.32 / 1e3)
-    assert OPERATIONS["FlashDMoE"] == 1 and OPERATIONS["DeepSpeedMoE"] == 550
+    assert LAUNCHES["FlashDMoE"] == 1 and LAUNCHES["DeepSpeedMoE"] == 550
 
 
 def test_ways_without_a_late_peer_are_comets_and_the_engines_models() -> None:
@@ -142,7 +149,7 @@ def test_ways_without_a_late_peer_are_comets_and_the_engines_models() -> None:
     assert first == makespan(fused_run(arriving, H100, 8))
     assert second == makespan(fused_run(returning, H100, 16, PAIR_COLUMNS))
     for n in (1, 4):
-        found = pipeline_seconds(arriving, returning, n)
+        found = chunked_seconds(arriving, returning, n)
         assert found == pytest.approx(makespan(chunked_run(arriving, returning, H100, n)))
 
 
@@ -150,17 +157,64 @@ def test_a_late_peer_delays_a_pair_and_a_pipeline_by_no_more_than_it_is_late() -
     arriving, returning = even_layer(LAYER, 512 * 8, ep=8)
     for run in (
         lambda late: sum(pair_run(arriving, returning, (8, 16), late)),
-        lambda late: pipeline_seconds(arriving, returning, 2, late),
+        lambda late: chunked_seconds(arriving, returning, 2, late),
     ):
         alone, late = run(0.0), run(1e-3)
         assert alone < late <= alone + 1e-3 + 1e-12
         assert run(1.0) > 1.0
 
 
+# ---- Figs. 6.1 and 6.5
+
+
+def test_the_kernels_time_does_not_depend_on_the_number_of_experts() -> None:
+    """Fig. 6.5: cells of at least a tile are never padded, so the same tiles are computed."""
+    few, many = latencies(8, 2048, 8), latencies(8, 2048, 32)  # 512 and 128 rows a cell
+    assert many["FlashDMoE ms"] == pytest.approx(few["FlashDMoE ms"], rel=0.02)
+    assert many["FasterMoE ms"] > few["FasterMoE ms"]  # launches of each expert
+    padded = latencies(8, 2048, 128)  # 32 rows a cell, each of which costs a tile
+    assert padded["FlashDMoE ms"] > 2 * few["FlashDMoE ms"]
+
+
+def test_more_tokens_take_longer_than_one_launch_saves() -> None:
+    """Fig. 6.1: Megatron's launches are most of its time where tokens are few."""
+    few, many = latencies(4, 1024, 8), latencies(4, 4096, 8)
+    assert many["FlashDMoE ms"] > few["FlashDMoE ms"]
+    gain_few, gain_many = (row["Megatron-TE ms"] / row["FlashDMoE ms"] for row in (few, many))
+    assert gain_few > gain_many > 1
+    launched = (LAUNCHES["Megatron-LM TE"] - LAUNCHES["Megatron-LM CUTLASS"]) * 5e-3
+    assert few["Megatron-TE ms"] - few["Megatron-CUTLASS ms"] == pytest.approx(launched)
+
+
+def test_others_take_longer_in_float32_than_in_16_bits() -> None:
+    row = latencies(4, 2048, 8)
+    assert row["Megatron-TE, float32 ms"] > row["Megatron-TE ms"]
+
+
+@pytest.mark.slow
+def test_largest_speed_ups_are_those_of_the_rows() -> None:
+    figures = {"6.1": figure61(), "6.5": figure65()}
+    assert [len(rows) for rows in figures.values()] == [2 * len(SIZES), 2 * len(EXPERTS)]
+    four, faster, *_ = speed_ups(figures)
+    assert (four["thesis"], faster["thesis"]) == (4.6, 2.6)
+    ratios = [row["Megatron-TE ms"] / row["FlashDMoE ms"] for row in figures["6.1"] if row["GPUs"] == 4]
+    assert four["most"] == max(ratios)
+    times = [row["FlashDMoE ms"] for row in figures["6.5"]]
+    assert max(times) < 1.01 * min(times)
+
+
+@pytest.mark.slow
+def test_simulate_draws_the_actors(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "flashdmoe.png"
+    assert cli.main(["simulate", "flashdmoe", "--json", "--draw", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_the_page_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "flashdmoe"]) == 0
-    out = " ".join("\n".join([capsys.readouterr().out, *lines()]).split())
+    out = " ".join(capsys.readouterr().out.split())
     page = " ".join((ROOT / "docs" / "flashdmoe.md").read_text(encoding="utf-8").split())
     eight, (few, many) = scaled_layers()[-1], late_peers()
     assert f"{eight['O_e']:.2f} at 8 GPUs, the synchronous layer {eight['synchronous O_e']:.2f}" in page
@@ -169,6 +223,10 @@ def test_the_page_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{many['actors ms']:.2f} of {many['late ms']:.2f} ms" in page
     assert re.search(r"16K 128 128 128 256\.00 256\.02 258\.53 2\.53", out)
     assert f"{few['late ms']:.2f}" in out
+    four, _, eight_gpus, _, experts = speed_ups({"6.1": figure61(), "6.5": figure65()})
+    assert f"up to {four['most']:.2f} times, by launches alone" in page
+    assert f"| up to {eight_gpus['most']:.2f} times |" in page
+    assert f"with any number; up to {experts['most']:.2f} times |" in page
     for row in ways_by_size():
         cells = [f"{row['tokens']:,}", *(f"{value:.2f}" for name, value in row.items() if name != "tokens")]
         assert f"| {' | '.join(cells)} |" in page

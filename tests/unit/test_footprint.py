@@ -10,7 +10,7 @@ import torch
 
 import pmoe
 from pmoe.gates import GATES
-from pmoe.planner.degree import DEGREES
+from pmoe.planner.degree import DEGREES, SOLVER_DEGREES
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.rows_per_pass import worst_rows
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -150,10 +150,10 @@ def test_a_module_of_the_paper_needs_less_than_half_of_keep_at_n_1() -> None:
             {"pipeline": True, "memory_reuse": True},
             {(n, n, pair) for n in DEGREES for pair in STRATEGIES.values()},
         ),
-        ({"pipeline": "solve"}, {(n, n, KEEP) for n in DEGREES}),
+        ({"pipeline": "solve"}, {(n, n, KEEP) for n in SOLVER_DEGREES}),
         (
             {"pipeline": "solve", "memory_reuse": "S4"},
-            {(n, m, STRATEGIES["S4"]) for n in DEGREES for m in DEGREES},
+            {(n, m, STRATEGIES["S4"]) for n in SOLVER_DEGREES for m in SOLVER_DEGREES},
         ),
         (
             {"pipeline": 2, "memory_budget": "1GiB", "memory_reuse": True},

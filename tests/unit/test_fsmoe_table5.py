@@ -9,14 +9,14 @@ import pytest
 
 from docs import tables
 from pmoe.papers.fsmoe_table5 import (
-    ALL_REDUCE,
     ASSUMPTIONS,
     MODELS,
     PAPER,
+    TESTBED_B,
     LayerConfiguration,
     SystemPlan,
     attention,
-    best_degrees,
+    differing_degrees,
     moe_costs,
     plan_seconds,
     plans,
@@ -62,7 +62,7 @@ def test_a_layers_costs_by_hand() -> None:
     assert ag == pytest.approx(1e-3 * (0.0320 + 1.68e-7 * size))
     assert rs == pytest.approx(1e-3 * (0.0391 + 1.67e-7 * size))
     assert exp == pytest.approx(1e-3 * 2 * (0.0924 + 4.42e-11 * 2 * 9830.4 * 1600 * 1600))
-    assert layer.gradient_bytes == 4 * (1600 * 1600 + 8 * 1600)
+    assert layer.gradient_bytes(TESTBED_B) == 4 * (1600 * 1600 + 8 * 1600)
     dense = attention(layer)
     flops = 2 * 4096 * 1600 * 1600 + 2 * 2 * 4096 * 1024 * 400
     assert dense.compute == pytest.approx(1e-3 * (4 * 0.0924 + 4.42e-11 * flops))
@@ -129,7 +129,7 @@ def test_a_slowed_lane_is_slower_by_at_most_its_factor() -> None:
 def test_tutel_has_one_degree_and_only_fsmoe_partitions_gradients() -> None:
     for layer in SOME:
         plan = plans(layer)
-        total = layer.gradient_bytes
+        total = layer.gradient_bytes(TESTBED_B)
         assert plan["Tutel"].forward == plan["Tutel"].backward == plan["Tutel-Improved"].backward
         assert (plan["Tutel"].end_bytes, plan["Tutel-Improved"].dense_bytes) == (total, total)
         for name in ("FSMoE-No-IIO", "FSMoE"):
@@ -147,14 +147,14 @@ def test_each_system_is_at_least_as_fast_as_the_one_it_adds_to() -> None:
             later <= earlier * (1 + 1e-9) for earlier, later in zip(ordered, ordered[1:], strict=False)
         )
         assert seconds["FSMoE-No-IIO"] >= one_lane_seconds(layer)
-        assert seconds["Tutel"] >= one_lane_seconds(layer) + ALL_REDUCE(layer.gradient_bytes)
+        assert seconds["Tutel"] >= one_lane_seconds(layer) + TESTBED_B.ar(layer.gradient_bytes(TESTBED_B))
 
 
 def test_tutel_improved_hides_beside_attentions_computing_and_no_more() -> None:
     for layer in SOME:
         plan = plans(layer)
         gained = plan_seconds(layer, plan["Tutel"]) - plan_seconds(layer, plan["Tutel-Improved"])
-        hidden = min(ALL_REDUCE(layer.gradient_bytes), 2 * attention(layer).compute)
+        hidden = min(TESTBED_B.ar(layer.gradient_bytes(TESTBED_B)), 2 * attention(layer).compute)
         assert gained == pytest.approx(hidden)
 
 
@@ -162,12 +162,12 @@ def test_fsmoes_passes_are_the_schedules_length() -> None:
     """Attention, the longest paths of both passes, and gradients that outlast attention's backward."""
     for layer in SOME:
         plan, costs, dense = plans(layer)["FSMoE"], moe_costs(layer), attention(layer)
-        t_gar = ALL_REDUCE(plan.moe_bytes) if plan.moe_bytes else 0.0
+        t_gar = TESTBED_B.all_reduce(plan.moe_bytes)
         forward = longest_path(costs, plan.forward)
         backward = longest_path(costs.backward(), plan.backward, t_gar)
         inside = dense.all_gather + dense.reduce_scatter
-        beside = ALL_REDUCE(plan.dense_bytes) if plan.dense_bytes else 0.0
-        end = ALL_REDUCE(plan.end_bytes) if plan.end_bytes else 0.0
+        beside = TESTBED_B.all_reduce(plan.dense_bytes)
+        end = TESTBED_B.all_reduce(plan.end_bytes)
         whole = dense.compute + inside + forward + backward + max(inside + 2 * dense.compute, beside) + end
         assert plan_seconds(layer, plan) == pytest.approx(whole, rel=1e-12)
 
@@ -203,7 +203,7 @@ def test_table_5_as_it_came_out_the_first_time() -> None:
     ideal, contended = speed_ups(1.0), speed_ups(1.25)
     assert [round(row["mean"], 3) for row in ideal] == [0.893, 1.0, 1.044, 1.053, 1.419]
     assert [round(row["mean"], 3) for row in contended] == [0.893, 1.0, 1.044, 1.053, 1.284]
-    assert list(best_degrees().values()) == [1458, 960, 780, 912]
+    assert list(differing_degrees().values()) == [1458, 960, 780, 912]
     assert {row["system"]: row["paper"] for row in ideal if row["paper"]} == dict(PAPER)
 
 
@@ -212,7 +212,7 @@ def test_simulate_prints_table_5_beside_the_papers(
     asked: tuple[str, ...], contention: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here, where both have been simulated: 1458 layers take seconds."""
-    found = printed(capsys, "simulate", "fsmoe-table5", *asked)
+    found = printed(capsys, "simulate", "fsmoe", *asked)
     rows = found["systems"]
     assert [row["C"] for row in rows] == [1.0] * 5 + [contention] * 5
     papers = {"Tutel": 1.0, "Tutel-Improved": 1.08, "FSMoE-No-IIO": 1.16, "FSMoE": 1.22}

@@ -17,7 +17,8 @@ from pmoe.planner.costs import (
     all_reduce_seconds,
     bytes_within,
 )
-from pmoe.planner.degree_search import MAX_DEGREE, find_degree, simulated_degrees
+from pmoe.planner.degree import MAX_DEGREE
+from pmoe.planner.degree_search import find_degree, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
 from tests.unit.test_pipeline_degree import BACKWARD, PAPERS, t_olp_moe
 

@@ -38,8 +38,15 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "what an experiment of `pmoe simulate` prints": (
         {"tables"},
-        {f"pmoe/papers/{name}.py" for name in ("comet_figures", "flashdmoe_figures", "fsmoe_table5")}
-        | {"pmoe/papers/lancet_figures.py"},
+        {f"pmoe/papers/{name}.py" for name in ("comet_figures", "comet_layers", "flashdmoe_figures")}
+        | {f"pmoe/papers/{name}.py" for name in ("fsmoe_models", "fsmoe_table5")}
+        | {f"pmoe/papers/{name}.py" for name in ("lancet_figures", "mpipemoe_figures")},
+    ),
+    "a figure of one of several papers": (
+        {"figure6", "figure8", "figure12", "speed_ups"},
+        {f"pmoe/papers/{name}.py" for name in ("comet_figures", "comet_layers", "flashdmoe_figures")}
+        | {f"pmoe/papers/{name}.py" for name in ("fsmoe_models", "fsmoe_table5")}
+        | {f"pmoe/papers/{name}.py" for name in ("lancet_figures", "mpipemoe_figures")},
     ),
     "a routing and its plain definition": (
         {"route", "route_backward"},

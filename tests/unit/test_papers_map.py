@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from pmoe.cli.simulate import TOLD
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 PAPERS = ("MPipeMoE", "FSMoE", "COMET", "FlashDMoE", "Lancet")
@@ -44,6 +46,7 @@ NUMBERED: dict[str, list[str]] = {
         *numbered("Alg.", *range(1, 5)),
         *(f"Fig. {part}.{number}" for part, most in ((1, 6), (6, 6)) for number in range(1, most + 1)),
         *(f"Fig. {part}.{number}" for part in (3, 4, 5) for number in (1, 2, 3)),
+        "Fig. A.1",
         *numbered("Table", "1.1", "6.1", "6.2"),
         *numbered("Def.", "5.3.1", "5.3.2"),
         "Theorem 5.3.1",
@@ -152,6 +155,55 @@ def test_a_row_says_where_something_is_or_why_it_is_not(row: Row) -> None:
     for module in re.findall(r"not built yet \(`([\w.]+)`\)", row.text):
         there = ROOT.joinpath(*module.split("."))
         assert not there.exists(), f"{module} is there now: say what it has of {row.labels}"
+
+
+# ---- what came out
+
+
+def came_out() -> list[tuple[str, str, str, str]]:
+    """The table "What came out": (in the paper, kind, command, result)."""
+    section = PAGE.partition("\n## What came out\n")[2]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        (label, kind, command, told) for label, kind, command, told in (row for row in cells if len(row) == 4)
+    ][2:]
+
+
+SIMULATED_FIGURES = {
+    "MPipeMoE": ("mpipemoe", [8, 12]),
+    "FSMoE": ("fsmoe", [6, 7, 8]),
+    "COMET": ("comet", [8, 10, 11, 12, 13, 14]),
+    "FlashDMoE": ("flashdmoe", ["6.1", "6.3", "6.5"]),
+    "Lancet": ("lancet", [2, 6]),
+}
+"""By paper, its experiment of `pmoe simulate` and figures that this simulates."""
+
+
+@pytest.mark.parametrize("paper", SIMULATED_FIGURES)
+def test_every_simulated_figure_has_a_row_with_the_command_and_a_result(paper: str) -> None:
+    experiment, figures = SIMULATED_FIGURES[paper]
+    rows = {
+        label: told
+        for label, kind, command, told in came_out()
+        if kind == "simulated" and command == f"`pmoe simulate {experiment}`"
+    }
+    for figure in figures:
+        told = rows[f"{paper}, Fig. {figure}"]
+        assert re.search(r"\d", told) and re.search(r"paper|thesis|rates", told), told
+    assert experiment in TOLD
+
+
+def test_every_command_of_what_came_out_exists() -> None:
+    kinds = {"formula", "simulated", "measured"}
+    assert len(came_out()) > 30
+    for label, kind, command, _ in came_out():
+        assert kind in kinds, label
+        words = command.strip("`").split()
+        if words[:2] == ["pmoe", "simulate"]:
+            assert words[2] in TOLD, label
+        for word in words:
+            assert not word.endswith(".py") or (ROOT / word).is_file(), f"{label}: {word}"
 
 
 # ---- what the code says it has of a paper

@@ -227,7 +227,7 @@ def test_rows_narrowed_by_autocast_are_routed_by_wide_ones() -> None:
 def test_a_call_that_may_be_run_again_chooses_before_the_launch(contexts: Any) -> None:
     layer, x = make(slack=8.0), torch.randn(T, M, dtype=BF16, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route, "promise", lambda *_, **__: pytest.fail("nothing is chosen"))
+        patch.setattr(route, "deferred_routing", lambda *_, **__: pytest.fail("nothing is chosen"))
         y = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
         y.sum().backward()
     again = x.grad
@@ -279,7 +279,7 @@ def test_a_schedule_may_set_numpys_numbers() -> None:
 def test_more_experts_than_a_launch_chooses_among_are_chosen_before() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_fused, "MOST_EXPERTS", E - 1)
-        patch.setattr(route, "promise", lambda *_, **__: pytest.fail("nothing is chosen"))
+        patch.setattr(route, "deferred_routing", lambda *_, **__: pytest.fail("nothing is chosen"))
         check(slack=8.0)
 
 

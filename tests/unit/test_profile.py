@@ -6,6 +6,7 @@ No time is asserted: a busy machine may take any.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -87,8 +88,11 @@ class Counted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, ranks: Ranks, device: str, dtype: torch.dtype, *, quick: bool) -> Profile:
+    def __call__(
+        self, ranks: Ranks, device: str, dtype: torch.dtype, *, quick: bool, most_bytes: float = math.inf
+    ) -> Profile:
         self.calls += 1
+        self.most_bytes = most_bytes
         here: Identity = identity(ranks, device, dtype)
         fields = {name: getattr(here, name) for name in Identity.__dataclass_fields__}
         return replace(MADE, **fields, seconds=float(self.calls))
@@ -320,7 +324,12 @@ class Priced:
 def priced(seconds: Callable[[int], float]) -> lines.LaneWork:
     """Work in units of 10 bytes; so many units take seconds(units)."""
     return lines.LaneWork(
-        lane="copy", size=10, first_units=16, max_units=4096, make=lambda units: lambda: seconds(units)
+        lane="copy",
+        size=10,
+        unit_bytes=10,
+        first_units=16,
+        max_units=4096,
+        make=lambda units: lambda: seconds(units),
     )
 
 

@@ -25,6 +25,7 @@ DEPENDS = {
     "choices": (*RUN, "pmoe/planner", "pmoe/measure"),
     "cluster": (*RUN, "pmoe/planner", "pmoe/measure"),
     "comet": KERNELS,
+    "search": ("pmoe/choose", "pmoe/planner"),
     "esp": RUN,
     "fairseq": (*RUN, "pmoe/integrations/fairseq"),
     "flashdmoe": KERNELS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pmoe import Restore
-from pmoe.comm.counts import HEADER, Slots, num_bins, slot_rows
+from pmoe.comm.counts import HEADER, Slots, cuts, num_bins, slot_rows
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Schedule, Stages, link
@@ -46,6 +46,28 @@ def test_the_limit_of_a_slot_is_the_same_number_on_the_device_as_on_the_host() -
             counts[0] = rows
             (depth,) = slots.depths(counts, torch.tensor(max_tokens))
             assert int(depth) == deeper, (slack, top_k, max_tokens, n, rows)
+
+
+def test_chunks_are_doubled_as_long_as_possible_and_cut_into_bins_at_last() -> None:
+    assert cuts(4, 48) == (4, 8, 16, 48)
+    assert cuts(1, 60) == (1, 2, 4, 12, 60)
+    assert cuts(7, 7) == (7,)
+    for n, bins in ((3, 48), (5, 105), (16, 240)):
+        finer = cuts(n, bins)
+        assert (finer[0], finer[-1]) == (n, bins)
+        assert all(b % a == 0 and b > a for a, b in itertools.pairwise(finer))
+
+
+def test_bins_of_two_degrees_let_each_of_them_be_cut_until_all_chunks_fit() -> None:
+    """3 and 4 chunks in 12 bins, of which the first holds all rows. A slot of 3 chunks holds 400 rows, one of
+    4 holds 300: what is in one bin does not fit whatever the cut."""
+    counts = torch.zeros(12, 1, 1, dtype=torch.int64)
+    slots = Slots(slack=1.0, top_k=1, degrees=(3, 4), own_rank=None)
+    for rows, depths in ((300, [0, 0]), (350, [0, 1]), (1200, [2, 1])):
+        counts[0] = rows
+        assert [int(depth) for depth in slots.depths(counts, torch.tensor(1200))] == depths
+    counts[:] = 100  # as even as rows can be
+    assert [int(depth) for depth in slots.depths(counts, torch.tensor(1200))] == [0, 0]
 
 
 def test_there_are_bins_enough_to_cut_a_batch_of_one_rank_into_all_ranks_shares() -> None:

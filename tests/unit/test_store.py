@@ -16,6 +16,7 @@ from pmoe.measure.block_split import load_divisions
 from pmoe.measure.profile import find_profile, load_profile, profile_path
 from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.block_split import DivisionTable
+from pmoe.planner.granularity import PassDegrees
 from tests.unit.test_division import SECONDS, SHAPE, SIZES, entry
 from tests.unit.test_granularity import KEY
 from tests.unit.test_profile import MADE
@@ -40,9 +41,15 @@ def test_divisions_of_before_are_found_and_read() -> None:
     assert load_divisions(STORED) == DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS})
 
 
-def test_degrees_of_before_are_refused_for_their_key_did_not_say_all_that_changes_the_time() -> None:
-    with pytest.raises(ValueError, match=r"degrees.json: format \(1\) must be 2"):
-        load_degrees(STORED / "degrees.json", KEY)
+def test_degrees_of_before_are_read() -> None:
+    [table] = load_degrees(STORED / "degrees.json", KEY).values()
+    known = {90: None, 100: (1, 2), 250: (1, 2), 400: (1, 2), 500: None, 900: (4, 4), 960: (2, 2)}
+    for B, degrees in known.items():
+        assert table.lookup(B) == (degrees and PassDegrees(*degrees))
+    with pytest.raises(
+        ValueError, match=r"degrees.json: holds the degrees of another layer, .*ranks 4, here 8"
+    ):
+        load_degrees(STORED / "degrees.json", {**KEY, "ranks": 8})
 
 
 # ---- one store

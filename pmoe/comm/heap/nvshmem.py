@@ -1,4 +1,4 @@
-"""Memory of symmetric heaps from NVSHMEM, for ranks of several nodes.
+"""Memory of symmetric heaps from NVSHMEM, for ranks whose loads and stores reach each other.
 
 So far this code has run with one process only, not with several.
 """
@@ -57,9 +57,9 @@ class NvshmemMemory(DeviceMemory):
         return super().place(device)
 
     def give_id(self) -> bytes:
-        """Loads NVSHMEM's library. Returns on rank 0 the id by which NVSHMEM's ranks find each other.
+        """Loads NVSHMEM's library. On rank 0 it returns the id by which NVSHMEM's ranks find each other.
 
-        Returns b"" on the other ranks.
+        It returns b"" on the other ranks.
         """
         heap_module.loaded_extension().nvshmem_open(extension.nvshmem_library())
         return bytes(heap_module.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""

@@ -34,7 +34,8 @@ def virtual_heaps(
 ) -> list[Heap]:
     """Returns symmetric heaps for W virtual ranks, which this one process plays on one device.
 
-    They are for tests and measurements. Each heap must be closed, but none while another one is in use.
+    They are for tests and measurements. All heaps must be closed, but only when none of them is in use any
+    more.
 
     shape: the sizes of each heap; W is ``shape.num_ranks``.
     memory: where the memory comes from; None means CUDA.
@@ -138,7 +139,7 @@ class CollectiveSteps:
         """Calls work() on every rank and returns the results of all ranks, in order of rank. Collective.
 
         If work() raises on any rank, every rank calls undo() and raises the same error with the texts of the
-        failed ranks. The error is a ValueError if the error of any rank is one, else a RuntimeError.
+        failed ranks. It is a ValueError if any rank raised a ValueError, else a RuntimeError.
         """
         mine: tuple[object, str | None, bool]
         try:
@@ -176,9 +177,10 @@ class _HeapBuilder(CollectiveSteps):
     def agree(self, *, one_node: bool) -> None:
         """Raises ValueError or RuntimeError, on every rank, if the ranks cannot have a heap together.
 
-        They can if they have the same shape, dtype and loaded kernels.
+        All ranks must ask for a heap of the same sizes, dtype and bytes, and must have loaded the same
+        kernels.
 
-        one_node: whether all ranks must be on one node, too.
+        one_node: whether all ranks must also be on one node.
         """
         size = self.ranks.size
         facts, hosts = zip(*self.attempt(self.facts), strict=True)
@@ -254,8 +256,9 @@ class _HeapBuilder(CollectiveSteps):
     def release(self) -> None:
         """Closes the peers' memory, then frees this rank's memory. Collective.
 
-        Between the two is an exchange that serves as a barrier, so memory is freed when no peer has it open
-        any more. If freeing is collective (NVSHMEM) and some rank has no memory, no rank frees its memory.
+        Between the two steps ranks exchange a value, which serves as a barrier: memory is freed only when no
+        peer has it open any more. If freeing is collective (NVSHMEM) and some rank has no memory, no rank
+        frees its memory.
         """
         _quietly(heap_module.synchronize, self.device)
         for peer in self.opened.values():
@@ -296,14 +299,14 @@ DEFAULT_WAIT_SECONDS = 600.0
 """The longest wait of a kernel for a peer if the group has no timeout."""
 
 MAX_WAIT_SECONDS = 86400.0
-"""The longest wait of a kernel for a peer in any case."""
+"""The longest wait of a kernel for a peer, even if the group's timeout is longer."""
 
 
 def wait_seconds(ranks: Ranks) -> float:
     """Returns how many seconds a kernel of this rank waits for a peer before it gives up.
 
-    It is $PMOE_WAIT_SECONDS, or the group's timeout if that is shorter or the variable is not set. A peer may
-    thus be as late for a kernel as for a collective, because of a checkpoint or an evaluation. A group
+    The result is $PMOE_WAIT_SECONDS, or the group's timeout if that is shorter or the variable is not set. So
+    a kernel waits for a late peer (one that writes a checkpoint, say) as long as a collective would. A group
     without a timeout counts as 600 s.
 
     Raises ValueError if the variable is not a number of seconds, more than 0 and at most a day.
@@ -387,7 +390,7 @@ def warn_where_there_is_no_room(spare: int) -> None:
     """Warns once if NCCL may need more multiprocessors than fused kernels leave free.
 
     A fused kernel occupies its multiprocessors until its peers have sent their rows. If NCCL's collectives
-    get too few beside it, ranks may wait for each other in a circle.
+    get too few multiprocessors meanwhile, ranks may wait for each other in a circle.
 
     spare: number of multiprocessors that fused kernels leave free. 0 checks nothing: the user has said that
         no collective runs beside a layer.

@@ -82,7 +82,10 @@ class DevicePool:
 
     @functools.cached_property
     def _own(self) -> HostPool:
-        """The memory that the pool keeps on the CPU. Created when it is first needed."""
+        """Memory for the buffers of passes on the CPU, where the "device" is the host.
+
+        Created when it is first needed. It is not `Pool.host`, which holds tensors that are offloaded.
+        """
         from pmoe.engine.buffers.host_pool import HostPool
 
         return HostPool(self._device)
@@ -111,8 +114,10 @@ class DevicePool:
 
         Ring slots are buffers in which chunks take turns.
 
+        elements: the number of elements.
         like: a tensor with the dtype and device of the result.
-        arena: the owner of the memory. Until it calls `give_back`, `trim` raises an error.
+        arena: the object that owns the memory. Until it gives the memory back (`give_back`), `trim` raises an
+            error.
         """
         memory = self.new(like, elements)
         self._running.add(arena)
@@ -130,9 +135,10 @@ class DevicePool:
         self.bytes_in_use -= memory.nbytes
 
     def trim(self) -> None:
-        """Gives all free memory back to the operating system, or on a GPU to the CUDA driver.
+        """Gives the free memory of this pool back: to the operating system, or on a GPU to the CUDA driver.
 
-        Raises RuntimeError while a pass of a layer runs.
+        On a GPU this empties the cache of torch's allocator. Raises RuntimeError while a pass of a layer
+        runs.
         """
         if self._running:
             raise RuntimeError(
@@ -150,10 +156,10 @@ class DevicePool:
 
 
 class Pool:
-    """The memory that all layers on a device share.
+    """The two pools of memory that all layers on a device share.
 
-    device: the pool of device memory.
-    host: the pool of host memory for offloaded tensors.
+    device: memory on the device, for the buffers of passes.
+    host: memory on the host, for offloaded tensors.
     """
 
     device: DevicePool
@@ -164,16 +170,21 @@ class Pool:
 
     @functools.cached_property
     def host(self) -> HostPool:
-        """The pool of host memory for offloaded tensors. Created when it is first needed."""
+        """The pool of host memory for offloaded tensors. Created when it is first needed.
+
+        It is a pool of its own also for layers on the CPU, so that its limit and its counts of bytes are
+        those of offloaded tensors only.
+        """
         from pmoe.engine.buffers.host_pool import HostPool
 
         return HostPool(self._of)
 
     def trim(self) -> None:
-        """Gives all free memory of both pools back to the operating system.
+        """Gives the free memory of both pools back: device memory for buffers, host memory for offloaded
+        tensors.
 
-        On a GPU it also empties the cache of torch's allocator. Raises RuntimeError while a pass of a layer
-        runs.
+        It goes to the operating system, or for device memory of a GPU to the CUDA driver. Raises RuntimeError
+        while a pass of a layer runs.
         """
         self.device.trim()
         if "host" in self.__dict__:

@@ -25,13 +25,13 @@ class HostMemoryError(RuntimeError):
 
 @dataclass(eq=False)
 class _Segment:
-    """One contiguous allocation of the pool. Tensors get blocks of it.
+    """One contiguous allocation of the pool. Tensors get parts of it, called blocks.
 
     memory: the mmap object, or the pinned tensor.
-    address, num_bytes: the address of its first byte, and its size.
+    address, num_bytes: the address of the segment's first byte, and the segment's size in bytes.
     free: the free ranges as (offset, bytes), sorted by offset. Offsets are in bytes from the address.
-    top: the offset at which the highest block ended that was taken since the last trim. In a mapping, only
-        pages below it may use physical memory.
+    top: the highest end, as an offset in bytes, of all blocks taken since the last trim. In a mapping, only
+        pages below this offset may use physical memory.
     """
 
     memory: Any
@@ -56,8 +56,9 @@ class _Segment:
     def trim(self, most: int) -> int:
         """Gives up to ``most`` free bytes back to the operating system, in whole pages.
 
-        The addresses stay reserved. Ranges at the end of the segment go first, because new blocks are taken
-        from the first ranges. Returns the number of bytes by which it fell short of ``most``.
+        The addresses stay reserved, so that later blocks can use them again. Ranges at the end of the segment
+        are given back first, because new blocks are taken from the beginning. Returns ``most`` minus the
+        bytes that were given back.
         """
         for start, room in reversed(self.free):
             end = min(start + room, self.top)
@@ -75,7 +76,8 @@ _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE",
 _use_count = torch._C._storage_Use_Count
 _storage: Any = torch._C._construct_storage_from_data_pointer
 _Block = tuple[torch.UntypedStorage, _Segment, int, int]
-"""A block in use: its storage, which tensors share; its segment; its offset and size there in bytes."""
+"""A block in use: its storage, which tensors share; its segment; its offset in the segment and size in bytes.
+"""
 
 
 class HostPool:
@@ -85,9 +87,10 @@ class HostPool:
         available when the pool was created, divided by the number of ranks on the node.
     peak_bytes: the largest number of bytes that were in use.
 
-    A new tensor gets a block of the first free range that is large enough. The block is free again when
-    nothing but the pool refers to its storage. The pool counts references to find out. A callback at the last
-    release would not be safe: a thread of gloo may release a tensor after the Python interpreter has ended.
+    A new tensor gets a block of memory in the first free range that is large enough. The block is free again
+    when no tensor refers to its storage. The pool finds such blocks by looking at reference counts when it
+    needs memory. A callback at the last release would not do, because a thread of gloo may release a tensor
+    after the Python interpreter has ended.
     """
 
     limit_bytes: int
@@ -134,7 +137,10 @@ class HostPool:
                 most = segment.trim(most)
 
     def new(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns an uninitialised CPU tensor in the dtype of ``like``, from torch if the pool is full."""
+        """Returns an uninitialised CPU tensor with the dtype of ``like``.
+
+        If the pool is full, torch allocates it.
+        """
         try:
             return self.take(shape, like.dtype)
         except HostMemoryError:
@@ -143,8 +149,8 @@ class HostPool:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns an uninitialised CPU tensor in the pool's memory.
 
-        Raises HostMemoryError if the pool would exceed its limit, or has no contiguous range for it. The
-        message has the numbers of bytes.
+        Raises HostMemoryError if the pool would exceed its limit, or has no free contiguous range that is
+        large enough. The message has the numbers of bytes.
         """
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
@@ -167,7 +173,8 @@ class HostPool:
             return taken
 
     def _place(self, size: int, wanted: int) -> tuple[_Segment, int]:
-        """Reserves ``size`` bytes for a block, and returns its segment and its offset there in bytes.
+        """Reserves ``size`` bytes for a block, and returns its segment and its offset in the segment in
+        bytes.
 
         wanted: the size before it was rounded up, for the message of the HostMemoryError that a full pool
             raises.
@@ -237,7 +244,7 @@ class HostPool:
         )
 
     def _collect(self) -> None:
-        """Frees the blocks whose storage nothing but this pool refers to."""
+        """Frees the blocks whose storage no tensor refers to any more."""
         blocks_in_use: list[_Block] = []
         for block, holders in zip(self._blocks, _holders(self._blocks), strict=True):
             if holders > _NONE:
@@ -268,4 +275,4 @@ def _available_bytes() -> int:
 
 
 _NONE = _holders([(torch.empty(1).untyped_storage(), _Segment(None, 0, 0, []), 0, 0)])[0]
-"""The number of references to a storage that only a pool refers to."""
+"""The number of references to a storage that belongs to the pool and that no tensor uses."""

@@ -44,7 +44,7 @@ class Lanes(abc.ABC):
     def run(self, task: Task, action: Action) -> None:
         """Runs or starts a task on its lane, after the tasks that it waits for (`Task.waits`) have ended.
 
-        action: the function that runs the task.
+        action: the function that does the task's work.
         """
 
     @abc.abstractmethod
@@ -115,4 +115,4 @@ Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
 """The function that runs each kind of task. Its argument is the number of the chunk."""
 
 watchers: list[Any] = []
-"""The open journals (`pmoe.engine.lanes.recorder.Journal`). Only the newest records the passes that run."""
+"""The open journals (`pmoe.engine.lanes.recorder.Journal`). Only the newest one records tasks."""

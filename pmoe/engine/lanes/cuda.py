@@ -70,11 +70,11 @@ class CudaLanes(Lanes):
                 self._events[task.name] = (task.lane, event)
 
     def _await_readers_of_the_host(self, device: torch.device) -> None:
-        """Makes copies to the host wait for earlier passes' copies to the device.
+        """Makes this pass's copies to the host wait for earlier passes' copies to the device.
 
-        Copies to the device may still read host memory that a copy to the host would overwrite. A pass
-        releases its host memory when its copies to the device are queued, before they have run. A later pass
-        on another stream may then get the same memory.
+        An earlier pass may have released host memory while its copies from there to the device are only
+        queued. This pass may get the same host memory, and its copies to the host would overwrite what the
+        queued copies still have to read.
         """
         copies_in = self._streams.get((device, Lane.COPY_IN))
         if Lane.COPY_OUT in self._stream and copies_in is not None:

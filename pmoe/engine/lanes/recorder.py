@@ -23,7 +23,7 @@ from pmoe.schedule.tasks import Schedule, Task
 class RecordedPass:
     """The times at which the tasks of one pass ran.
 
-    of: the object to which the pass belongs, as `run_schedule` got it: the layer's experts module.
+    of: the layer's experts module, which stands for the layer. `run_schedule` got it from its caller.
     direction: "forward" or "backward".
     spans: the start and end of each task that has ended.
     """
@@ -48,7 +48,7 @@ class Journal:
     _unfilled: list[Callable[[], None]] = field(default_factory=list)
 
     def last(self, of: object, direction: str) -> list[Span] | None:
-        """Returns the task times of the last recorded pass of ``of`` in one direction; None without one.
+        """Returns the task times of a layer's last recorded pass in one direction; None if there is none.
 
         of: the layer's experts module, by which its passes are recorded.
         direction: "forward" or "backward".
@@ -59,10 +59,10 @@ class Journal:
     def watch(self, schedule: Schedule, act: TaskAction, device: torch.device, of: object) -> TaskAction:
         """Returns a function that runs a task as ``act`` does, and also records when it started and ended.
 
-        On CUDA it records events around the task, on the CPU it reads the clock.
+        On CUDA the function records events around the task, on the CPU it reads the clock.
 
         act: the function that runs a task.
-        of: the object to which the pass belongs: the layer's experts module.
+        of: the layer's experts module, under which the times are recorded.
         """
         noted = RecordedPass(of, schedule.direction)
         self.passes.append(noted)
@@ -141,7 +141,7 @@ def seen(schedule: Schedule, actions: Actions, device: torch.device, ranks: Rank
     In the profiler a task has a range of its own, named by task, direction and layer.
 
     actions: the function that runs each kind of task.
-    of: the object to which the pass belongs: the layer's experts module.
+    of: the layer's experts module, under which times are recorded.
     """
 
     def act(task: Task) -> dist.Work | None:

@@ -14,12 +14,15 @@ from pmoe.schedule.tasks import Lane, Schedule
 
 
 def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> Lanes:
-    """Returns new lanes for a pass, which run its tasks: CUDA streams, or on the CPU threads where needed.
+    """Returns an object that runs the tasks of a pass on lanes: queues of tasks that run side by side.
+
+    On a GPU, lanes are CUDA streams. On the CPU, the calling thread computes and gloo sends messages
+    meanwhile; lanes that copy, or that communicate in several steps, are threads.
 
     rows: a tensor on the device of the pass.
     schedule: the tasks that the lanes will run.
-    in_steps: whether some communication tasks wait for a collective before they return, to start another one
-        for example. On the CPU, communication lanes are then threads, so that the calling thread can go on
+    in_steps: whether some communication tasks consist of several collectives, one after another. On the CPU
+        such a task must wait for each collective, which a thread does, so that the calling thread can go on
         computing.
     """
     if rows.device.type == "cuda":
@@ -51,8 +54,8 @@ def run_schedule(
         communication task.
     rows: a tensor on the device of the pass.
     ranks: the layer's ranks.
-    in_steps: whether some communication tasks wait for a collective before they return.
-    of: the object to which the pass belongs, in recorded times: the layer's experts module.
+    in_steps: whether some communication tasks consist of several collectives and wait for them.
+    of: the layer's experts module, under which times are recorded.
     """
     lanes = lanes_for(rows, schedule, ranks, in_steps)
     recorded: TaskAction | None = None

@@ -22,7 +22,7 @@ COPIES = (Lane.COPY_OUT, Lane.COPY_IN)
 
 
 class ThreadLanes(CpuLanes):
-    """Lanes (queues of tasks) on the CPU of which some are threads: for copies, perhaps for communication.
+    """Lanes (queues of tasks) on the CPU, some of which are threads: copies, and perhaps communication.
 
     in_steps: whether communication lanes are threads. True if some communication tasks wait for a collective
         before they return. In a thread, they do not hold up computation in the calling thread.
@@ -71,7 +71,7 @@ class ThreadLanes(CpuLanes):
         """Runs a communication task from beginning to end, in the thread of its lane.
 
         After a task has failed, this rank starts no other task. A peer may still be in the collective that
-        failed. It would take rows of a later collective for rows of the failed one.
+        failed. If a later collective started, the peer would take its rows for rows of the failed one.
 
         awaited: the tasks that must end before this one.
         """

@@ -107,9 +107,7 @@ class Backward(Pass):
             self.grad_weight_home = weight.new_empty(self.weight_message.slot.shape[0])
 
     def run(self) -> list[Tensor | None]:
-        """Runs all tasks, and returns the gradients of ``inputs.all``: a tensor, or None for a missing
-        gradient.
-        """
+        """Runs all tasks. Returns the gradient of each tensor of ``inputs.all``; None if it is missing."""
         gradients = self.plan.modules.gradients
         if gradients is not None:
             gradients.begins()
@@ -141,10 +139,10 @@ class Backward(Pass):
         return self.buffer("T_DI", i)
 
     def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
-        """Returns forward's saved tensors for the rows of one backward task, and which of their rows to use.
+        """Returns which saved tensors of forward, and which of their rows, one backward task reads.
 
-        Here both passes have the same chunks, so the result is one record with all of its rows. The subclass
-        `OffloadingBackward` handles different chunks.
+        In this class both passes have the same chunks, so the result is one record with all of its rows. The
+        subclass `OffloadingBackward` handles different chunks.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
@@ -229,7 +227,7 @@ class Backward(Pass):
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
-        grad_NM: (N, M), the gradient of the experts' output.
+        grad_NM: (N, M), the gradient of the experts' output, with M = d_model columns.
         weight_N: (N,), the routing weights.
         out_NM: (N, M), memory for the gradient of the rows.
 
@@ -244,7 +242,8 @@ class Backward(Pass):
     def _weights_in_source_order(self) -> None:
         """Puts the gradients of the routing weights into the order of arrival, in which they are sent back.
 
-        The task of the last chunk calls it, on the compute lane, where the gradients were computed.
+        It is called in the experts' task of the last chunk, on the compute lane, which also computed the
+        gradients.
         """
         regroup = self.weight_message.regroup
         if regroup is None:
@@ -255,7 +254,7 @@ class Backward(Pass):
     def weights(self, _: int) -> dist.Work | None:
         """Starts the message that returns the gradients of routing weights to the tokens' ranks (task P).
 
-        One message carries those of all chunks.
+        One message carries the gradients of all chunks.
         """
         return self.plan.modules.scalars.exchange(
             self.grad_weight_leaving,
@@ -265,9 +264,9 @@ class Backward(Pass):
         )
 
     def wgrad(self, i: int, at: str = "") -> None:
-        """Computes the gradients of the parameters for the rows of one task, and adds them (task W).
+        """Computes the gradients of the parameters from the rows of one task, and adds them (task W).
 
-        Then the experts' input (T_DI) of these rows is freed.
+        They are added to the sums over chunks. The experts' input (T_DI) of these rows is freed afterwards.
 
         i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
             not sent, because their experts are on this rank.

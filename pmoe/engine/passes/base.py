@@ -65,10 +65,10 @@ class AutocastState:
         return AutocastState(device_type, enabled, dtype)
 
     def again(self) -> AbstractContextManager[object]:
-        """Returns a context manager under which this autocast state is active again.
+        """Returns a context manager that makes this autocast state active again, without autocast's cache.
 
-        Autocast's cache stays off. The cache would hold copies of parameters that were cast without a graph,
-        and later give them to a caller who needs gradients of the parameters.
+        With the cache, autocast would store copies of parameters that were cast without an autograd graph,
+        and later use these copies for a caller who needs gradients of the parameters.
         """
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
@@ -124,8 +124,8 @@ class Inputs:
     def like(self, tensors: Sequence[Any]) -> Inputs:
         """Returns a copy in which ``tensors`` replace the tensors of this object.
 
-        tensors: one for each tensor of `all`, in the same order. They may be other values, such as None or
-            bools.
+        tensors: one value for each tensor of `all`, in the same order. Values need not be tensors: they may
+            be None or bools.
         """
         x_TM, weight_TK, shared_weight_T, *rest = tensors
         shared_start = len(self.parameters)
@@ -149,11 +149,12 @@ class SavedUnit:
 
     They are on the device, or on the host if they are offloaded.
 
-    rows_NM: (N, M), the N rows that the experts received (T_DI); None if backward sends them again.
+    rows_NM: (N, M), the N rows that the experts received (T_DI), with M = d_model columns; None if backward
+        sends them again.
     hidden: the hidden activation (T_M), or the tensors that autograd saved for a user's modules; None if
         backward recomputes it.
-    recipe: random states and the like, with which `Experts.recompute` repeats the computation exactly; None
-        if experts need none.
+    recipe: random states and other values with which `Experts.recompute` repeats the computation exactly;
+        None if the experts need none.
     """
 
     rows_NM: Tensor | None = None
@@ -168,9 +169,9 @@ class ForwardState:
     inputs: the tensors of the call.
     wanted: for each of ``inputs.all``, whether it needs a gradient; () until backward begins.
     kept: the saved tensors, for each set of rows that experts computed in one task in forward.
-    weight_received: (N,), the routing weights of the N rows that this rank's experts received, by chunk, then
-        expert; None if all rows stay on their rank.
-    passed: the autograd graphs of callbacks' hooks, by point and chunk.
+    weight_received: (N,), the routing weights of the N rows that this rank's experts received, sorted by
+        chunk, then expert; None if all rows stay on their rank.
+    passed: the autograd graphs of callbacks' hooks, by (name of the point where the hook runs, chunk).
     regroup: for each chunk, the index that sorts arrived rows by expert, if forward computed it
         (`pmoe.engine.variants.send_once`); () if the plan has it (`Chunk.regroup`).
     """
@@ -297,16 +298,19 @@ class Pass:
 
     @property
     def weight_message(self) -> WeightMessage:
-        """The plan of the message of routing weights. Asserts that this pass sends rows to other ranks."""
+        """The plan of the message of routing weights. Fails if this pass sends no rows to other ranks."""
         assert self.cut.weights is not None
         return self.cut.weights
 
     def make_buffers(self, i: int) -> None:
-        """Allocates the buffers from which chunk i is sent. Called only if chunks do not share buffers."""
+        """Allocates the buffers from which chunk i is sent.
+
+        Called only if no buffers are shared between chunks.
+        """
         self.own_buffer("send", i)
 
     def new(self, rows: int, columns: int) -> Tensor:
-        """Returns uninitialised memory (rows, columns) of the dtype and on the device of the pass's input."""
+        """Returns uninitialised memory (rows, columns) with the dtype and device of the pass's input."""
         return self.pool.new(self.source_TM, rows, columns)
 
     def own_buffer(self, name: str, i: int) -> Tensor:
@@ -322,8 +326,8 @@ class Pass:
     def buffer(self, name: str, i: int) -> Tensor:
         """Returns buffer ``name`` of chunk i: memory of its own if it has any, otherwise its ring slot.
 
-        A ring slot is memory in which chunks take turns. A buffer that has neither is allocated
-        (`own_buffer`).
+        A ring slot is memory in which chunks take turns. If the buffer has neither, memory of its own is
+        allocated for it (`own_buffer`).
         """
         key = f"{name}.{i}"
         slots = self.arena.buffers
@@ -332,8 +336,8 @@ class Pass:
     def temporary(self, name: str, i: int) -> Tensor:
         """Returns the ring slot of buffer ``name`` of chunk i; if it has none, newly allocated memory.
 
-        A ring slot is memory in which chunks take turns. The pass keeps no reference to new memory, so it is
-        freed when the caller drops it.
+        A ring slot is memory in which chunks take turns. The pass keeps no reference to new memory, which is
+        therefore freed as soon as the caller drops it.
         """
         slot = self.arena.buffers.get(f"{name}.{i}")
         return self.new(*self.sizes.shape(f"{name}.{i}")) if slot is None else slot
@@ -372,7 +376,7 @@ class Pass:
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
-        rows_NM: (N, M), these N rows, sorted by expert (T_DI).
+        rows_NM: (N, M), these N rows (T_DI) with M = d_model columns, sorted by expert.
         out: (N, M), memory for the result; None lets the experts choose it.
         """
         return ExpertRows(rows_NM, self.groups(unit), self.parameters, self.space(unit), out)
@@ -382,7 +386,7 @@ class Pass:
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
         """Copies the tokens that chunk i sends to ``out``, sorted by destination rank and expert.
 
-        source_TM: (T, M), T tokens; in backward, the gradients of their outputs.
+        source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the chunk, M).
         """
         self.plan.modules.order.order(source_TM, self.cut.sent_tokens[i], out)
@@ -397,7 +401,7 @@ class Pass:
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         """Copies the tokens of block j of the rows that stay on this rank to ``out``, and returns ``out``.
 
-        source_TM: (T, M), T tokens; in backward, the gradients of their outputs.
+        source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the block, M).
         """
         self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
@@ -432,7 +436,7 @@ class Pass:
         (`pmoe.engine.variants.send_once`).
 
         name: the buffer for the result, without its ending "_sorted".
-        arrived: (rows, M), sorted by source rank.
+        arrived: (rows, d_model), the rows sorted by source rank.
         """
         regroup = self.regroup[i]
         if regroup is None:
@@ -460,7 +464,7 @@ class Pass:
 
         Does nothing if rows arrived sorted by expert: the experts then wrote to that buffer.
 
-        rows_NM: (N, M), the N results, sorted by expert.
+        rows_NM: (N, M), the N results with M = d_model columns, sorted by expert.
         """
         regroup = self.regroup[i]
         if regroup is not None:
@@ -469,18 +473,18 @@ class Pass:
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
         """Undoes the sorting by expert: leaving_NM[regroup[i]] = rows_NM[i] for each of N rows.
 
-        leaving_NM: (N, M), the buffer that is sent back.
+        leaving_NM: (N, M), the buffer that is sent back, with M = d_model columns.
         regroup: (N,) int64, the index by which `in_expert_order` sorted the rows.
         rows_NM: (N, M), the experts' results.
         """
         leaving_NM.index_copy_(0, regroup, rows_NM)
 
     def home_rows(self, i: int, at: slice) -> Tensor:
-        """Returns the part of the home buffer that holds the results of some of chunk i's sorted rows.
+        """Returns memory on the tokens' rank for the results of some of chunk i's rows.
 
-        The home buffer collects results on the tokens' rank.
+        The memory is a part of the home buffer, in which all results return to the tokens' rank.
 
-        at: the slice of sorted rows.
+        at: the rows, a slice of this rank's sorted rows.
         """
         if self.home is not None:
             return self.home[at]

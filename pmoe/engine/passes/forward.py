@@ -41,7 +41,7 @@ class Forward(Pass):
     inputs: the tensors of the call.
     weight: (T * K,), the routing weights of T tokens with K choices each.
     left: the state for backward, which tasks fill while they run.
-    scalars: the messages with one number for each row, such as the routing weights, which are the first.
+    scalars: the messages with one number for each row. The first one carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.
     """
@@ -130,7 +130,7 @@ class Forward(Pass):
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
-        rows_NM: (N, M), the N rows, sorted by expert (T_DI).
+        rows_NM: (N, M), the N rows (T_DI) with M = d_model columns, sorted by expert.
         weight_N: (N,), the routing weight of each row.
         out_NM: (N, M), memory for the result (T_DO).
         """
@@ -149,15 +149,14 @@ class Forward(Pass):
             self.save_for_backward(unit, kept, rows_NM, changed)
 
     def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
-        """Stores the experts' input T_DI for backward, if the layer keeps it on the device between the
-        passes.
+        """Stores the experts' input T_DI for backward, if the layer keeps it on the device.
 
         The subclass `OffloadingForward` overrides this method, and copies tensors to the host.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
         kept: the record to fill. It contains the hidden activation T_M already.
-        rows_NM: (N, M), the N rows of T_DI.
+        rows_NM: (N, M), the N rows of T_DI, with M = d_model columns.
         changed: whether a user's module changed rows_NM in place.
         """
         if self.plan.restore.dispatched == "keep":
@@ -166,7 +165,7 @@ class Forward(Pass):
     def _check_recipe(self, recipe: Any, changed: bool) -> None:
         """Raises RuntimeError if backward could not recompute the hidden activation T_M from the input T_DI.
 
-        recipe: what `Experts.recipe` returned before the computation, random states for example.
+        recipe: the random states and other values that `Experts.recipe` returned before the computation.
         changed: whether a user's module changed T_DI in place.
         """
         if changed:

@@ -25,8 +25,8 @@ class Callback:
     of one chunk (micro-batch), (N, M) with M = d_model, and must return as many rows. N may be 0.
 
     - before_dispatch may return rows with any number of columns and any dtype, the same on every rank. The
-      all-to-all sends them like that, and after_dispatch must turn them into (N, M) rows of the layer's
-      dtype.
+      all-to-all sends these rows as they are, and after_dispatch must turn them into (N, M) rows of the
+      layer's dtype.
     - before_combine and after_combine may do the same with results of the experts. Results are already
       multiplied by their routing weights.
     - If ``memory_reuse`` sends rows again in backward, before_dispatch and after_dispatch run again on these
@@ -72,7 +72,7 @@ Hook = Callable[[Tensor, int], Tensor]
 class Hooks:
     """All hooks inside the layer, collected from the layer's callbacks.
 
-    at: for each point inside the layer ("before_dispatch", ...), the hooks that callbacks override, as (name,
+    at: for each point inside the layer ("before_dispatch", ...), the hooks that callbacks define, as (name,
         hook), in the order of the callbacks.
     modules: the callbacks that are torch modules.
     """
@@ -82,8 +82,9 @@ class Hooks:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters of callbacks that are modules. Not cached, because a module's parameters may be
-        replaced.
+        """The parameters of callbacks that are modules.
+
+        They are looked up each time, because a module's parameters may be replaced.
         """
         return tuple(parameter for module in self.modules for parameter in module.parameters())
 
@@ -113,8 +114,8 @@ class Hooks:
         point: one of `POINTS`, "before_dispatch" for example.
         rows: (N, columns), the N rows of the chunk. Before an all-to-all, columns is d_model.
         chunk: the number of the chunk, for the hooks and for error messages.
-        like: a tensor with the layer's columns and dtype. The result must have these too. Only rows of a
-            ``before_`` point may differ, if there are hooks at the ``after_`` point, which turn them back.
+        like: a tensor with the layer's columns and dtype. The result must have these too, with one exception:
+            hooks at a ``before_`` point may return others if hooks at the ``after_`` point turn them back.
 
         Raises TypeError or ValueError if a hook returns anything else.
         """

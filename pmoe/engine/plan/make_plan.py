@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts, without_own
+from pmoe.comm.counts import RankCounts, cuts, without_own
 from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
 from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
@@ -46,9 +46,9 @@ class SortedSlots:
     """The routing of a call, with its slots sorted and counted for any number of chunks.
 
     A slot is one (token, choice) pair. Results are cached by number of chunks, because trials of several
-    numbers ask for the same ones again.
+    numbers of chunks ask for the same results again.
 
-    expert_TK: (T, K) int64, the global expert of each slot.
+    expert_TK: (T, K) int64, the global expert of each slot, for T tokens with K choices each.
     keep_TK: (T, K) bool, whether each slot is kept; None keeps all.
     tokens: the number of tokens, and the token of each slot if tokens have different numbers of slots.
     padding: the map between tokens and padded rows, with ``pad_to_capacity=True``; else None. Each padded row
@@ -84,7 +84,7 @@ class SortedSlots:
         return self._sorted[n]
 
     def num_pieces(self, n: int) -> int:
-        """Returns m, the number of pieces (blocks) in which rows that stay on this rank are computed.
+        """Returns m, the number of blocks in which rows that stay on this rank are computed.
 
         n: number of chunks.
         """
@@ -96,17 +96,17 @@ class SortedSlots:
     def sent(self, n: int) -> SortedRows:
         """Returns the (token, choice) pairs in the order in which dispatch sends their rows.
 
-        Here that is the order of `slots`. `DeduplicatedSlots` overrides it, because several pairs share a row
-        there.
+        In this class it is the order of `slots`. In the subclass `DeduplicatedSlots` several pairs share a
+        row, so the order differs.
 
         n: number of chunks.
         """
         return self.slots(n)
 
     def count(self, bins: int) -> Tensor:
-        """Returns the number of kept (token, choice) pairs for each bin and each expert of all ranks.
+        """Returns the number of kept (token, choice) pairs for each bin and each expert, (bins, E) int64.
 
-        The result is (bins, E) int64.
+        E is the number of experts of all ranks.
 
         bins: the number of equal ranges of tokens in which pairs are counted.
         """
@@ -118,8 +118,8 @@ class SortedSlots:
     def count_once(self, bins: int) -> Tensor | None:
         """Returns the number of rows for each rank, (bins, ranks), if a token is sent only once to each rank.
 
-        Returns None here, where a token is sent once for each of its experts. `DeduplicatedSlots` overrides
-        this method.
+        In this class a token is sent once for each of its experts, and the result is None. The subclass
+        `DeduplicatedSlots` returns the numbers.
 
         bins: the number of equal ranges of tokens in which rows are counted.
         """
@@ -130,14 +130,14 @@ class SortedSlots:
     ) -> DeduplicatedRows | None:
         """Returns numbers by which a receiver finds the row of each routing weight.
 
-        Returns None here, because each weight has a row of its own. `DeduplicatedSlots`, in which several
-        weights share a row, overrides this method.
+        In this class each weight has a row of its own, and the result is None. In the subclass
+        `DeduplicatedSlots` several weights share a row, and the numbers are needed.
 
         n: number of chunks.
         weights: the message of routing weights.
         shared: the row counts of n chunks, exchanged among the ranks.
-        fine: (ranks, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin. A
-            bin is a range of tokens; a chunk has several.
+        fine: (ranks, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, local expert and
+            bin. A bin is a range of tokens; a chunk has several.
         """
         return None
 
@@ -149,31 +149,40 @@ class SortedSlots:
             activation.
 
         The caller must hide this function from activation checkpointing, which expects the same operations
-        when it recomputes the forward pass. Trials of several numbers of chunks may have sorted these pairs
-        in one of the two runs, so that only the other run does the operations.
+        when it runs the forward pass a second time. The operations may differ: if trials of several numbers
+        of chunks have already sorted the pairs in one of the two runs, only the other run sorts them.
         """
         with publishing_failures(self.modules.grid.all, "the plan of a pass"):
-            return make_plan(self, *self._deep_enough(choice, counts.depth), counts, choice.restore)
+            return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
-    def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
-        """Returns the numbers of chunks of both passes, doubled until all chunks fit into their buffers.
+    def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
+        """Returns the numbers of chunks of both passes, cut finer until all chunks fit into their buffers.
 
         If chunks use a few buffers of fixed size in turn, a chunk with too many rows would overflow its
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
 
-        Backward gets forward's number of chunks if it would otherwise need a part of a saved autograd graph,
-        of hooks or of experts that are a user's modules.
+        For hooks, and for experts that are a user's modules, forward saves an autograd graph for each chunk.
+        Backward cannot use a part of such a graph. So backward gets forward's number of chunks if its own
+        chunks would be parts of forward's.
 
-        choice: the number of chunks of each pass before doubling, and which tensors are kept.
-        depth: depth[n] says how often a number n must be doubled (`RankCounts.depth`); empty if chunks have
-            buffers of their own.
+        choice: the number of chunks of each pass before they are cut finer, and which tensors are kept.
+        counts: the exchanged row counts. Their ``depth`` says how often a number of chunks must be cut finer
+            (`pmoe.comm.counts.cuts`); it is empty if chunks have buffers of their own.
         """
         forward, backward = choice.forward, choice.backward
-        if depth:
-            forward, backward = forward << depth[forward], backward << depth[backward]
+        if counts.depth:
+            forward, backward = (cuts(n, counts.send.shape[0])[counts.depth[n]] for n in (forward, backward))
         if forward % backward and self.modules.experts.are_modules and choice.restore.hidden != "recompute":
             backward = forward  # backward would need a part of a forward chunk: a saved graph cannot be split
         return forward, backward if self.modules.hooks is None else forward
+
+
+RowsFor = Callable[[tuple[int, ...]], tuple[RankCounts, SortedSlots]]
+"""The type of a function that returns a call's row counts in bins of which n chunks can be made.
+
+Its argument has the numbers n that may be chosen, the same on all ranks. It also returns the routing from
+which plans for these counts are made. A collective, unless the rows were counted for these numbers before.
+"""
 
 
 def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, restore: Restore) -> Plan:
@@ -309,10 +318,11 @@ def _weight_journey(
 ) -> WeightMessage:
     """Plans the message that carries the routing weights of all chunks.
 
-    There are n chunks, P ranks over which experts are distributed, and W ranks from which rows come.
+    There are n chunks, P ranks over which experts are distributed, W ranks from which rows come, and E_local
+    experts on a rank.
 
     slot: (rows,) int64, the kept (token, choice) pairs in sorted order.
-    expert_TK: (T, K) int64, the global expert of each pair.
+    expert_TK: (T, K) int64, the global expert of each pair, for T tokens with K choices each.
     send: (n, P, E_local) rows that this rank sends to each rank, on the host.
     recv: (n, W, E_local) rows that each rank sends to this one, on the host.
     fine: (W, n, E_local, bins of a chunk) rows that arrive, on the device of the rows. A bin is a range of
@@ -380,7 +390,7 @@ def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
 
     Returns None for each chunk on the CPU, where a loop over the experts needs no offsets.
 
-    counts_nWE: (n, W, E_local) rows by chunk, source rank and expert.
+    counts_nWE: (n, W, E_local) rows by n chunks, W source ranks and E_local experts of this rank.
     """
     if counts_nWE.device.type != "cuda":
         return [None] * counts_nWE.shape[0]
@@ -388,10 +398,10 @@ def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
 
 
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
-    """Sums row counts of n chunks to row counts of m pieces: (m, E).
+    """Sums row counts of n chunks to row counts of m blocks, (m, E), for E experts.
 
-    A piece is a block of rows that stay on this rank. The first n - m + 1 chunks share the first piece; each
-    other chunk has a piece of its own (`pmoe.schedule.tasks.piece_of`).
+    A block has rows that stay on this rank, and is computed by one task. The first n - m + 1 chunks share the
+    first block; each other chunk has a block of its own (`pmoe.schedule.tasks.piece_of`).
 
     counts_nE: (n, E) rows by chunk and expert.
     """

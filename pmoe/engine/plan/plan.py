@@ -109,7 +109,7 @@ class Chunk:
 
     @property
     def num_gathered(self) -> int:
-        """The number of rows after the all-gather inside the node; without sharded experts `num_arrived`."""
+        """The number of rows after the all-gather inside the node; without it the same as `num_arrived`."""
         return sum(self.gathered) if self.gathered else self.num_arrived
 
 
@@ -157,9 +157,9 @@ class PassPlan:
     weights: the message of routing weights; None if all rows of all ranks stay on their rank.
     slot: (T * K,) int64, the slots in sorted order, dropped ones last (`SortedRows.slot`).
     row_token: (rows,) int64, the token of each sorted row, whether it is sent or not.
-    position: (T * K,) int64, the sorted row of each slot. The slot's result returns to this row of the home
-        buffer, which collects results on the tokens' rank. For a slot without a row it is the number of
-        sorted rows, or more.
+    position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
+        to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
+        without a row has a number beyond the last row.
     has_drops: whether some slots may have no row.
     once: where the receiver finds the row of each routing weight, if a token is sent only once to each rank
         (`pmoe.engine.variants.send_once`); else None. Slots then share rows, and one result returns for
@@ -212,9 +212,9 @@ class PassPlan:
     def home(self) -> list[slice]:
         """The slice of sorted rows of each chunk's tokens: the rows that are sent, then those that are not.
 
-        The results of these rows return to the same places of the home buffer, which collects results on the
-        tokens' rank. The slices mean something only if rows that are not sent are computed in one block for
-        each chunk, or if there are none. Nothing reads them otherwise.
+        The home buffer collects results on the tokens' rank, and has the results of these rows at the same
+        positions. The slices mean something only if rows that are not sent are computed in one block for each
+        chunk, or if there are none. Nothing reads them otherwise.
         """
         sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
@@ -261,7 +261,10 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def rotates(self) -> bool:
-        """Whether chunks take turns in a few fixed-size buffers (ring slots), or have their own buffers."""
+        """Whether chunks take turns in a few fixed-size buffers (ring slots).
+
+        If False, each chunk has buffers of its own.
+        """
 
     @property
     @abc.abstractmethod
@@ -320,5 +323,5 @@ class Plan:
 
     @property
     def rearranged(self) -> bool:
-        """Whether backward has other chunks than forward."""
+        """Whether backward has another number of chunks than forward, so that saved rows are regrouped."""
         return self.joined is not None

@@ -33,8 +33,8 @@ forward chunk become which rows of the backward chunk.
 class ChunkRegrouping:
     """The map from the rows of backward's chunks to the rows of forward's chunks.
 
-    received: for the rows that experts receive: the forward chunks, and their rows, that each backward chunk
-        is copied from.
+    received: for the rows that experts receive: from which forward chunks, and which of their rows, each
+        backward chunk is copied.
     local: the same for each block of the rows that stay on this rank (`PassPlan.pieces`).
     weight_map: (N,) int64, for each of the N received rows in backward's order, its number in forward's
         order.

@@ -62,7 +62,7 @@ class _Hooked(Pass):
         """Runs the hooks of a point on rows of chunk i; in backward, the gradients of these hooks.
 
         point: a point inside the layer, "before_dispatch" for example.
-        rows: (N, columns), the N rows; in backward, the gradients of the hooks' results.
+        rows: (N, columns), the N rows of the chunk; in backward, the gradients of the hooks' results.
 
         Returns the rows with which the pass continues.
         """
@@ -128,12 +128,12 @@ class _Hooked(Pass):
             self._return_changed("leaving", i, self.buffer("leaving", i))
 
     def _return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
-        """Runs hooks on results of chunk i, and stores what they return as the buffer that is sent back.
+        """Runs hooks on results of chunk i, and puts what they return into the buffer that is sent back.
 
         Also allocates a buffer of the same columns and dtype for the results that come back to this rank.
 
         name: the buffer that is sent back.
-        rows_NM: (N, M), the N results.
+        rows_NM: (N, M), the N results, with M = d_model columns.
         """
         leaving = self.at(self.returning_points[0], i, rows_NM)
         self.own[f"{name}.{i}"] = leaving

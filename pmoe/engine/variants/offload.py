@@ -1,10 +1,11 @@
-"""Passes that copy the experts' input T_DI or hidden activation T_M to host memory.
+"""Passes that copy the experts' input T_DI or hidden activation T_M to host memory, and back.
 
-They run MPipeMoE's strategies S1 to S3. Forward copies tensors to the host (tasks D), and backward copies
-them back to the device (tasks H).
+They run MPipeMoE's strategies S1 to S3. Forward copies tensors to the host (tasks DI and DM), and backward
+copies them back to the device (tasks HI and HM).
 
-Backward uses the same tasks if nothing is offloaded but its chunks differ from forward's. They then copy rows
-from the chunks that forward kept on the device (`pmoe.engine.plan.regroup_chunks`).
+`OffloadingBackward` has a second use. If backward's chunks differ from forward's, and nothing is offloaded,
+its methods copy rows from the chunks that forward kept on the device to backward's chunks
+(`pmoe.engine.plan.regroup_chunks`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class OffloadingForward(Forward):
 
     leaving_device: the copies that are still to be made, as pairs (host tensor, device tensor), by tensor
         name and `Unit` (the rows of one task).
-    host_bytes_due: the bytes of host memory that T_DI of the rows not yet computed will need.
+    host_bytes_due: the bytes of host memory that will be needed for T_DI of rows that are not computed yet.
     """
 
     host_bytes_due: int
@@ -93,7 +94,7 @@ class OffloadingForward(Forward):
             because their experts are on this rank.
         tensor: "T_DI" (the experts' input) or "T_M" (their hidden activation).
         tensors: the tensors on the device.
-        leave: bytes of host memory that must stay free for other tensors.
+        leave: bytes of host memory that must stay free for later tensors.
 
         Raises HostMemoryError if there is too little host memory.
         """

@@ -7,8 +7,9 @@ Both passes run on padded rows as if each row were a token with a single expert.
 padded rows, and sums the results of each token. A padded row without a token is zero, and so are its routing
 weight and its gradient: it is sent and computed, but changes no result.
 
-A bin is a part of the rows, so that chunks can be made of whole bins. Example: 2 experts a and b, capacity 5,
-in 2 bins of 3 rows for each expert. The place of a row is its number among the rows of its expert:
+The rows are divided into bins, so that every chunk can consist of whole bins. Example: 2 experts a and b,
+capacity 5, in 2 bins of 3 rows for each expert. The place of a row is its number among the rows of its
+expert:
 
     row      0  1  2 | 3  4  5 || 6  7  8 | 9 10 11
     bin             0          ||         1
@@ -70,9 +71,9 @@ class PaddedRowCounts:
     def counts(
         self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool
     ) -> RankCounts:
-        """Returns the row counts of a call in the form in which an exchange of counts would return them.
+        """Returns the row counts of a call, in the record that an exchange of counts between ranks returns.
 
-        All counts are equal, so no exchange is needed.
+        With padding every rank sends every expert equally many rows, so no exchange is needed.
 
         num_ranks: the number of ranks of the layer.
         device: the device of the rows.
@@ -94,8 +95,9 @@ class PaddedRowCounts:
 class Padding:
     """The map between tokens and padded rows. Its methods copy values from one to the other.
 
-    A slot is a (token, choice) pair. `spread` goes from tokens to rows, and `gather` from rows to tokens.
-    They are transposes of each other, so each computes the gradient of the other.
+    A slot is a (token, choice) pair: T tokens have K choices each. `spread` goes from tokens to rows, and
+    `gather` from rows to tokens. They are transposes of each other, so each computes the gradient of the
+    other.
 
     slot_N: (N,) int64, the slot of each of the N padded rows, a number in 0 ... T * K - 1; T * K for an empty
         row.
@@ -108,14 +110,14 @@ class Padding:
     def spread(self, tokens_TM: Tensor) -> Tensor:
         """Returns the token of each of the N padded rows, (N, M); zeros for rows without a token.
 
-        tokens_TM: (T, M), the tokens.
+        tokens_TM: (T, M), the T tokens with M = d_model columns.
         """
         return _taken(tokens_TM, self.slot_N // self.position_TK.shape[1])
 
     def gather(self, rows_NM: Tensor) -> Tensor:
         """Returns for each of T tokens the sum of its rows, (T, M), added in the order of its choices.
 
-        rows_NM: (N, M), the N padded rows.
+        rows_NM: (N, M), the N padded rows with M = d_model columns.
         """
         top_k = self.position_TK.shape[1]
         rows_SM = _taken(rows_NM, self.position_TK.view(-1))  # a copy: users may change T_O in place
@@ -179,7 +181,8 @@ def _taken(rows: Tensor, index: Tensor) -> Tensor:
 class PaddedCallKey:
     """The values of a padded call that must be equal on all ranks, because no exchange would correct them.
 
-    On a GPU the ranks compare them only at the first call with these values.
+    A padded call is a call of a layer with ``pad_to_capacity``: row counts follow from the number of tokens
+    and are not exchanged. On a GPU the ranks compare the values only at the first call that has them.
 
     num_tokens: T, the number of tokens of a rank.
     needs_grad: whether backward may follow.
@@ -206,8 +209,8 @@ class PaddedCallKey:
 
         num_experts: E, the number of experts of all ranks.
         device: the device of the rows.
-        fault: an error of this rank, which all ranks shall raise: a `Fault`, or its number as an int64 scalar
-            on the device.
+        fault: an error of this rank, which is to be raised on all ranks: a `Fault`, or its number as an int64
+            scalar on the device.
         traffic: counts the bytes sent.
         training: whether the layer is in training mode. Ranks may differ in it.
         """
@@ -239,7 +242,7 @@ def check_same_calls(told: RankCounts) -> None:
 
 
 def _padded(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs of a call with padded rows in place of tokens."""
+    """Returns the inputs of a call with padded rows, and one weight for each row, in place of tokens."""
     padding = plan.padding
     x_TM = inputs.x_TM
     assert padding is not None

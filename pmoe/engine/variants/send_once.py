@@ -9,8 +9,8 @@ pair:
     carrier            0        1        0         the slot whose row carries the token
     row                sent     sent     -         2 rows are sent instead of 3
 
-A routing weight is still sent for every slot. With each weight goes a number, which says in which row its
-token is: counted from 0 among the rows that go to the same rank in the same chunk.
+A routing weight is still sent for every slot. A number is sent with each weight. It says in which row the
+weight's token is, counted from 0 among the rows that go to the same rank in the same chunk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from pmoe.planner.degree import Choice
 def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (carrier_TK, carries_TK): which slot's row carries the token for each slot.
 
-    A slot is a (token, choice) pair. Slots of one token whose experts are on the same rank share one row.
+    A slot is a (token, choice) pair: T tokens have K choices each. Slots of one token whose experts are on
+    the same rank share one row.
 
     rank_TK: (T, K) int64, the rank of each slot's expert.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
@@ -57,7 +58,8 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 class DeduplicatedSlots(SortedSlots):
     """The sorted routing of a call in which a token is sent only once to each rank.
 
-    The first of a token's choices on a rank gets a row. The token's other choices on that rank share it.
+    If several of a token's experts are on one rank, the first of these choices gets a row, and the other
+    choices use the same row.
     """
 
     def __init__(
@@ -113,8 +115,8 @@ class DeduplicatedSlots(SortedSlots):
             number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received)
         )
 
-    def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
-        forward, _ = super()._deep_enough(choice, depth)
+    def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
+        forward, _ = super()._deep_enough(choice, counts)
         return forward, forward
 
 
@@ -135,7 +137,11 @@ class DeduplicatedRows:
 
 
 class _Once(Pass):
-    """A pass in which the experts' results for one row are summed before they return to the token's rank."""
+    """A pass in which one row carries a token to all its experts on a rank.
+
+    The rank copies the row for each of these experts, and sums their results before they return to the
+    token's rank as one row.
+    """
 
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
         leaving_NM.zero_().index_add_(0, regroup, rows_NM)

@@ -7,7 +7,7 @@ ranks of its node:
     all-to-all (S)        brings rows from one rank of each node                     arrived
     all-gather (AG)       the ranks of a node send each other these rows             T_DI
     experts (C)           each rank computes a partial sum of every result           T_DO
-    reduce-scatter (RS)   each rank gets the complete sums for the rows it brought   leaving
+    reduce-scatter (RS)   each rank gets the sums for the rows that S brought it     leaving
     all-to-all (R)        sends these results back to their tokens' ranks            home
 """
 

@@ -15,7 +15,8 @@ from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.products import RowGroups
 
 SHARED: Unit = (-1, "_S")
-"""The key of the shared expert's tensors, where other keys name a chunk: all tokens of the rank."""
+"""The key of the shared expert's tensors, which stands for all tokens of the rank. Other keys name a chunk.
+"""
 
 
 class _WithSharedExpert(Pass):

@@ -17,8 +17,8 @@ LOOK_AHEAD = (gates.ExpertChoiceGate, gates.SoftGate)
 NOT_BY_ELEMENT = ("adafactor", "composite", "lamb")
 """Optimisers that cannot update experts on several ranks.
 
-adafactor and lamb scale the update of a parameter by norms or means over the whole parameter, of which each
-rank holds only a part. composite consists of several optimisers.
+adafactor and lamb scale the update of a parameter by norms or means over the whole parameter, but a rank
+holds only a part of the experts' parameters. composite consists of several optimisers.
 """
 
 

@@ -53,10 +53,11 @@ class FeedForwardExperts(MoELayer):
     """
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Returns the experts' output (L, B, M) for the tokens x (L, B, M): L positions, B sequences, M =
-        d_model.
+        """Returns the experts' output (L, B, M) for the tokens x (L, B, M).
 
-        mask: (L, B) bool, True for tokens that go to experts. None takes the tokens that are not padding.
+        Letters: L positions, B sequences, M = d_model.
+
+        mask: (L, B) bool, True for tokens that go to experts. None stands for all tokens but padding.
         """
         if mask is None and self.is_padding_BL is not None:
             mask = ~self.is_padding_BL.t()

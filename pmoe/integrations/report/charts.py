@@ -84,7 +84,7 @@ def median(values: Iterable[float]) -> float | None:
 
 
 class Bins(NamedTuple):
-    """Groups of neighbouring points of a line, which are drawn as one point each. There are B groups.
+    """The points of a line in B groups of neighbouring points. Each group is drawn as one point.
 
     x: (B,) mean x of the points of each group.
     mean, low, high: (B,) mean, smallest and largest finite y of each group; NaN for a group without finite

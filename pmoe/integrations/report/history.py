@@ -155,23 +155,23 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Returns the ranges of steps in which a layer ran in the same way, as texts for a table.
+    """Returns the ranges of steps in which a layer ran with the same settings, as texts for a table.
 
     rows: the rows of one layer, by ascending step.
 
     Each range is (steps, path, n of forward, n of backward, restore pair): path is the code that ran, n the
-    number of chunks, and the restore pair says what became of the dispatched rows (T_DI) and the hidden
-    activation (T_M) between the passes.
+    number of chunks, and the restore pair says how backward got the dispatched rows (T_DI) and the hidden
+    activation (T_M): kept, offloaded, sent or computed again.
     """
     groups = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
     return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in groups]
 
 
 def _how(row: Row) -> tuple[str, ...]:
-    """Returns how a layer ran at a step: path, n of forward, n of backward, and restore pair, as texts.
+    """Returns the settings of a layer at a step: path, n of forward, n of backward, restore pair, as texts.
 
-    Path is the code that ran, n the number of chunks, and the restore pair says what became of the dispatched
-    rows (T_DI) and the hidden activation (T_M) between the passes.
+    Path is the code that ran, n the number of chunks, and the restore pair says how backward got the
+    dispatched rows (T_DI) and the hidden activation (T_M): kept, offloaded, sent or computed again.
     """
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None

@@ -1,7 +1,7 @@
-"""Makes the page about a run: this module has its numbers and charts, `report.html` its sections and texts.
+"""Makes the HTML page about a run: numbers and charts. `report.html` has the page's sections and texts.
 
-Lines of long runs have fewer points than steps (`charts`). If a model has many layers, part of them is hidden
-until the reader unfolds it.
+Lines of long runs have fewer points than steps (`charts`). If a model has many layers, some of them are
+hidden until the reader unfolds them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from pmoe.integrations.report.history import COMMUNICATION, History, history_of,
 from pmoe.planner.drawing import SERIES, template
 
 SMOOTHED = 100
-"""Number of points of a loss curve.
+"""Number of points of a loss curve. Each is the mean of neighbouring values, so that a trend is visible.
 
-They are means of neighbouring values, in a band from smallest to largest, so that a noisy loss shows its
-trend.
+A band around the curve shows the smallest and largest values.
 """
 
 MAX_LINES = 6
@@ -175,10 +174,11 @@ def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
 
 
 def _choices(history: History) -> list[list[str]]:
-    """Returns the lines of a table: over which steps a layer ran with which code, n and restore pair.
+    """Returns the lines of a table: in which steps each layer ran with which code, n and restore pair.
 
-    n is the number of chunks; the restore pair says what became of the dispatched rows (T_DI) and the hidden
-    activation (T_M) between the passes. Layers that ran in the same way at all steps share their lines.
+    n is the number of chunks; the restore pair says how backward got the dispatched rows (T_DI) and the
+    hidden activation (T_M): kept, offloaded, sent or computed again. Layers with the same settings at all
+    steps share their lines.
     """
     names_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for name, rows in history.by_layer.items():
@@ -225,8 +225,8 @@ def _tensors(history: History) -> list[tuple[str, list[int]]]:
 def _predicted(history: History) -> list[list[str]]:
     """Returns the lines of a table of predicted memory: name, restore pair and bytes of each layer.
 
-    The restore pair says what becomes of the dispatched rows (T_DI) and the hidden activation (T_M) between
-    the passes. The bytes are the fields in `PREDICTED`.
+    The restore pair says how backward gets the dispatched rows (T_DI) and the hidden activation (T_M): kept,
+    offloaded, sent or computed again. The bytes are the fields in `PREDICTED`.
     """
     return [
         [

@@ -89,11 +89,11 @@ def configure(**options: Any) -> None:
 class _Built:
     """The MoE layer that runs one experts module.
 
-    made_for: the sizes, group and options with which the layer was built. If a call has others, a new layer
-        is built.
+    made_for: the sizes, group and options with which the layer was built. A new layer is built if a call has
+        other sizes, another group or other options.
     layer: the layer.
-    turn: a lock that lets only one thread use the layer. Threads of a server may share a model, but a layer
-        can hold the routing and parameters of only one call.
+    turn: a lock that lets only one thread at a time use the layer. Threads of a server may share a model, but
+        a layer can hold the routing and parameters of only one call.
     """
 
     made_for: tuple[Any, ...]

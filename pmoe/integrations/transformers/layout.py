@@ -46,7 +46,7 @@ ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
 
 def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
-    """Returns a module's experts as `MoELayer` can run them, for one call. Their weights are not copied.
+    """Returns a module's experts as an `Experts` object for one call of a MoELayer. Nothing is copied.
 
     module: an experts module of transformers.
 

@@ -120,9 +120,9 @@ class SkippedPadding:
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     """Yields each experts module with the innermost transformers model that contains it.
 
-    The attention mask that this model gets fits the rows of the experts. The second value is None if no
-    transformers model contains the module, or if the innermost one takes no attention mask (an encoder of
-    images, for example).
+    That model is the one to watch, because the attention mask that it gets has an element for each row of the
+    experts. The second value is None if no transformers model contains the module, or if the innermost one
+    takes no attention mask (an encoder of images, for example).
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -240,9 +240,10 @@ class CallPadding:
 
 
 class _Calls(threading.local):
-    """The models that run in this thread now, each with the rows that are tokens.
+    """The running calls of transformers models in this thread, each with its mask of tokens and padding.
 
-    by_padding: rows by the `CallPadding` of a model; None for a model that computes all rows.
+    by_padding: the mask (`TokenRows`) of each running call, by the model's `CallPadding`; None if the model
+        computes all rows, padding included.
     """
 
     def __init__(self) -> None:
@@ -294,7 +295,7 @@ def _seen(cache: Any) -> Any:
 
 
 class Carrying:
-    """A checkpoint function that gives the recomputation the same rows of tokens as the forward pass had.
+    """Wraps a checkpoint function, so that the recomputation skips the same padding as the forward pass.
 
     checkpoint: the model's own checkpoint function, which this object calls.
     """
@@ -314,7 +315,7 @@ class Carrying:
 
 @contextmanager
 def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
-    """Makes ``rows`` this thread's rows of tokens for the block, and restores the earlier rows after it."""
+    """A context in which ``rows`` are this thread's rows of tokens. At its end the earlier rows return."""
     before = _calls.by_padding
     _calls.by_padding = dict(rows)
     try:

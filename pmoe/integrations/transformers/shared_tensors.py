@@ -1,4 +1,4 @@
-"""Experts that use the parameters of a module of another library, without copying them.
+"""Experts that compute with the parameters of a transformers module: they borrow them, without copies.
 
 An object of these classes is made for one call, and autograd keeps it until the call's backward. So each call
 uses the tensors that the module has at that time, even if they were moved, sharded or replaced since the last
@@ -41,9 +41,10 @@ clamped gate.
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """The tensors and the activation of an experts module, each tensor stacked over experts.
+    """The parameters and the activation of a transformers module of experts.
 
-    Letters: E experts of this rank, N rows, M = d_model, H = d_hidden, G = H, or 2H for gated experts.
+    Dimension 0 of each parameter counts the experts. Letters: E experts of this rank, N rows, M = d_model, H
+    = d_hidden, G = H, or 2H for gated experts.
 
     w1: (E, G, M), or (E, M, G) if transposed.
     w2: (E, M, H), or (E, H, M) if transposed.
@@ -86,12 +87,12 @@ class Stacks:
 
 
 class BorrowedExperts(StackedExperts):
-    """Two-layer experts that use the parameters of another module.
+    """Base class of two-layer experts that compute with the parameters of a transformers module.
 
-    ``parameters()`` yields these parameters. They stay registered in the other module only, so `.to()` on the
-    experts does not move them.
+    ``parameters()`` yields these parameters. They stay registered in the transformers module only, so `.to()`
+    on the experts does not move them.
 
-    stacks: the tensors and the activation.
+    stacks: the parameters and the activation of that module.
     """
 
     num_local_experts: int
@@ -152,40 +153,51 @@ class BorrowedExperts(StackedExperts):
 
 
 class BorrowedSwiGLU(BorrowedExperts, SwiGLUExperts):
-    """SwiGLU experts: silu(first half of the columns) * second half, computed by pmoe's kernels."""
+    """SwiGLU experts that compute with the parameters of a transformers module, by pmoe's kernels.
+
+    The activation is silu(first half of the hidden columns) * second half.
+    """
 
 
 class BorrowedFFN(BorrowedExperts, FFNExperts):
-    """Experts with a nonlinearity for which pmoe has kernels, given by its name ("relu", "gelu", "silu")."""
+    """Feed-forward experts that compute with the parameters of a transformers module, by pmoe's kernels.
+
+    The activation is one for which pmoe has kernels: "relu", "gelu" or "silu".
+    """
 
 
 class BorrowedActivation(BorrowedExperts):
-    """Experts with any activation function, from the hidden activation T_M (N, G) to its output (N, H).
+    """Experts that compute with a transformers module's parameters and its own activation function.
 
-    N rows, H = d_hidden, G = H, or 2H for gated experts. Forward saves only T_M, as pmoe's own experts do.
-    Backward computes the function again under autograd, for a block of rows at a time.
+    The function maps the hidden activation T_M (N, G) to its output (N, H): N rows, H = d_hidden, G = H, or
+    2H for gated experts. Forward saves only T_M, as pmoe's own experts do. Backward computes the function
+    again under autograd, for a block of rows at a time.
     """
 
     _writes_over: bool | None = None
     """Whether the function changes its argument in place; None until it was called with at least one row."""
 
     def columns(self, device_type: str) -> HiddenColumns:
-        """Returns how many columns of memory a row takes, including the tensors that autograd makes.
+        """Returns how many numbers of memory the experts need for each row, by what the memory is for.
+
+        They include the tensors that autograd keeps while it differentiates the activation function.
 
         device_type: "cuda" or "cpu".
         """
         return replace(super().columns(device_type), graph=GRAPH * self.hidden_factor * self.num_hidden)
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns how many rows form a block: so few that autograd's tensors fit into the scratch memory.
+        """Returns how many rows backward processes at a time, at least 16.
 
-        It is at least 16. device_type: "cuda" or "cpu".
+        There are so few that the tensors which autograd makes for them fit into the temporary memory.
+
+        device_type: "cuda" or "cpu".
         """
         wide = max(1, 4 // self.element_size)  # some functions compute in float32
         return max(super()._scratch_rows(device_type) // (GRAPH * self.hidden_factor * wide), 16)
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
-        """Writes the activation function of hidden_NG to active_NH, for a block of rows at a time.
+        """Applies the activation function to hidden_NG, a block of rows at a time, and writes to active_NH.
 
         hidden_NG: (N, G), the hidden activation: N rows, G = H, or 2H for gated experts.
         active_NH: (N, H), where H = d_hidden.
@@ -216,8 +228,8 @@ class BorrowedActivation(BorrowedExperts):
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
         """Replaces the gradient of the activation's output by the gradient of its input, in grad_NG.
 
-        grad_NG: (N, G). Its first H columns hold the gradient of the output before; all G columns hold that
-            of the input afterwards.
+        grad_NG: (N, G). On entry its first H columns hold the gradient of the output. On return all G columns
+            hold the gradient of the input.
         hidden_NG: (N, G), the input of the activation: N rows, H = d_hidden, G = H, or 2H for gated experts.
         """
         with torch.enable_grad():
@@ -228,9 +240,10 @@ class BorrowedActivation(BorrowedExperts):
 
 
 class NormedExperts(ModuleExperts):
-    """Experts with one norm for all of them, applied to their output before the routing weights are.
+    """Experts of a transformers module that normalizes their output, by one norm for all experts.
 
-    Autograd differentiates them, as it does a user's modules, so pmoe cannot predict their memory.
+    The norm is applied before the routing weights. Autograd differentiates these experts, as it does a user's
+    modules, so pmoe cannot predict their memory.
 
     stacks: the tensors of the module, with its activation and norm.
     views: for each tensor by name, one view for each expert; weights are (out, in) or (in, out), biases

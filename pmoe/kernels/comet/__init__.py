@@ -1,8 +1,8 @@
 """COMET's two fused kernels: dispatch + product, and product + sum over top-k choices + combine.
 
     launcher    launches a kernel, and splits its thread blocks between communication and computation
-    operators   the forward and backward steps as launches, for all ranks of this process
-    backend     the same steps for a process with one rank, as a layer calls them
+    operators   functions that launch each step of forward and backward, for all ranks of this process
+    backend     the same steps as methods for a process with one rank, which a layer calls
 
 The dispatching kernel writes each row straight into the symmetric heap (`pmoe.kernels.heap`) of the rank that
 computes it. A tile of the product starts as soon as its rows have arrived. The combining kernel sends back
@@ -16,6 +16,7 @@ For tests and measurements, one process may run several ranks on one device ("vi
 launch.
 
 Letters: T tokens of this rank, K choices of a token, S rows that this rank sends, N rows that it receives, W
-ranks, E experts of one rank, P groups of columns with a partial sum each, M = d_model, H = d_hidden, G =
-columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.
+ranks, E experts of one rank, M = d_model, H = d_hidden, G = columns of the hidden activation before the
+nonlinearity: H, or 2H for SwiGLU. The gradient of a routing weight is a sum over columns; P partial sums of
+it, each over a group of columns, are computed by different thread blocks.
 """

@@ -16,13 +16,13 @@ from pmoe.kernels.heap import Heap
 
 
 class Steps:
-    """The fused launches of a layer's forward and backward pass, for the single rank of this process.
+    """Launches COMET's fused kernels: a method for each step of a layer's forward and backward on this rank.
 
     Every method that launches is a collective: all ranks must call the same methods in the same order.
 
-    find_heap: function that returns the symmetric heap to use now. Between forward and backward a larger
-        batch may replace the heap by a larger one. That does no harm, because backward reads nothing that
-        forward left in the heap.
+    find_heap: function that returns the symmetric heap to use now. Between a forward and its backward pass,
+        another call with a larger batch may replace the heap by a larger one. That does no harm, because
+        backward reads nothing that forward left in the heap.
     divide: function that returns how a launch splits its thread blocks between communication and computation.
     """
 
@@ -33,7 +33,7 @@ class Steps:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher for the heap that is in use now."""
+        """Launcher for the current heap. A new one is made if the heap was replaced since the last launch."""
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)
@@ -41,10 +41,12 @@ class Steps:
 
     @contextlib.contextmanager
     def all_or_give_up(self) -> Iterator[None]:
-        """A block that contains all launches of one pass. If the block raises, the heap becomes unusable.
+        """Context for all launches of one pass. If the code in it raises, this rank's heap becomes unusable.
 
-        This rank alone may fail between two launches, for example if it runs out of memory. The other ranks
-        would then take flags of this rank's next pass for flags of the pass that it left.
+        The reason: this rank may fail between two launches, for example because it runs out of memory, while
+        the other ranks go on and wait for its rows. Ranks set flags in each other's heaps when rows have been
+        written. If this rank began a new pass, the other ranks would take its new flags for those of the
+        unfinished pass, and read rows that are not there.
         """
         try:
             yield
@@ -55,7 +57,7 @@ class Steps:
     def dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Sends tokens as rows, with their routing weights, to the ranks of their experts.
 
-        On the receiving ranks `rows` and `row_weight` return what arrived.
+        On the receiving ranks `rows` and `row_weight` return the rows and weights that arrived.
 
         fused_routing: where the rows of this rank's tokens go, and which rows arrive.
         x_TM: (T, M), T tokens of d_model columns.
@@ -66,14 +68,15 @@ class Steps:
     def rows(self, fused_routing: FusedRouting) -> Tensor:
         """Returns the N rows that the last dispatch brought to this rank, (N, M), without a copy.
 
-        They are valid until the next `product_combine` or `gradient_combine`. M = d_model.
+        The result is a view of the heap. The next `product_combine` or `gradient_combine` overwrites it.
+        M = d_model.
         """
         return self.launcher.heaps[0].rows(fused_routing.num_received)
 
     def row_weight(self, fused_routing: FusedRouting) -> Tensor:
         """Returns the routing weights, (N,) float32, of the N rows that the last dispatch brought here.
 
-        They are not copied, and are valid until the next `product_combine` or `gradient_combine`.
+        The result is a view of the heap. The next `product_combine` or `gradient_combine` overwrites it.
         """
         return self.launcher.heaps[0].row_weight(fused_routing.num_received)
 
@@ -106,9 +109,9 @@ class Steps:
     def product_combine(
         self, fused_routing: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
     ) -> Tensor:
-        """Multiplies by w2, sends the results back to their tokens' ranks, and sums those of each token.
+        """Multiplies by w2, sends the results back to their tokens' ranks, and sums each token's results.
 
-        fused_routing: the `FusedRouting` that was dispatched.
+        fused_routing: the `FusedRouting` with which the rows were dispatched.
         active_NH: (N, H), activation after the nonlinearity, of the N rows that arrived. H = d_hidden.
         w2, b2: second weight (E, M, H) and bias (E, M) of this rank's E experts.
 
@@ -129,8 +132,8 @@ class Steps:
         options: ``activation``, the nonlinearity's name.
 
         Returns three tensors: the gradient of T_M, (N, G); the activation after the nonlinearity times the
-        routing weights, (N, H); and P parts of the gradient of each row's routing weight, (P, N), which must
-        be added up.
+        routing weights, (N, H); and P partial sums for each row, (P, N): their sum over the P is the gradient
+        of the row's routing weight.
         """
         grad_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
@@ -145,14 +148,16 @@ class Steps:
     def gradient_combine(
         self, fused_routing: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Multiplies by w1, sends the rows' gradients to their tokens' ranks, and sums those of each token.
+        """Computes the rows' gradients, sends them to their tokens' ranks, and sums each token's gradients.
 
-        fused_routing: the `FusedRouting` that was dispatched.
+        A row's gradient is its hidden gradient times w1.
+
+        fused_routing: the `FusedRouting` with which the rows were dispatched.
         grad_hidden_NG: (N, G), gradient of the hidden activation before the nonlinearity, of the N rows that
             arrived. G is H = d_hidden, or 2H for SwiGLU.
         w1: (E, G, M), first weight of this rank's E experts.
-        dots_PN: (P, N), the third result of `dispatch_hidden_gradient`: P parts of the gradient of each row's
-            routing weight.
+        dots_PN: (P, N), the third result of `dispatch_hidden_gradient`: P partial sums for each row, which
+            add up to the gradient of the row's routing weight.
 
         Returns the gradient of the layer's input for this rank's T tokens, (T, M), and the gradient of the
         routing weights, (T, K).

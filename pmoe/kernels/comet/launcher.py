@@ -29,7 +29,9 @@ SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
     """Returns why the fused kernels cannot run with this number of ranks and experts; None if they can.
 
-    experts: experts of one rank.
+    device: the device that would run them.
+    num_ranks: number of ranks of the layer.
+    experts: number of experts of one rank.
     """
     if num_ranks > MAX_RANKS:
         return f"{num_ranks} ranks: the fused kernels take at most {MAX_RANKS}"
@@ -59,21 +61,27 @@ def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
 
 @functools.cache
 def path_facts(hopper: bool) -> dict[str, int]:
-    """Returns sizes of the kernels by name: "tile_rows", "tile_columns" and "board_words".
+    """Returns sizes that are compiled into the kernels, by name.
 
-    "board_words" is the most counters of rows that fit into the shared memory of a block (see
-    `ranks_refusal`).
+        tile_rows, tile_columns   rows and columns of a product's tile
+        board_words               size, in int32 numbers, of a table in each block's shared memory. For each
+                                  of a rank's E experts, the table has the index of the first row that arrives
+                                  from each of the W ranks, and the index behind the expert's last row. So
+                                  (W + 1) * E numbers must fit
 
-    hopper: whether the kernels are the sm_90a code or the sm_80 code.
+    hopper: True for the kernels' sm_90a code, False for their sm_80 code.
     """
     facts: dict[str, int] = extension.module().comet_path(hopper)
     return facts
 
 
 def spare_blocks(num_ranks: int = 1) -> int:
-    """Returns the number of multiprocessors that fused kernels leave free for other kernels.
+    """Returns the number of multiprocessors that fused kernels leave free, for NCCL and other kernels.
 
-    It is $PMOE_SPARE_BLOCKS if that is set. Otherwise it is 0 if there is only one rank, else `SPARE`.
+    It is the environment variable PMOE_SPARE_BLOCKS if that is set. Otherwise it is 0 for one process, which
+    needs no NCCL, and `SPARE` for several.
+
+    num_ranks: number of processes that share the layer.
 
     Raises ValueError if the variable is not a whole number.
     """
@@ -132,9 +140,12 @@ Divide = Callable[[FusedKernel, PassDirection], Division]
 
 
 class Launcher:
-    """Launches fused kernels for the ranks that this process runs.
+    """Launches fused kernels for the ranks of this process.
 
-    heaps: the symmetric heap of each of these ranks.
+    A process of a training run has one rank. Tests and measurements put several ranks into one process, so
+    that one GPU is enough.
+
+    heaps: the symmetric heap of each rank of this process. Ranks write rows into each other's heaps.
     divide: function that returns how a launch splits its thread blocks between communication and computation.
     device: the device on which all these ranks run.
     hopper: whether the device runs the kernels' sm_90a code.
@@ -150,7 +161,14 @@ class Launcher:
     tile_columns: int
 
     def __init__(self, heaps: Sequence[Heap], divide: Divide) -> None:
-        """Raises ValueError if the device cannot run the kernels, or if there are no heaps or too many."""
+        """Checks that the kernels can run, and stores their launch parameters.
+
+        heaps: the symmetric heap of each rank of this process, 1 to 4 (`MAX_VIRTUAL`), on one device.
+        divide: function (kernel, direction) that returns how many thread blocks of a launch communicate, and
+            how many columns are sent together.
+
+        Raises ValueError for another number of heaps, or if the device cannot run the kernels.
+        """
         if not 1 <= len(heaps) <= MAX_VIRTUAL:
             raise ValueError(
                 f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}, one for each rank of the launch"
@@ -186,10 +204,13 @@ class Launcher:
     ) -> None:
         """Launches one kernel for all ranks of this process.
 
-        kernel, direction: which of the two kernels, and for which pass.
+        kernel: "dispatch" or "combine".
+        direction: the pass that the launch belongs to, "forward" or "backward".
         ranks: for each rank, the arguments that only this launch needs, by their names in cuda/comet/read.h:
             the result of a function ``..._fields`` of `pmoe.kernels.comet.operators`.
-        epilogue, activation: codes of `pmoe.kernels.gemm` for what is computed after the product.
+        epilogue: code of the computation after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of
+            `pmoe.kernels.gemm`.
+        activation: code of the nonlinearity in `pmoe.kernels.gemm.ACTIVATIONS`; 0 for PLAIN.
         """
         division = self.divide(kernel, direction)
         extension.module().comet(
@@ -206,12 +227,15 @@ class Launcher:
         )
 
     def begin(self, *, is_round: bool = True) -> dict[str, int]:
-        """Returns the launch's arguments that do not depend on the rank: device, stream, dtype code, blocks.
+        """Prepares a launch: makes the current stream wait for earlier launches, and begins a round.
 
-        It makes the current stream wait for all earlier launches with the same heaps.
+        A round is one launch that dispatches rows, and the later launches that use these rows.
 
-        is_round: whether the launch begins a new round of the heaps, as dispatch does. Combine belongs to the
-            round of the dispatch before it, whose rows it uses.
+        is_round: whether the launch begins a round, as dispatch does. A combining launch belongs to the round
+            of the dispatch before it.
+
+        Returns the launch's arguments that do not depend on the rank: device, stream, dtype code, number of
+        blocks.
 
         Raises HeapError for a broken heap.
         """
@@ -224,17 +248,25 @@ class Launcher:
         return {"device": self.device.index or 0, "stream": stream, "element": element, "blocks": self.blocks}
 
     def _divided(self, division: Division, own: dict[str, int]) -> dict[str, int]:
-        """Returns a rank's number of communicating blocks, and of columns that are sent together, by name.
+        """Returns the arguments of a launch that say how a rank's work is split, by name.
 
-        own: the rank's other arguments of the launch. If "computes" is 0 there, all blocks of the rank
-            communicate.
+            n_c             number of thread blocks that communicate; the others compute
+            chunk_columns   number of columns that the combining kernel sends together
+            local_experts   number of experts of the rank
+
+        division: the split that is wanted. n_c is lowered if no block would be left to compute.
+        own: the rank's other arguments of the launch. If own["computes"] is 0, the launch only dispatches
+            rows and all blocks communicate.
         """
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
         return {"n_c": n_c, "chunk_columns": columns, "local_experts": self.heaps[0].shape.experts}
 
     def rank_fields(self, heap: Heap) -> dict[str, int]:
-        """Returns a rank's arguments that every launch needs, by their names in cuda/comet/read.h."""
+        """Returns the arguments that every launch needs for one rank, by their names in cuda/comet/read.h.
+
+        heap: the rank's symmetric heap.
+        """
         shape = heap.shape
         return {
             "ranks": shape.num_ranks,
@@ -252,17 +284,18 @@ class Launcher:
 
 
 def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
-    """Returns the number of columns that the combining kernel sends at a time, in whole tiles.
+    """Returns the number of columns of the result that the combining kernel sends together.
 
-    It is division.chunk_columns, rounded up to whole tiles, but not more than all columns of the result. It
-    is larger if there would be over 64 groups of columns, the most that the kernels take.
+    The number is division.chunk_columns, rounded up to whole tiles, but at most the columns of the whole
+    result. It is larger if the result would otherwise have more than 64 groups of columns, the most that the
+    kernels take.
 
     division: how the launch splits its work.
     columns: number of columns of the result.
     tile_columns: number of columns of a tile.
 
-    Example: tiles of 128 columns, a result of 600 columns: chunk_columns 200 -> 256; 1000 -> 640, all
-    columns.
+    Example with tiles of 128 columns and a result of 600 columns, which is 5 tiles or 640 columns:
+    division.chunk_columns 200 gives 256, and 1000 gives 640.
     """
     all_columns = -(-columns // tile_columns) * tile_columns
     min_columns = max(division.chunk_columns, -(-all_columns // MAX_CHUNKS))
@@ -273,9 +306,9 @@ _last_stream: weakref.WeakKeyDictionary[Heap, torch.cuda.Stream] = weakref.WeakK
 
 
 def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
-    """Makes the current stream wait for earlier launches with these heaps. Returns its address.
+    """Makes the current stream wait for earlier launches with these heaps. Returns the stream's address.
 
-    Launches that use the same heap must not overlap. Earlier ones may have been on other streams.
+    Launches that use the same heap must not overlap, and earlier launches may have been on other streams.
     """
     stream = torch.cuda.current_stream(device)
     for heap in heaps:

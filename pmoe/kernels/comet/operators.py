@@ -14,8 +14,9 @@ The functions ``..._fields`` return a rank's arguments of a launch by name: addr
 raise ValueError, naming the tensor, if the kernels could not read an operand correctly.
 
 Letters: T tokens, K choices of a token, S rows that a rank sends, N rows that it receives, W ranks, E experts
-of one rank, P groups of columns with a partial sum each, M = d_model, H = d_hidden, G = columns of the hidden
-activation before the nonlinearity: H, or 2H for SwiGLU.
+of one rank, M = d_model, H = d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H
+for SwiGLU. The gradient of a routing weight is a sum over columns; P partial sums of it, each over a group of
+columns, are computed by different thread blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class FusedRouting:
     """Destinations of the rows of one rank's tokens, and counts of the rows that arrive at the rank.
 
     All tensors are int32. A slot is one of the T * K (token, choice) pairs. Each slot that is not dropped has
-    a row.
+    a row, which is sent to the rank of the slot's expert, also if that is this rank.
 
     rank: this rank.
     expert_TK: (T, K), global expert index of each slot.
@@ -49,10 +50,14 @@ class FusedRouting:
         the device.
     recv_WE: (W, E), number of rows that each rank sends to each of this rank's experts, on the device.
     num_received: N, the number of rows that arrive, or an upper bound.
-    first_token, num_tokens: the range of this rank's tokens, if several ranks of this process share the
-        tensors that are indexed by token. None: all tokens are this rank's.
-    first_row: number of rows that lower ranks of this process send, which is subtracted from position_TK; 0
-        if tensors are not shared.
+
+    Several ranks of this process may share the tensors that are indexed by token, one rank's tokens behind
+    another's. Then:
+
+    first_token, num_tokens: this rank's tokens are those from first_token up to, but not including,
+        first_token + num_tokens. num_tokens is None if tensors are not shared.
+    first_row: number of rows that the lower ranks of this process send. position_TK counts the rows of all
+        these ranks, so a position minus first_row is an index among this rank's rows. 0 if not shared.
     """
 
     rank: int
@@ -78,12 +83,13 @@ class FusedRouting:
 
 
 def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
-    """Returns a launch's arguments about where rows go, by their names in cuda/comet/read.h.
+    """Returns the arguments of a launch that say where rows go, by their names in cuda/comet/read.h.
 
     heap: this rank's symmetric heap.
     fused_routing: where the rows of this rank's tokens go, and which rows arrive.
 
-    Raises ValueError if the heap has room for fewer rows, or if a tensor is not as the kernels need it.
+    Raises ValueError if the heap has room for fewer rows, or if the kernels cannot read a tensor (wrong
+    shape, dtype, device or strides).
     """
     shape = heap.shape
     if fused_routing.num_received > shape.rows:
@@ -200,7 +206,8 @@ def check_expert_weight(
     """Raises ValueError unless kernels can read an expert weight and its bias. Returns the weight's shape.
 
     name: the weight's name, for the error.
-    weight: a matrix for each expert of this rank, in one tensor of three dimensions.
+    weight, bias: a matrix and a vector for each of this rank's E experts: (E, rows, columns) and (E, rows);
+        the bias may be None.
     heap: this rank's symmetric heap, whose dtype, d_model and number of experts the weight must have.
     columns: index of the weight's dimension that must be d_model, 1 or 2.
     """
@@ -221,7 +228,7 @@ def check_expert_weight(
 def dispatch(
     launcher: Launcher, fused_routings: Sequence[FusedRouting], x_TM: Tensor, weight_TK: Tensor
 ) -> None:
-    """Sends tokens as rows, with their routing weights, to the ranks of their experts; computes nothing.
+    """Sends tokens as rows, with their routing weights, to the ranks of their experts, without a product.
 
     launcher: has the heap of each rank of this process.
     fused_routings: for each of these ranks, where the rows of its tokens go.
@@ -292,21 +299,21 @@ def product_combine(
     w2: Sequence[Tensor],
     b2: Sequence[Tensor | None],
 ) -> Tensor:
-    """Multiplies by w2, sends results back to their tokens' ranks, and sums those of each token.
+    """Multiplies by w2, sends results back to their tokens' ranks, and sums each token's results.
 
-    A token's output is the sum over its rows of (active w2[e]^T + b2[e]) * routing weight. The weights are
-    those that the last dispatch sent.
+    A token's output is the sum over its rows of (active w2[e]^T + b2[e]) * routing weight, where e is the
+    row's expert. The routing weights are those that the last dispatch sent.
 
     launcher: has the heap of each rank of this process.
-    fused_routings: for each of these ranks, the `FusedRouting` that was dispatched.
+    fused_routings: for each of these ranks, the `FusedRouting` with which the rows were dispatched.
     active: for each rank, the activation after the nonlinearity, (N, H), of the N rows that arrived. H =
         d_hidden.
     w2, b2: for each rank, weight (E, M, H) and bias (E, M) of its E experts.
 
     Returns the layer's output (T_O) for all T tokens of these ranks, (T, M).
 
-    Each expert rank first sums its own results of a token and sends the sum. The token's rank adds these sums
-    in the order of the token's choices, so the output is the same bits in each run.
+    A rank that holds several of a token's experts sends only the sum of their results. The token's rank adds
+    the sums that arrive in the order of the token's choices, so the output is the same bits in each run.
     """
     fields = []
     result_TM = active[0].new_empty(fused_routings[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
@@ -348,15 +355,16 @@ def dispatch_hidden_gradient(
         arrive. G is H, or 2H for SwiGLU.
     activation: name of the nonlinearity.
 
-    Returns three lists with an entry for each rank:
+    Returns three lists with an entry for each rank. For a row of expert e, let g (M columns) be the gradient
+    of the token's output, s the routing weight, h the row's T_M, and a the activation of h (H columns):
 
-        gradient of T_M, times the rows' routing weights                     (N, G)
-        activation after the nonlinearity, times the rows' routing weights   (N, H)
-        P parts of the gradient of each row's routing weight                 (P, N)
+        gradient of h: s * (g w2[e]) through the nonlinearity's derivative   (N, G)
+        s * a, which the gradient of w2 needs                                (N, H)
+        P partial sums of the gradient of s                                  (P, N)
 
-    The sum of the P parts, in their order, is <activation, grad w2[e]> + <grad, b2[e]> for a row of expert e.
-    With a bias the last part is the second term. The other parts are the first term, each over some of the
-    columns.
+    The gradient of s is <a, g w2[e]> + <b2[e], g>. Each partial sum is the first inner product over some of
+    the H columns. If there is a bias, the last of the P is the second inner product. The P numbers must be
+    added in their order.
     """
     fields = []
     grad_hidden = []
@@ -393,10 +401,10 @@ def dispatch_hidden_gradient(
 def _dots_with_bias(rows_NM: Tensor, bias_EM: Tensor, ends_E: Tensor) -> Tensor:
     """Returns the inner product of each row with the bias of its expert, (N,) float32.
 
-    rows_NM: (N, M), N rows sorted by expert.
-    bias_EM: (E, M).
-    ends_E: (E,), for each expert the index behind its last row. Rows behind those of the last expert use its
-        bias.
+    rows_NM: (N, M), N rows sorted by expert. N may be larger than the number of rows that arrived. The
+        results of the unused rows at the end have no meaning.
+    bias_EM: (E, M), the bias of each of E experts.
+    ends_E: (E,), for each expert the index behind its last row.
     """
     by_expert_NE = rows_NM.float() @ bias_EM.float().t()
     row_N = torch.arange(rows_NM.shape[0], dtype=torch.int32, device=rows_NM.device)
@@ -411,18 +419,18 @@ def gradient_combine(
     w1: Sequence[Tensor],
     dots: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Multiplies by w1, sends the rows' gradients to their tokens' ranks, and sums those of each token.
+    """Computes the rows' gradients, sends them to their tokens' ranks, and sums each token's gradients.
 
-    The gradient of a token is the sum of grad w1[e] over its rows, added in the same order as in
-    `product_combine`.
+    The gradient of a row of expert e is its hidden gradient times w1[e]. A token's gradient is the sum over
+    its rows, added in the order of the token's choices, so it is the same bits in each run.
 
     launcher: has the heap of each rank of this process.
-    fused_routings: for each of these ranks, the `FusedRouting` that was dispatched.
+    fused_routings: for each of these ranks, the `FusedRouting` with which the rows were dispatched.
     of_hidden: for each rank, the gradient of the hidden activation before the nonlinearity, (N, G), of the N
         rows that arrived. G is H = d_hidden, or 2H for SwiGLU.
     w1: for each rank, the weight (E, G, M) of its E experts.
-    dots: for each rank, the third result of `dispatch_hidden_gradient`: P parts of the gradient of each row's
-        routing weight, (P, N).
+    dots: for each rank, the third result of `dispatch_hidden_gradient`: P partial sums for each row, (P, N),
+        which add up to the gradient of the row's routing weight.
 
     Returns the gradient of the layer's input for all T tokens of these ranks, (T, M), and the gradient of the
     routing weights, (T, K), which is 0 for dropped choices.

@@ -40,15 +40,15 @@ def check_operands(
 ) -> int:
     """Checks the operands of a grouped product, and returns N, the number of rows that are multiplied.
 
-    rows: (N, columns), or the tokens (T, columns) if ``gathered``.
-    weight: (E, O, I), a matrix for each of E experts.
+    rows: (N, columns), or the T tokens (T, columns) if ``gathered``.
+    weight: (E, O, I), a matrix of O rows and I columns for each of E experts.
     ends: (E,) int32, the index behind each expert's last row.
-    columns: the dimension of the weight that has the rows' number of columns: 2 for a product, 1 for the
-        gradient of its rows.
-    slots: slot of each row, or None.
-    gathered: whether rows are read from tokens, at the tokens of ``slots``.
+    columns: the dimension of the weight that must have as many elements as a row has columns: 2 for a
+        product, 1 for the gradient of its rows.
+    slots: for each row, the index of its (token, choice) pair; or None.
+    gathered: whether rows are read from tokens: row r is then the token of its (token, choice) pair.
     bias: (E, O), or None.
-    scale: factor of each row, or of each slot if there are slots; or None.
+    scale: factor of each row, or of each (token, choice) pair if there are slots; or None.
 
     Raises ValueError if an operand does not fit the others.
     """
@@ -82,10 +82,12 @@ def check_operands(
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
     """Raises ValueError unless a tensor has this shape, and the dtype and device of ``like``.
 
-    It also raises ValueError for more than 2**31 - 1 rows.
+    Also raises ValueError for more than 2**31 - 1 rows, because kernels store row indices as int32.
 
     name: the tensor's name, for the error.
+    rows: the tensor to check.
     shape: the required sizes; a string stands for any size.
+    like: a tensor with the required dtype and device.
     """
     check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
     if rows.shape[0] > MAX_ROWS:
@@ -95,8 +97,9 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like
 def hidden_width(num_hidden: int, activation: str) -> int:
     """Returns H, the number of columns of an expert's hidden activation after the nonlinearity.
 
-    num_hidden: number of rows of each expert's first weight. It is H, or 2H for "swiglu"; then it raises
-        ValueError for an odd number.
+    num_hidden: number of rows of each expert's first weight: H, or 2H for "swiglu".
+
+    Raises ValueError if num_hidden is odd with "swiglu".
     """
     if activation != "swiglu":
         return num_hidden

@@ -17,10 +17,10 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.warn import warn_once
 
 SHARING = 0
-"""The operand that the two blocks of a cluster load only once for both, on Hopper.
+"""On Hopper two thread blocks form a cluster, which can load one of the operands once for both blocks.
 
-0 lets a rule choose, 1 is none, 2 is the weights (B), 3 is the rows (A): `Sharing` of
-cuda/grouped_gemm/launch.h.
+0 lets the kernel's host code choose, 1 shares no operand, 2 the weights (B), 3 the rows (A): `Sharing` of
+cuda/grouped_gemm/launch.h. Benchmarks set it.
 """
 
 _spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
@@ -28,12 +28,13 @@ _spare = ContextVar("multiprocessors that products leave free in this thread", d
 
 @contextlib.contextmanager
 def beside_communication(spare: int = SPARE) -> Iterator[None]:
-    """Makes products in a with-block leave multiprocessors to communication kernels that run meanwhile.
+    """Makes products in a with-block leave multiprocessors free for communication kernels.
 
     spare: number of multiprocessors to leave free.
 
-    Each thread block of a product then takes its next tile from a shared counter. So a block that starts
-    late, behind a communication kernel, takes fewer tiles and delays none.
+    Inside the block, each thread block of a product takes its next tile from a shared counter. So a thread
+    block that starts late, because a communication kernel has its multiprocessor, takes fewer tiles and
+    delays none.
     """
     token = _spare.set(spare)
     try:
@@ -43,9 +44,10 @@ def beside_communication(spare: int = SPARE) -> Iterator[None]:
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """Returns which kernels compute a product, "sm_90a" or "sm_80"; None if the reference must compute it.
+    """Returns the name of the kernel code that a device runs, "sm_90a" or "sm_80"; None if it runs none.
 
-    It is None on the CPU, and on a CUDA device that cannot run the kernels; then it warns once.
+    If the result is None, for example on the CPU, the caller computes the product with PyTorch expressions.
+    If a CUDA device cannot run the kernels, this function warns once.
 
     columns: sizes that must be multiples of 8, by name.
 
@@ -74,11 +76,13 @@ def launch(
 ) -> None:
     """Launches a grouped product on the current stream.
 
-    kernels: the result of `path_for`.
-    form, epilogue: codes of `pmoe.kernels.gemm`: which product, and what is computed after it.
+    kernels: name of the kernel code to launch, "sm_90a" or "sm_80": the result of `path_for`.
+    form: which product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.
     like: a tensor with the operands' dtype and device.
     ends: (E,), for each of E experts the index behind its last row.
-    slots: slot of each row, if rows are gathered from tokens or routing weights are indexed by slot; or None.
+    slots: for each row, the index of its (token, choice) pair, if rows are gathered from tokens or routing
+        weights are indexed by pair; else None.
+    epilogue: what is computed after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of `pmoe.kernels.gemm`.
     fields: the other arguments, by their names in cuda/grouped_gemm/bind.cpp.
     """
     if spare := _spare.get():

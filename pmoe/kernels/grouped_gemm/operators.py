@@ -1,4 +1,4 @@
-"""The grouped products as ``torch.library`` operators, with gradients and fakes (shapes for tracing)."""
+"""The grouped products as ``torch.library`` operators, with gradients and fake functions for tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grouped products without gradients, computed by the kernels or by the reference.
+"""The grouped products without autograd, computed by pmoe's kernels or by PyTorch expressions.
 
 `pmoe.kernels.grouped_gemm.operators` has the products with gradients.
 """

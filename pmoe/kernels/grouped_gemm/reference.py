@@ -1,6 +1,7 @@
 """The grouped products as PyTorch expressions, for any dtype and device.
 
-They define what the kernels compute. They copy ``ends`` to the host, so on a GPU the host waits.
+They define what the kernels compute. N rows are sorted by expert; ``ends_E`` (E,) has for each of E experts
+the index behind its last row. The functions copy ``ends_E`` to the host, so on a GPU the host waits.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 
 
 def gather(rows: Tensor, slots: RowSlots | None, gathered: bool) -> Tensor:
-    """Returns the N rows of a product.
+    """Returns the N rows of a product, (N, I), copied from T tokens if ``gathered``.
 
-    rows: the N rows, which are returned as they are; or tokens, if ``gathered``.
-    slots: slot of each row, its index among all (token, choice) pairs. Row r is read from token slot[r] //
-        top_k.
+    rows: (N, I), the rows, which are returned as they are; or (T, I), the tokens, if ``gathered``.
+    slots: for each row r its slot, the index of its (token, choice) pair. The row is a copy of token
+        slot[r] // top_k. None if not gathered.
+    gathered: whether ``rows`` are tokens.
     """
     if not gathered or slots is None:
         return rows
@@ -27,9 +29,11 @@ def gather(rows: Tensor, slots: RowSlots | None, gathered: bool) -> Tensor:
 
 
 def by_row(scale: Tensor, slots: RowSlots | None) -> Tensor:
-    """Returns the scale of each of N rows, (N,).
+    """Returns the factor of each of N rows, (N,).
 
-    scale: (N,); or by slot if there are slots, that is by index among all (token, choice) pairs.
+    scale: (N,), factors by row, which are returned unchanged. If there are slots: (T * K,), factors by slot,
+        for K choices of T tokens.
+    slots: for each row its slot, the index of its (token, choice) pair; or None.
     """
     return scale if slots is None else scale.index_select(0, slots.slot_N.long())
 
@@ -39,7 +43,7 @@ def product(
 ) -> Tensor:
     """Fills out (N, O) with (rows weight[e]^T + bias[e]) * scale for the rows of each expert e.
 
-    Every number is rounded once.
+    Sums are computed in float32 or wider, so each number of the result is rounded once. Returns ``out``.
 
     rows: (N, I), N rows sorted by expert.
     weight_EOI: (E, O, I), for E experts.
@@ -69,12 +73,21 @@ def hidden_gradient(
     out: Tensor,
     active: Tensor,
 ) -> Tensor:
-    """Computes the gradient of the hidden activation from that of the expert's output.
+    """Computes the gradient of an expert's hidden activation from the gradient of the layer's output.
 
-    The arguments are those of `pmoe.kernels.grouped_gemm.hidden_gradient`. There are N rows of H = d_hidden
-    columns, and G is H, or 2H for "swiglu". It fills out (N, G) with the gradient of the hidden activation
-    before the nonlinearity, and active (N, H) with the activation after it. It returns the inner products of
-    that activation with its gradient, (N,), which are the gradient of the routing weights.
+    grad: (N, M), gradient of the output for each of N rows, not multiplied by the routing weight. M =
+        d_model.
+    weight_EMH: (E, M, H), second weight of E experts. H = d_hidden.
+    hidden_NG: (N, G), hidden activation before the nonlinearity. G is H, or 2H for "swiglu".
+    scale_N: (N,), routing weight of each row.
+    ends_E: (E,), the index behind each expert's last row.
+    activation: name of the nonlinearity.
+    weighs_active: whether ``active`` is multiplied by the routing weights.
+    out: (N, G), is filled with the gradient of hidden_NG.
+    active: (N, H), is filled with the activation after the nonlinearity.
+
+    Returns, for each row, the inner product of the activation after the nonlinearity with grad weight[e],
+    (N,). Without a bias this is the gradient of the row's routing weight.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     grad_active = active.new_empty(active.shape, dtype=wide)
@@ -90,12 +103,15 @@ def hidden_gradient(
 
 
 def weight_gradient(grad: Tensor, rows: Tensor, ends_E: Tensor, out: Tensor, accumulate: bool) -> Tensor:
-    """Fills out (E, O, I) with grad[rows of e]^T rows[rows of e] for each expert e, or adds that to out.
+    """Computes the gradient of each expert's weight into ``out``, and returns ``out``.
+
+        out[e] = grad[rows of e]^T rows[rows of e]      for each of E experts e
 
     grad: (N, O), gradient of the product, N rows sorted by expert.
     rows: (N, I), the product's rows.
-    ends_E: (E,), for each of E experts the index behind its last row.
-    accumulate: whether to add.
+    ends_E: (E,), the index behind each expert's last row.
+    out: (E, O, I), memory for the result.
+    accumulate: True adds the gradient to ``out``, False overwrites ``out``.
     """
     if not accumulate:
         out.zero_()
@@ -105,9 +121,10 @@ def weight_gradient(grad: Tensor, rows: Tensor, ends_E: Tensor, out: Tensor, acc
 
 
 def activate(activation: str, hidden_NG: Tensor) -> Tensor:
-    """Returns the activation after the nonlinearity, (N, H), from the activation before it, (N, G).
+    """Returns the activation after the nonlinearity, (N, H), from the activation before the nonlinearity.
 
-    It has the same dtype. G is H = d_hidden, or 2H for "swiglu"; there are N rows.
+    activation: name of the nonlinearity.
+    hidden_NG: (N, G), N rows. G is H = d_hidden, or 2H for "swiglu". The result has the same dtype.
     """
     wide = hidden_NG.to(torch.promote_types(hidden_NG.dtype, torch.float32))
     if activation == "swiglu":
@@ -118,11 +135,13 @@ def activate(activation: str, hidden_NG: Tensor) -> Tensor:
 
 
 def slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
-    """Returns the gradient before a nonlinearity, (N, G), from the gradient after it, (N, H).
+    """Returns the gradient of a nonlinearity's input, (N, G), from the gradient of its output, (N, H).
 
-    It consists of plain operations: unlike torch.autograd.grad, these can be traced.
+    It is computed with plain operations, because torch.autograd.grad cannot be traced.
 
-    hidden_NG: (N, G), the hidden activation before the nonlinearity. G is H, or 2H for "swiglu".
+    activation: name of the nonlinearity.
+    hidden_NG: (N, G), the hidden activation before the nonlinearity, N rows. G is H = d_hidden, or 2H for
+        "swiglu".
     grad_NH: (N, H), gradient of the activation after the nonlinearity.
     """
     if activation == "swiglu":
@@ -139,7 +158,9 @@ def slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
     """Yields (expert, slice of its rows) for each expert that has rows.
 
-    ends_E: (E,), the index behind each expert's last row. Raises ValueError if they decrease.
+    ends_E: (E,), the index behind the last row of each of E experts.
+
+    Raises ValueError if ``ends_E`` decreases.
     """
     start = 0
     for expert, end in enumerate(ends_E.tolist()):

@@ -30,7 +30,10 @@ MAX_CHOICES = 256
 """The most choices of a token (K) that the kernels take: kMostChoices of cuda/permute/kernel.cuh."""
 
 PARTS = 0
-"""Number of thread groups that share a token; 0 lets cuda/permute/layout.h choose. Benchmarks set it."""
+"""Number of thread groups that split the columns of a token among them. Benchmarks set it.
+
+0 lets cuda/permute/layout.h choose.
+"""
 
 
 def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
@@ -149,8 +152,8 @@ def check_given(
 def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
     """Raises ValueError unless kernels can read positions and weights of (token, choice) pairs.
 
-    Positions must be contiguous int32, and weights contiguous float32 of the same shape. The weight None
-    passes.
+    position_TK: must be contiguous int32, (T, K) for K choices of T tokens.
+    weights: tensors by name. Each must be contiguous float32 of the same shape, or None.
     """
     check_tensor("position", position_TK, dtypes=[torch.int32], contiguous=True)
     for name, weight in weights.items():
@@ -159,9 +162,11 @@ def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
 
 
 def check_rows_memory(**rows: Tensor) -> None:
-    """Raises ValueError unless kernels can read the rows: their size, strides and address.
+    """Raises ValueError unless kernels can read tensors (rows, columns) as they lie in memory.
 
-    The size of a row must be a multiple of 16 bytes.
+    The bytes of a row, the row stride and the address must be multiples of 16 bytes, and columns adjacent.
+
+    rows: the tensors by name.
     """
     for name, tensor in rows.items():
         columns = tensor.shape[1]
@@ -219,9 +224,12 @@ def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Ten
     """Returns whether the kernels can be used; if not, warns once for each reason.
 
     name: the operator's name, for the warning.
+    position, weight: (T, K), row and weight of each of the K choices of T tokens.
+    rows: the operator's other tensors by name.
 
-    Even if the kernels cannot be used, it raises ValueError for tensors with strides or an address that they
-    could not read. Otherwise a script would work on one machine and raise on another.
+    Raises ValueError for tensors with strides or an address that the kernels could not read, even if the
+    kernels cannot be used for another reason. Otherwise a script would work on one machine and raise on
+    another.
     """
     first = next(iter(rows.values()))
     reason = refusal(first.device, first.dtype, position.shape[1])
@@ -314,9 +322,9 @@ def _(grad: Tensor, given: Tensor, position: Tensor, weight: Tensor) -> tuple[Te
 
 
 def _readable(grad: Tensor) -> Tensor:
-    """Returns an incoming gradient, copied if kernels could not read its strides or its alignment.
+    """Returns a gradient in memory that kernels can read: a copy if its strides or alignment do not allow it.
 
-    Autograd may pass an expanded tensor, for example.
+    Autograd may pass an expanded tensor with stride 0, for example.
     """
     offset_bytes = grad.storage_offset() * grad.element_size()
     if not grad.is_cuda or (strides_fit(grad) and offset_bytes % VECTOR_BYTES == 0):

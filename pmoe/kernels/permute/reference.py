@@ -11,8 +11,8 @@ def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor 
 
     x_TM: (T, M), T tokens of M columns.
     position_TK: (T, K), the row of each of K choices; outside 0 .. N - 1 if the choice is dropped.
-    num_rows: N.
-    weight_TK: (T, K), or None for 1.
+    num_rows: N, the number of rows.
+    weight_TK: (T, K), weight of each choice; None means 1.
     """
     rows = x_TM.new_empty(num_rows + 1, x_TM.shape[1])  # dropped slots write to the last row
     for k, position_T in enumerate(position_TK.unbind(1)):
@@ -40,9 +40,11 @@ def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None) ->
 def dots(of_tokens_TM: Tensor, rows_NM: Tensor, position_TK: Tensor, like_TK: Tensor) -> Tensor:
     """Returns the inner product of each token with the row of each of its choices, (T, K).
 
-    It is <of_tokens[t], rows[position[t, k]]>, and 0 for dropped choices: the gradient of the weights.
+        result[t, k] = <of_tokens[t], rows[position[t, k]]>, 0 for dropped choices
 
-    of_tokens_TM: (T, M), T tokens of M columns.
+    It is the gradient of the routing weights in `permute` and `unpermute`.
+
+    of_tokens_TM: (T, M), T tokens of M columns, or their gradients.
     rows_NM: (N, M), N rows.
     position_TK: (T, K), the row of each of K choices; outside 0 .. N - 1 if the choice is dropped.
     like_TK: a tensor (T, K) with the result's dtype.
@@ -62,23 +64,28 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_range(position_T: Tensor, num_rows: int) -> Tensor:
-    """Returns which positions, (T,), are indices of one of num_rows rows, as bool (T,).
+    """Returns a bool for each position, (T,): whether it is a row index, from 0 to num_rows - 1.
 
-    The others mean a dropped choice.
+    Any other position stands for a dropped choice.
+
+    position_T: (T,), for each of T tokens the row of one of its choices.
     """
     return (position_T >= 0) & (position_T < num_rows)
 
 
 def _scaled(rows: Tensor, weight_TK: Tensor | None, k: int) -> Tensor:
-    """Returns weight[:, k] * rows in float32 or wider, for (T, M) rows. The weight None means 1."""
+    """Returns rows (T, M) times their weights of choice number ``k``, in float32 or wider.
+
+    weight_TK: (T, K), weights of K choices of T tokens; None means 1.
+    """
     wide = rows.to(_wide(rows.dtype))
     return wide if weight_TK is None else wide * weight_TK[:, k : k + 1]
 
 
 def _rows_at(rows_NM: Tensor, position_T: Tensor) -> Tensor:
-    """Returns the row at each position, (T, M). If a position is out of range, it returns any row there.
+    """Returns the row at each position, (T, M); the first or the last row for a position out of range.
 
     rows_NM: (N, M), N rows of M columns. N must not be 0.
-    position_T: (T,), a position for each of T tokens.
+    position_T: (T,), for each of T tokens the index of a row.
     """
     return rows_NM.index_select(0, position_T.long().clamp(0, rows_NM.shape[0] - 1))

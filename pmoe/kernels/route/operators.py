@@ -1,6 +1,6 @@
-"""Routing as ``torch.library`` operators, with fakes for tracing and a gradient.
+"""Routing as ``torch.library`` operators, with fake functions for tracing, and with gradients.
 
-The operators use the kernels of cuda/route if these can run, and otherwise the reference.
+The operators use the kernels of cuda/route if these can run, and otherwise PyTorch expressions (`reference`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DeferredRouting(NamedTuple):
     product: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Computes the routing now and writes it into the tensors. For calls in which no launch does that."""
+        """Computes the routing at once and writes it into the tensors, if no later launch will do that."""
         if self.product is not None:
             x_TM, weight_EM = self.product
             with torch.autocast(x_TM.device.type, enabled=False):
@@ -128,9 +128,10 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
 
 
 def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
-    """Returns whether the kernels can be used.
+    """Returns whether the kernels of cuda/route can be used for these logits (T, E) and sizes.
 
-    If float32 logits are on CUDA and the kernels still cannot be used, it warns once for each reason.
+    If not, the caller uses PyTorch expressions. For float32 logits on a CUDA device, where a user expects the
+    kernels, this function warns once for each reason.
     """
     reason = refusal(logits_TE, top_k, num_chunks)
     if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:
@@ -168,9 +169,10 @@ def route_backward(
 ) -> Tensor:
     """Returns the logits' gradient, (T, E), from the gradients of the routing weights and of the loss.
 
-    logits_TE: (T, E), as passed to `route`, for T tokens and E experts.
-    expert_TK, weight_TK, counts_nE: tensors of its result: (T, K), (T, K), and (n, E) for n chunks.
-    normalize, z_loss_weight: as passed to `route`.
+    logits_TE: (T, E), the logits of T tokens for E experts that `route` got.
+    expert_TK, weight_TK, counts_nE: results of `route`: (T, K) and (T, K) for K choices of each token, and
+        (n, E) for n chunks.
+    normalize, z_loss_weight: the arguments that `route` got.
     grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
     grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
 

@@ -69,7 +69,9 @@ def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
     """Raises ValueError for arguments of `route` that are invalid for any number of tokens.
 
-    While a graph is traced, the number of tokens may be unknown. So it is not checked here.
+    The number of tokens itself is not checked, because it may be unknown while a graph is traced.
+
+    logits_TE: (T, E), the logits of T tokens for E experts.
     """
     check_tensor("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
     num_experts = logits_TE.shape[1]
@@ -104,9 +106,14 @@ def check_route_backward(
     grad_weight_TK: Tensor | None,
     grad_l_aux: Tensor | None,
 ) -> None:
-    """Raises ValueError unless the arguments of `route_backward` have its shapes, dtypes and device.
+    """Raises ValueError unless the arguments of `route_backward` fit each other and are contiguous.
 
-    They must be contiguous.
+    There are T tokens, E experts, K choices of a token and n chunks. The shapes:
+
+        logits                         (T, E)
+        expert, weight, grad_weight    (T, K); grad_weight may be None
+        counts                         (n, E)
+        grad_l_aux                     a scalar, or None
     """
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))
@@ -212,9 +219,12 @@ def route_backward(
 ) -> Tensor:
     """Returns the gradient of the logits, (T, E), with the formulas that the CUDA kernel uses.
 
-    The arguments are those of the operator `pmoe.kernels.route.operators.route_backward`: tensors of
-    `Routes`, and the gradients of the weights, (T, K), and of the auxiliary loss, a scalar. None stands for
-    zeros.
+    logits_TE: (T, E), the logits of T tokens for E experts that `route` got.
+    expert_TK, weight_TK, counts_nE: fields of `Routes`: (T, K) and (T, K) for K choices of each token, and
+        (n, E) for n chunks.
+    normalize, z_loss_weight: the arguments that `route` got.
+    grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
+    grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
     """
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)

@@ -1,0 +1,75 @@
+"""Row counts of a layer with ``pipeline="solve"``, whose chunks are chosen after the rows were counted.
+
+Rows are counted in bins, of which the chunks of both passes consist. All numbers of chunks from 1 to 16 have
+no common bins that are few enough. So rows are counted for the chunks of the last call. If the solver then
+takes other chunks, rows are counted and exchanged once more:
+
+    last call              3 chunks in forward, 4 in backward
+    this call              counts in 12 bins or a multiple, exchanged
+    the solver takes 3/4   these counts serve
+    the solver takes 5/5   counts in 5 bins or a multiple, exchanged
+
+All ranks take the same steps, because the solver's answer follows from numbers that all of them have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pmoe.call.call import Call
+from pmoe.call.decision import AgreedChoice
+from pmoe.call.modules import LayerModules
+from pmoe.choose.choose import choose
+from pmoe.comm.counts import RankCounts
+from pmoe.comm.failures import publishing_failures
+from pmoe.decide.exact_counts import ExactCounts, LoadedExchange
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import SortedSlots
+
+
+class SolverCounts(ExactCounts):
+    """The source of a call's row counts that counts rows again if the solver takes other chunks."""
+
+    _counts: RankCounts
+
+    def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
+        super().__init__(call, degrees or call.modules.counted_degrees)
+
+    def finish_exchange(self) -> RankCounts:
+        self._counts = super().finish_exchange()
+        return self._counts
+
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
+        self.orders.modules = modules
+        counts = self.finish_exchange()
+        choice = choose(self.call.modules, counts, inputs, self.orders, rows_for=self.rows_for)
+        return self.counted(AgreedChoice(choice=choice))
+
+    def counted(self, agreed: AgreedChoice) -> AgreedChoice:
+        """Returns the agreed numbers with the row counts for the chosen chunks, which the layer remembers.
+
+        agreed: the choice. Collective if rows must be counted again.
+        """
+        assert agreed.choice is not None
+        counts, _ = self.rows_for(agreed.choice.degrees)
+        self.call.modules.cache.counted = agreed.choice.degrees
+        return replace(agreed, counts=counts)
+
+    def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
+        """Returns the row counts in bins of which n chunks can be made, for each n in ``degrees``.
+
+        Also returns the routing from which plans are made. Collective if rows must be counted again.
+
+        degrees: the numbers of chunks. They follow from the number of tokens of the rank that has most, so
+            all ranks ask for the same.
+        """
+        modules = self.call.modules
+        if set(degrees) != set(self._degrees):
+            with publishing_failures(modules.ranks, "the exchange of row counts"):
+                bins = modules.bins_for(degrees)
+                self._degrees = degrees
+                self._once_FP = self.orders.count_once(bins)
+                self._counts_FE = self.orders.count(bins)
+                exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
+            self._counts = exchange.finish()
+        return self._counts, self.orders

@@ -1,0 +1,91 @@
+"""Measures a layer's own modules: its order and its gate (FSMoE, Section 3.2).
+
+Each cost is a line, seconds = alpha + beta * size, through the medians of a few sizes. The results are those
+of this rank. Ranks agree on them elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.measure.module_cost import RUNS, profile_module
+from pmoe.measure.timing import clock_of, median_seconds
+from pmoe.ordering.base import Order
+from pmoe.ordering.sorted import sort_rows
+from pmoe.planner.costs import LineCost, fit
+
+ROWS = (64, 256, 1024)
+"""Numbers of rows with which a layer's modules are timed: rows of an order or an expert, tokens of a gate."""
+
+CHUNKS = 4
+"""Number of chunks into which rows are sorted for a measurement. The seconds hardly depend on it."""
+
+
+def order_lines(order: Order, rows_TM: Tensor, top_k: int, num_experts: int) -> tuple[LineCost, ...]:
+    """Returns the seconds of three operations as lines over N, the number of rows.
+
+    1. copying tokens to N rows, by the order;
+    2. summing N rows to tokens, by the order;
+    3. sorting N (token, choice) pairs by chunk and expert.
+
+    order: the layer's order.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
+    top_k: K, the number of rows of each token.
+    num_experts: E, the number of experts of all ranks.
+    """
+    device = rows_TM.device
+    now = clock_of(device)
+    generator = torch.Generator(device).manual_seed(0)  # leaves the caller's random numbers as they are
+    samples = []
+    with torch.inference_mode(False), torch.no_grad():
+        for size in ROWS:
+            num_tokens = max(1, size // top_k)
+            num_rows = num_tokens * top_k
+            tokens_TM = torch.ones(num_tokens, rows_TM.shape[1], dtype=rows_TM.dtype, device=device)
+            rows_NM = torch.ones(num_rows, rows_TM.shape[1], dtype=rows_TM.dtype, device=device)
+            row_TK = torch.randperm(num_rows, device=device, generator=generator).view(num_tokens, top_k)
+            token_N = row_TK.view(-1) // top_k
+            expert_TK = row_TK % num_experts
+
+            def run(
+                tokens_TM: Tensor = tokens_TM,
+                rows_NM: Tensor = rows_NM,
+                row_TK: Tensor = row_TK,
+                token_N: Tensor = token_N,
+                expert_TK: Tensor = expert_TK,
+            ) -> tuple[float, float, float]:
+                begin = now()
+                order.order(tokens_TM, token_N, rows_NM)
+                ordered = now()
+                order.restore(rows_NM, row_TK, tokens_TM)
+                restored = now()
+                sort_rows(expert_TK, None, CHUNKS, num_experts, range(0, 0), 0)
+                return ordered - begin, restored - ordered, now() - restored
+
+            [seconds] = median_seconds([run], RUNS)
+            samples.append((float(num_rows), seconds))
+    return tuple(fit((size, seconds[at]) for size, seconds in samples).line for at in range(3))
+
+
+def gate_lines(gate: nn.Module, rows_TM: Tensor) -> tuple[LineCost, LineCost]:
+    """Returns the seconds of a gate's forward and backward pass as lines over the number of tokens.
+
+    gate: takes tokens (T, M), and also their ids, (T,) int64, if its ``needs_token_ids`` is True.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
+    """
+    parameters = (parameter for parameter in gate.parameters() if parameter.is_floating_point())
+    like = next(parameters, rows_TM)
+
+    def make(num_tokens: int) -> Any:
+        tokens_TM = torch.randn(num_tokens, rows_TM.shape[1], dtype=like.dtype, device=like.device)
+        if not getattr(gate, "needs_token_ids", False):
+            return tokens_TM
+        return tokens_TM, torch.zeros(num_tokens, dtype=torch.int64, device=like.device)
+
+    forward, backward = profile_module(gate, ROWS, make)
+    return forward.line, backward.line

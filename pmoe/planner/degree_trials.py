@@ -1,0 +1,196 @@
+"""Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with few trials.
+
+Each trial costs a training step. So only those n are tried that can be the fastest, by earlier results: the
+`GranularityTable` has ranges of B with the fastest n of each.
+
+    between two ranges       the n of both, and those between them (n never falls as B grows)
+    beyond all ranges        the n of the nearest range, one step less and one step more
+    without any range        every n
+
+With a profile (measured rates of the machine), only those of these n are tried that are predicted to take at
+most NEAR times the seconds of the fastest n. More are tried if the measurements ask for it:
+
+    beyond the outermost n   if the smallest or largest n is clearly faster than its neighbour: the next n may
+                             be faster still
+    n apart in each pass     if forward is fastest with another n than backward
+    all that were left out   if measured and predicted seconds are far apart
+
+Letters: B tokens of a batch, n the number of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pmoe.planner.granularity import GranularityTable, PassDegrees, rounded
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
+
+NEAR = 1.25
+"""An n is tried if it is predicted to take at most this many times the seconds of the fastest n."""
+
+LATER_ROUNDS = 3
+"""Largest number of timed rounds of a search if the table already has results of an earlier search.
+
+The first search may take MOST_ROUNDS, because later searches try only numbers of chunks near its result. A
+later result needs fewer rounds, because it is weighed together with neighbouring results
+(`BatchRange.joined`)."""
+
+WRONG = 2.0
+"""Predictions are not used if measured seconds differ from them by more than this factor, up or down."""
+
+Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
+"""A function that measures steps with the given degrees, in at most the given number of timed rounds.
+
+Its result may lack degrees that cannot run."""
+
+
+def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
+    """Returns the numbers of chunks that are predicted to be nearly the fastest, in order of seconds.
+
+    These are the numbers that are predicted to take at most NEAR times the least seconds. The two fastest are
+    always among them.
+
+    predicted: predicted seconds of a step by number of chunks. If it is None (nothing is predicted), the
+        result is None too.
+    """
+    if predicted is None:
+        return None
+    ordered = sorted(predicted, key=lambda n: (predicted[n], n))
+    return [n for n in ordered if n in ordered[:2] or predicted[n] <= NEAR * predicted[ordered[0]]]
+
+
+def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, PassTimes]) -> bool:
+    """Whether any measured step takes more than WRONG times the predicted seconds, or less than 1 / WRONG.
+
+    In this case the predictions are wrong, because the profile (measured rates) is of another machine or
+    because routing is skewed. They are then not used to select the numbers of chunks to try.
+
+    predicted: predicted seconds of a step by number of chunks, equal in both passes.
+    times: measured times of a step by degrees (numbers of chunks of both passes).
+    """
+    measured = {degrees.forward: timed.step for degrees, timed in times.items() if degrees.are_equal}
+    return any(not 1 / WRONG <= measured[n] / predicted[n] <= WRONG for n in measured if predicted[n])
+
+
+def degrees_to_try(
+    table: GranularityTable, B: int, numbers: Sequence[int], predicted: Mapping[int, float] | None = None
+) -> list[PassDegrees]:
+    """Returns the numbers of chunks of both passes that may be the fastest for a batch of B tokens.
+
+    table: results of earlier measurements: ranges of B with the fastest degrees of each.
+    B: number of tokens.
+    numbers: the numbers of chunks that may be chosen, in rising order.
+    predicted: predicted seconds of a step by n; None if nothing is predicted. The n that is predicted to be
+        the fastest, and the degrees of the ranges next to B, are always tried.
+
+    Examples, for numbers (1, 2, 4, 8, 16), without a prediction:
+
+        no range in the table                   all
+        one range, with n = 2, and B above it   1, 2, 4
+        n = 2 below B, n = 8 above B            2, 4, 8
+    """
+    neighbours = [each.degrees for each in table.neighbours(rounded(B)) if each is not None]
+    lowest, highest = 0, len(numbers) - 1
+    if neighbours:
+        known = [numbers.index(n) for each in neighbours for n in (each.forward, each.backward)]
+        steps_beyond = 1 if len(neighbours) == 1 else 0
+        lowest = max(min(known) - steps_beyond, 0)
+        highest = min(max(known) + steps_beyond, highest)
+    allowed = list(numbers[lowest : highest + 1])
+    near = near_numbers(predicted)
+    if near is not None:
+        allowed = [near[0], *(n for n in near if n in allowed)]
+    return sorted({PassDegrees(n, n) for n in allowed}.union(neighbours))
+
+
+def further_degrees(
+    times: Mapping[PassDegrees, PassTimes],
+    numbers: Sequence[int],
+    predicted: Mapping[int, float] | None = None,
+    *,
+    apart: bool,
+) -> list[PassDegrees]:
+    """Returns degrees (numbers of chunks of both passes) to try next, because measurements suggest them.
+
+    If the smallest or largest n that was tried is the fastest, the next n beyond it is suggested. If forward
+    is fastest with another n than backward, this pair of numbers is suggested.
+
+    times: measured times of a step by degrees.
+    numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.
+    predicted: predicted seconds of a step by n; None if nothing is predicted.
+    apart: whether forward and backward may have different n.
+    """
+    further = []
+    equal = {degrees.forward: timed for degrees, timed in times.items() if degrees.are_equal}
+    fastest = min(equal, key=lambda n: (equal[n].step, n))
+    near = near_numbers(predicted)
+    order = [n for n in numbers if n in equal]
+    for ordered, tried in ((numbers, order), (numbers[::-1], order[::-1])):
+        if tried and fastest == tried[-1] != ordered[-1]:
+            beyond = ordered[ordered.index(fastest) + 1]
+            inner = equal[tried[-2]] if len(tried) > 1 else None
+            is_near = near is None or beyond in near
+            if is_near and (inner is None or inner.is_slower_than(equal[fastest])):
+                further.append(PassDegrees(beyond, beyond))
+    if apart:
+        forward = min(equal, key=lambda n: (equal[n].forward, n))
+        backward = min(equal, key=lambda n: (equal[n].backward, n))
+        best = min(times.values(), key=lambda timed: timed.step)
+        seconds = equal[forward].forward + equal[backward].backward
+        if seconds * (1 + best.resolution(best)) < best.step:
+            further.append(PassDegrees(forward, backward))
+    return [degrees for degrees in further if degrees not in times]
+
+
+def times_by_trials(
+    table: GranularityTable,
+    B: int,
+    numbers: Sequence[int],
+    measure: Measure,
+    *,
+    predicted: Mapping[int, float] | None = None,
+    apart: bool,
+) -> dict[PassDegrees, PassTimes]:
+    """Returns the measured times of the degrees (numbers of chunks of both passes) that may be the fastest.
+
+    The first degrees to try follow from the table and from predictions, further ones from the measurements.
+    The speed of a machine drifts. So when further degrees are measured, the fastest degrees so far are
+    measured once more, and the new seconds are multiplied by (its earlier seconds) / (its new seconds).
+
+    table: results of earlier measurements.
+    B: number of tokens of the batch.
+    numbers: the numbers of chunks that may be chosen, in rising order.
+    measure: measures steps with given degrees.
+    predicted: predicted seconds of a step by n; None if nothing is predicted. If the measurements contradict
+        them, they are not used.
+    apart: whether forward and backward may have different n.
+
+    The result is empty if no degrees can run.
+    """
+    most_rounds = LATER_ROUNDS if table.ranges else MOST_ROUNDS
+    lies_between = None not in table.neighbours(rounded(B))
+    asked = degrees_to_try(table, B, numbers, predicted)
+    times = dict(measure(asked, most_rounds))
+    while True:
+        if predicted is not None and is_contradicted(predicted, times):
+            predicted = None
+        if any(degrees.are_equal for degrees in times):
+            further = [
+                *degrees_to_try(table, B, numbers, predicted),
+                *further_degrees(times, () if lies_between else numbers, predicted, apart=apart),
+            ]
+        else:  # none of them could run, so the others are better than none
+            further = [PassDegrees(n, n) for n in numbers]
+        further = [degrees for degrees in dict.fromkeys(further) if degrees not in asked]
+        if not further:
+            break
+        asked += further
+        fastest = min(times, key=lambda degrees: (times[degrees].step, degrees), default=None)
+        if fastest is None:
+            times = dict(measure(further, most_rounds))
+            continue
+        beside = measure([fastest, *further], most_rounds)
+        if fastest in beside:
+            factor = times[fastest].step / beside[fastest].step
+            times |= {degrees: beside[degrees].scaled(factor) for degrees in further if degrees in beside}
+    return times

@@ -1,0 +1,188 @@
+"""Timed rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
+
+A choice is timed in runs of both passes of a layer. Equal runs take different times, so a difference between
+two choices counts only if it is larger than the differences between equal runs:
+
+    noise        relative standard deviation of one run, from the repeated runs of all choices together
+    resolution   smallest relative difference between two choices that counts as real: CLEAR times the
+                 standard error of the difference
+
+An example with four choices, by number of chunks n (* is a run):
+
+    round     n=1  n=2  n=4  n=8
+      0        *    *    *    *         not timed: allocates buffers
+      1        *    *    *    *         n=8 took over FAR times the fastest's seconds, in rounds 0 and 1
+      2        *    *    *              n=1 is slower by more than the resolution
+      3             *    *              the resolution is at most FINE: n=2 and n=4 count as equally fast
+
+All ranks pass the same seconds (those of the slowest rank), so all ranks measure the same choices equally
+often. This file measures nothing: `pmoe.choose.trials` runs the rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
+
+FAR = 1.15
+"""A choice that takes more than FAR times the seconds of the fastest choice is timed only once."""
+
+CLEAR = 2.0
+"""A difference of seconds counts as real if it is larger than CLEAR times its standard error."""
+
+FINE = 0.02
+"""Relative difference below which two choices count as equally fast, so that no more rounds are run."""
+
+MOST_ROUNDS = 9
+"""Largest number of timed rounds, unless the caller says otherwise."""
+
+USUAL_NOISE = 0.01
+"""Relative standard deviation of one run that is assumed before any run is repeated.
+
+A few repeats may agree by accident. This number counts like `USUAL_RUNS` repeats."""
+
+USUAL_RUNS = 2
+
+LOWER_MEDIAN = 1.2
+"""Standard error of the lower median of r runs, times sqrt(r), for runs with standard deviation 1.
+
+By simulation of normal distributions: 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4 and 5."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Measured seconds of both passes with one choice, and the noise of the measurement.
+
+    Each number of seconds is the lower median over the runs: with an even number of runs, the smaller of the
+    two middle values.
+
+    forward, backward: seconds of each pass.
+    step: seconds of both passes together.
+    runs: number of runs.
+    noise: relative standard deviation of one run, estimated from the runs of all choices in the same rounds.
+    """
+
+    forward: float
+    backward: float
+    step: float
+    runs: int
+    noise: float
+
+    def scaled(self, factor: float) -> PassTimes:
+        """Returns the same measurement with all seconds multiplied by ``factor``."""
+        return replace(
+            self, forward=self.forward * factor, backward=self.backward * factor, step=self.step * factor
+        )
+
+    def standard_error(self, other: PassTimes) -> float:
+        """Returns the standard error of (seconds of this choice / seconds of another choice - 1)."""
+        noise = max(self.noise, other.noise)
+        return LOWER_MEDIAN * noise * math.sqrt(1 / self.runs + 1 / other.runs)
+
+    def resolution(self, other: PassTimes) -> float:
+        """Returns the smallest relative difference to another choice's seconds that counts as real.
+
+        Smaller differences may come from noise. It is `CLEAR` times the standard error of the difference.
+        """
+        return CLEAR * self.standard_error(other)
+
+    def is_slower_than(self, other: PassTimes) -> bool:
+        """Whether a step takes longer than with another choice, by more than noise (`resolution`)."""
+        return self.step > other.step * (1 + self.resolution(other))
+
+
+def relative_noise(samples: Sequence[Sequence[float]]) -> float:
+    """Returns the relative standard deviation of one run, from the repeated runs of all choices.
+
+    The largest deviation of all is left out, so that a single run that another process slowed does not make
+    the noise look larger than the differences between choices.
+
+    samples: for each choice, the seconds of its runs.
+
+    Example: no choice has two runs -> USUAL_NOISE, the noise that is assumed.
+    """
+    squares = sorted(
+        (seconds / statistics.median(runs) - 1) ** 2 for runs in samples if len(runs) > 1 for seconds in runs
+    )[:-1]
+    # A choice with r runs has r - 1 deviations that are independent.
+    freedom = max(sum(len(runs) - 1 for runs in samples if runs) - 1, 0)
+    return math.sqrt((sum(squares) + USUAL_RUNS * USUAL_NOISE**2) / (freedom + USUAL_RUNS))
+
+
+def timed_rounds(
+    choices: Sequence[T],
+    run_round: Callable[[Sequence[T]], Sequence[tuple[float, float]]],
+    most_rounds: int = MOST_ROUNDS,
+) -> dict[T, PassTimes]:
+    """Measures choices in rounds until the fastest is clear. Returns the seconds of each.
+
+    A choice is left out of later rounds
+
+    - if it takes more than FAR times the seconds of the fastest choice, in the first timed round and in the
+      round before, which is not timed otherwise;
+    - from the second timed round on, if it is slower than the fastest choice by more than noise explains
+      (`PassTimes.resolution`).
+
+    The rounds end if one choice is left, if differences of more than FINE would be noticed, or after
+    ``most_rounds``. The fastest choice is timed at least twice.
+
+    choices: the choices to measure, each once.
+    run_round: runs each of the given choices once. It returns the seconds of (forward, backward) of each, the
+        same on every rank. Infinite seconds say that a choice cannot run. This choice is not run again, and
+        the result does not have it.
+    most_rounds: largest number of timed rounds.
+
+    Returns a dict in the order of ``choices``.
+    """
+    first_runs = dict(zip(choices, run_round(choices), strict=True))
+    samples: dict[T, list[tuple[float, float]]] = {
+        choice: [] for choice, passes in first_runs.items() if not math.isinf(sum(passes))
+    }
+    left = list(samples)
+    times: dict[T, PassTimes] = {}
+    for number in range(1, most_rounds + 1):
+        if not left:
+            break
+        for choice, passes in zip(left, run_round(left), strict=True):
+            samples[choice].append(passes)
+            if math.isinf(sum(passes)):
+                del samples[choice]
+        times = _timed(samples, first_runs)
+        left = [choice for choice in left if choice in samples]
+        if not left:
+            break
+        fastest = min((times[choice] for choice in left), key=lambda timed: timed.step)
+        if number == 1:
+            left = [choice for choice in left if times[choice].step <= FAR * fastest.step]
+            continue
+        left = [choice for choice in left if not times[choice].is_slower_than(fastest)]
+        if len(left) == 1 or fastest.resolution(fastest) <= FINE:
+            break
+    return {choice: times[choice] for choice in choices if choice in times}
+
+
+def _timed(
+    samples: Mapping[T, Sequence[tuple[float, float]]], first_runs: Mapping[T, tuple[float, float]]
+) -> dict[T, PassTimes]:
+    """Returns the median seconds of each choice, and the noise of its runs.
+
+    samples: for each choice, the (forward, backward) seconds of each timed run.
+    first_runs: for each choice, the (forward, backward) seconds of the run before the timed ones. It is used
+        only for a choice that was timed once: the lower median of two runs is the faster run, so a single run
+        that another process slowed does no harm.
+    """
+    noise = relative_noise([[sum(passes) for passes in runs] for runs in samples.values()])
+    times = {}
+    for choice, runs in samples.items():
+        counted = runs if len(runs) > 1 else [*runs, first_runs[choice]]
+        forward, backward, step = (
+            statistics.median_low(seconds)
+            for seconds in zip(*((f, b, f + b) for f, b in counted), strict=True)
+        )
+        times[choice] = PassTimes(forward, backward, step, len(counted), noise)
+    return times

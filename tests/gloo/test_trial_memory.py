@@ -1,0 +1,187 @@
+"""A rank that runs out of memory in a trial: the choice is dropped on all ranks, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import pmoe
+from pmoe.choose import part_of_batch, trials
+from pmoe.choose import search as searched
+from pmoe.engine.buffers.arena import DevicePool
+from pmoe.engine.variants import trial
+from pmoe.measure import profile
+from pmoe.warn import GIVEN
+from tests.pool import ranks
+
+TOKENS, D_MODEL, D_HIDDEN = 2048, 32, 128
+
+ERRORS = {
+    "torch": torch.OutOfMemoryError("CUDA out of memory"),
+    "the CPU's allocator": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+    ),
+    "Python": MemoryError(),
+    "the system": OSError(12, "Cannot allocate memory"),
+}
+
+
+class Failing:
+    """Lets the k-th allocation inside trials fail on one rank, or all that are larger than ``most`` bytes."""
+
+    def __init__(self, rank: int, error: BaseException, at: int | None, most: float) -> None:
+        self.rank, self.error, self.at, self.most = rank, error, at, most
+        self.count = 0
+        self.is_in_trial = False
+
+    def patches(self) -> list[Any]:
+        new = DevicePool.new
+        runs = {name: getattr(trials.Trial, name) for name in ("run", "has_room")}
+
+        def failing_new(pool: DevicePool, like: torch.Tensor, *shape: int) -> torch.Tensor:
+            if self.is_in_trial:
+                self.count += 1
+                num_bytes = like.element_size() * torch.Size(shape).numel()
+                if self.rank == 1 and (self.count == self.at or num_bytes > self.most):
+                    raise self.error
+            return new(pool, like, *shape)
+
+        def marked(name: str) -> Any:
+            def call(*given: Any) -> Any:
+                self.is_in_trial = True
+                try:
+                    return runs[name](*given)
+                finally:
+                    self.is_in_trial = False
+
+            return mock.patch.object(trials.Trial, name, call)
+
+        return [mock.patch.object(DevicePool, "new", failing_new), *map(marked, runs)]
+
+
+def few_fast(of_part: Any, share: float) -> Any:
+    """In place of `part_of_batch._scaled`: the fewer chunks, the faster."""
+    return {choice: replace(timed, step=float(choice.forward)) for choice, timed in of_part.items()}
+
+
+def step(layer: pmoe.MoELayer, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, D_MODEL, generator=generator).requires_grad_()
+    layer.zero_grad(set_to_none=True)
+    y = layer(x)
+    y.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
+    return [y.detach(), x.grad, *gradients]  # type: ignore[list-item]
+
+
+def job(
+    rank: int,
+    world: int,
+    name: str,
+    at: int | None,
+    most: float,
+    options: dict[str, Any],
+    few_are_fast: bool = False,
+) -> dict[str, Any]:
+    searched._LEARNED.clear()
+    GIVEN.clear()
+    failing = Failing(rank, ERRORS[name], at, most)
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=True, **options)
+    with (
+        tempfile.TemporaryDirectory() as folder,  # no stored profile says which n to try
+        mock.patch.dict(os.environ, PMOE_CACHE=folder),
+        mock.patch.dict(profile.PROFILES, clear=True),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        patches = failing.patches()
+        if few_are_fast:
+            patches.append(mock.patch.object(part_of_batch, "_scaled", few_fast))
+        for patch in patches:
+            patch.start()
+        try:
+            got = step(layer, rank)
+            error = ""
+        except RuntimeError as failure:
+            got, error = [], f"{type(failure).__name__}: {failure}"
+        finally:
+            for patch in patches:
+                patch.stop()
+    ran = layer.ran
+    answer = {
+        "ran": None if ran is None else (ran.forward, ran.backward),
+        "error": error,
+        "warned": [str(each.message) for each in caught if "ran out of memory" in str(each.message)],
+        "allocations": failing.count,
+    }
+    if got:
+        fixed = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=ran.forward, **options)  # type: ignore[union-attr]
+        fixed.load_state_dict(layer.state_dict())
+        expected = step(fixed, rank)
+        answer["same"] = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
+    searched._LEARNED.clear()
+    return answer
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) -> None:
+    """Larger chunks have larger ring slots: of n = 1 and 2 above the limit, of n = 8 below. Few chunks are
+    said to be fastest."""
+    first, second = ranks(2).run(job, name, None, 1_200_000, {"memory_reuse": "S4"}, True)
+    assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
+    assert first["same"] and second["same"]
+    assert first["warned"] and not second["warned"]
+    assert "n=1 " in first["warned"][0] or "n=2 " in first["warned"][0]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("at", range(1, 61))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"memory_reuse": "S1"}, {"memory_reuse": "S4"}, {"memory_reuse": "S4", "shared_expert": 16}],
+    ids=["no reuse", "S1", "S4", "shared expert"],
+)
+def test_an_allocation_that_fails_at_any_point_of_a_trial_drops_the_choice(
+    at: int, options: dict[str, Any]
+) -> None:
+    first, second = ranks(2).run(job, "torch", at, float("inf"), options)
+    assert first["ran"] == second["ran"] and not first["error"] and not second["error"]
+    assert first["same"] and second["same"]
+    assert len(first["warned"]) == (second["allocations"] >= at)
+
+
+def test_if_every_choice_is_too_large_all_ranks_raise_one_error_that_names_the_least() -> None:
+    first, second = ranks(2).run(job, "torch", None, 0.0, {"memory_reuse": "S4"})
+    assert first["error"] == second["error"]
+    assert "n=16 with communicate/recompute: about" in first["error"] and "MiB" in first["error"]
+
+
+def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
+    """As `job`, with predictions that leave n = 1 and 2 to try."""
+    predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
+    with mock.patch.object(searched, "predicted_seconds", lambda *_: predicted):
+        return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"}, True)
+
+
+def test_if_all_that_is_predicted_to_be_fast_is_too_large_the_other_choices_are_tried() -> None:
+    first, second = ranks(2).run(predicted_job, 1_200_000)
+    assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
+    assert first["same"] and second["same"]
+    warned = " ".join(first["warned"])
+    assert "n=1 " in warned and not second["warned"]
+    for got in ranks(2).run(predicted_job, 0.0):
+        assert "n=16 with communicate/recompute: about" in got["error"]
+
+
+def test_errors_of_other_kinds_are_none_of_memory() -> None:
+    assert not trial.is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not trial.is_out_of_memory(OSError(28, "No space left on device"))
+    assert all(map(trial.is_out_of_memory, ERRORS.values()))

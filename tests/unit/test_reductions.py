@@ -190,3 +190,37 @@ def test_every_pass_keeps_its_order_and_hands_each_gradient_over_once_at_its_pla
     place_of = places_in(got, gradients)
     assert places_in(with_hand_overs(order, gradients, place_of, seconds), gradients) == place_of
     assert plan_hand_overs([order], gradients, seconds, place_of) == got
+
+
+def slow_link(message_seconds: float, reduction_seconds: float) -> list[Instruction]:
+    """Returns the plan of a pass of four MoE layers, with a dense part and its gradient before each."""
+    order: list[Instruction] = []
+    gradients: list[Gradient] = []
+    seconds: dict[str, float] = {}
+    before: tuple[str, ...] = ()
+    for layer in range(4):
+        dense, gradient, experts = f"dense{layer}", f"dw{layer}", f"experts{layer}"
+        order += [
+            compute(dense, 1.0, *before),
+            message(f"S{layer}", message_seconds, dense),
+            compute(gradient, 1.0, dense),
+            compute(experts, 1.0, f"S{layer}"),
+            message(f"R{layer}", message_seconds, experts),
+        ]
+        before = (f"R{layer}",)
+        gradients.append(Gradient(f"w{layer}", layer, gradient))
+        seconds[f"w{layer}"] = reduction_seconds
+    order.append(compute("embedding", 1.0, *before))
+    orders = [order, listed(order), listed(order, reductions=by_source(gradients, seconds))]
+    return plan_hand_overs(orders, gradients, seconds)
+
+
+@pytest.mark.parametrize("reduction_seconds", [0.5, 1.0, 2.0, 8.0])
+def test_on_a_slow_link_a_reduction_costs_what_does_not_fit_into_its_gap(reduction_seconds: float) -> None:
+    """The link is idle for 1 s beside the experts of each layer: only there can it carry a reduction free.
+
+    If all-to-alls take longer than all computation, what is left of a reduction makes the pass longer,
+    wherever it is put.
+    """
+    without = total_seconds(slow_link(5.0, 0.0))
+    assert total_seconds(slow_link(5.0, reduction_seconds)) == without + 4 * max(reduction_seconds - 1.0, 0.0)

@@ -140,7 +140,7 @@ class Trials:
         """Returns a context in which trials are counted."""
         stack = contextlib.ExitStack()
         for module, name, kind in (
-            (search, "measure_in_little_memory", "search"),
+            (search, "measure_in_stages", "search"),
             (open_choice, "measure_in_little_memory", "other"),
             (open_choice, "measure_trials", "other"),
         ):

@@ -18,12 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import (
-    MIN_TOKENS,
-    first_tokens,
-    measure_in_little_memory,
-    share_of_tokens,
-)
+from pmoe.choose.part_of_batch import measure_in_little_memory, part_for_trial
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
@@ -157,19 +152,15 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     if profile is None or profile.when in _compared or not batch.may_try:
         return choice
     _compared.add(profile.when)
-    batch = batch.counted_for([choice])
-    counts = batch.counts
-    share = share_of_tokens(batch, [choice])
-    if share * counts.max_tokens < MIN_TOKENS:
+    part = part_for_trial(batch.counted_for([choice]), choice)
+    if part is None:
         return choice
-    if share < 1.0:
-        batch = first_tokens(batch, share)
-        counts = batch.counts
-    timed = measure_trials(batch, [choice])[choice]
-    seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
+    counts = part.counts
+    timed = measure_trials(part, [choice])[choice]
+    seconds = step_seconds(part.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.
-    seconds *= rows / (batch.rows * batch.modules.grid.esp.size)
+    seconds *= rows / (part.rows * part.modules.grid.esp.size)
     took = timed.forward + timed.backward
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(

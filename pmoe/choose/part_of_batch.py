@@ -1,12 +1,17 @@
-"""Trials on a part of a batch, for a layer that reuses memory.
+"""Trials on a part of the batch, for a layer that reuses memory.
 
 A chunk is a micro-batch, n the number of chunks. The chunks of such a layer take turns in a few buffers, the
-ring slots. A ring slot has room for one chunk, so it needs n times as many bytes with one chunk as with n
-chunks. A trial with few chunks could then take more memory than any later step of the layer.
+ring slots. A ring slot has room for one chunk, so the step with n = 1 needs the most memory and the step with
+the largest n the least. The step that runs trials must not need more memory than later steps, and nobody
+knows yet which n these will have. So trials run on the first tokens of the batch only, as many as fit into
+the memory of a step that will surely be allowed, and in stages:
 
-So trials run on the first tokens of the batch: as many as fit into the memory of the layer's smallest step
-(the step with the number of chunks for which the fewest bytes are predicted). The seconds of the whole batch
-are computed from a formula that is fitted to the trials:
+    stage   allowed memory      n that are tried     fastest
+      1     a step with n = 16  16, 8, 4             4
+      2     a step with n = 4   4, 2, 1              2
+      3     a step with n = 2   2, 1                 2, as before: the search ends
+
+The seconds of the whole batch are computed from a formula that is fitted to the trials:
 
     seconds(n) = rows + filling / n + chunk * n
 
@@ -18,56 +23,165 @@ are computed from a formula that is fitted to the trials:
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from pmoe.choose.slots import requested_slots
 from pmoe.choose.trials import Trial, TrialBatch, measure_trials, predicted_peaks, warn_of_dropped
-from pmoe.comm.counts import CountsExchange, Fault, Slots
+from pmoe.comm.counts import CountsExchange, Fault
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
+from pmoe.planner.degree_trials import NEAR
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 
 MIN_TOKENS = 256
 """Smallest number of tokens of a trial. Seconds of fewer tokens say nothing about the whole batch."""
 
+STAGE = 3
+"""Number of choices that a stage tries. With more of them, a stage would have to run on fewer tokens."""
+
 ALIKE = 1.08
-"""Trials run on the whole batch if they need at most this many times the memory of the smallest step."""
+"""Memory that is at most this many times the allowed memory counts as allowed."""
 
 ROOM = 0.85
-"""Fraction of the smallest step's memory that a trial may take. The call itself holds the rest (its routing).
-"""
+"""Fraction of the allowed memory that a trial may take. The call itself holds the rest (its routing)."""
+
+
+def measure_in_stages(
+    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+) -> dict[Choice, PassTimes]:
+    """Returns the seconds of the whole batch with choices of which one will be taken. Collective.
+
+    If all choices need about as much memory as the layer's smallest step, they are tried at once
+    (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the batch:
+
+    1. The first stage tries the choices that need the least memory, on as many tokens as fit into the memory
+       of the smallest step. The next larger number of chunks is tried as well, even if it is not among the
+       choices: if it is slower, all larger numbers are slower too.
+    2. If a choice is faster than one that needs less memory, the layer will make steps with this choice or
+       with one that needs more. So the next stage may take the memory of its step. It tries this choice again
+       and choices that need more memory.
+    3. The stages end if the choice with the least memory of a stage is the fastest, or if all others are
+       clearly slower.
+
+    batch: the routed batch.
+    choices: the numbers of chunks (micro-batches) to try, with one restore pair, each once.
+    most_rounds: largest number of timed rounds of a stage.
+
+    The result has no entry for a choice that no stage tried, nor for one that ran out of memory in a trial on
+    any rank. It is empty if fewer than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if all
+    choices of the first stage run out of memory.
+    """
+    allowed = smallest_peak(batch, choices)
+    all_need_as_much = max(predicted_peaks(batch, choices)) <= ALIKE * allowed
+    if batch.modules.options.budget is not None or all_need_as_much:
+        return measure_in_little_memory(batch, choices, most_rounds)
+    candidates = _with_more_chunks(batch, choices)
+    peaks = dict(zip(candidates, predicted_peaks(batch, candidates), strict=True))
+    left = sorted(candidates, key=lambda choice: peaks[choice])
+    parts: list[TrialsOfPart] = []
+    while True:
+        stage = _choices_of_stage(batch, left, peaks, allowed)
+        share = share_of_tokens(batch, peaks[stage[-1]], allowed)
+        try:
+            part = _measure_part(batch, stage, share, most_rounds)
+        except torch.OutOfMemoryError:
+            if not parts:
+                raise
+            part = None
+        if part is None:  # no choice can run with the tokens of this stage
+            return times_of_whole(parts)
+        parts.append(part)
+        times = times_of_whole(parts)
+        fastest = min(part.times, key=lambda choice: times[choice].step)
+        left = [fastest, *left[left.index(fastest) + 1 :]]
+        left = [each for each in left if each not in times or times[each].step <= NEAR * times[fastest].step]
+        if fastest == stage[0] or len(left) == 1:
+            return times
+        allowed = peaks[fastest]
+
+
+def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
+    """Returns choices, and the next larger number of chunks if there is one."""
+    most = max(max(choice.degrees) for choice in choices)
+    larger = [n for n in batch.degrees if n > most]
+    return [*choices, *all_choices([(n, n) for n in larger[:1]], [choices[0].restore])]
+
+
+def _choices_of_stage(
+    batch: TrialBatch, left: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
+) -> Sequence[Choice]:
+    """Returns the choices that the next stage tries: the first `STAGE` of those that are left.
+
+    They are all that are left if these need hardly more memory, and two if the memory suffices for no more.
+
+    left: the choices that may be the fastest, in order of their memory.
+    peaks: predicted peak in bytes of each choice with the whole batch.
+    allowed: bytes that trials may take.
+    """
+    stage = left[:STAGE]
+    if peaks[left[-1]] <= ALIKE * peaks[stage[-1]]:
+        return left
+    if share_of_tokens(batch, peaks[stage[-1]], allowed) * batch.counts.max_tokens >= MIN_TOKENS:
+        return stage
+    return left[:2]
 
 
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds that each choice takes for the whole batch, from trials in little memory.
+    """Returns the seconds of the whole batch with each choice, measured in little memory. Collective.
 
-    Trials run on the first tokens of the batch: as many as fit into the memory of the layer's smallest step,
-    the one for which the fewest bytes are predicted. The seconds of the whole batch are then computed from
-    the seconds of this part (`seconds_of_whole`). With a memory budget, trials run on the whole batch,
-    because every choice within the budget may run on the whole batch anyway. Collective.
+    The layer may take another choice in the end, even the one that needs the least memory. So trials run on
+    the first tokens of the batch: as many as fit into the memory of the layer's smallest step, the one for
+    which the fewest bytes are predicted. With a memory budget they run on the whole batch, because every
+    choice within the budget may run on the whole batch anyway.
 
     batch: the routed batch.
     choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
     most_rounds: largest number of timed rounds.
 
-    The result has no entry for a choice that ran out of memory in a trial on any rank, nor for one that is
-    faster than all others but needs too much memory for the whole batch (`with_room`). The result is empty
-    if fewer than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if no choice is left.
+    The result has no entry for a choice that ran out of memory in a trial on any rank. It is empty if fewer
+    than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if all choices run out of memory.
     """
-    share = share_of_tokens(batch, choices)
-    if share * batch.counts.max_tokens < MIN_TOKENS:
-        return {}
-    if share == 1.0:
+    if batch.modules.options.budget is not None:
         return measure_trials(batch, choices, most_rounds)
-    return _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
+    largest_peak = max(predicted_peaks(batch, choices))
+    share = share_of_tokens(batch, largest_peak, smallest_peak(batch, choices))
+    part = _measure_part(batch, choices, share, most_rounds)
+    return {} if part is None else times_of_whole([part])
+
+
+@dataclass(frozen=True)
+class TrialsOfPart:
+    """Measured seconds of trials on a part of the batch, its first tokens.
+
+    share: the number of tokens in the trials, divided by the number of tokens of the whole batch.
+    times: the seconds that each choice took for these tokens.
+    """
+
+    share: float
+    times: Mapping[Choice, PassTimes]
+
+
+def _measure_part(
+    batch: TrialBatch, choices: Sequence[Choice], share: float, most_rounds: int
+) -> TrialsOfPart | None:
+    """Returns the seconds of trials on the first tokens; None if these are too few. Collective.
+
+    share: the fraction of the tokens on which trials run. Fewer than `MIN_TOKENS` tokens are too few.
+
+    `measure_in_little_memory` explains the other arguments.
+    """
+    if share * batch.counts.max_tokens < MIN_TOKENS:
+        return None
+    part = batch if share == 1.0 else first_tokens(batch, share)
+    return TrialsOfPart(share, measure_trials(part, choices, most_rounds))
 
 
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
@@ -90,72 +204,116 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
     for choice in ordered:
         trial = Trial(batch, choice)
         if trial.has_room(ROOM * (peaks[choice] - output)):
-            warn_of_dropped(batch, without_room, len(ordered))
-            return {other: measured[other] for other in ordered[len(without_room) :]}
+            break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))
-    return {}
+    return {choice: measured[choice] for choice in ordered[len(without_room) :]}
 
 
-def _scaled(of_part: Mapping[Choice, PassTimes], share: float) -> dict[Choice, PassTimes]:
-    """Returns the seconds of the whole batch with each choice, from trials on a part of it.
+def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
+    """Computes the seconds of each choice for the whole batch from trials on parts of it.
 
-    The formula of `seconds_of_whole` is fitted once for each restore pair and pass, to the trials of all
-    numbers of chunks with this pair.
+    For a pass that takes ``seconds`` for n chunks of a share s of the tokens:
 
-    of_part: the seconds of the trials.
-    share: the number of tokens in the trials, divided by the number of tokens of the whole batch.
+        seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
+
+    ``chunk`` are the seconds that each chunk adds even if it is small (`seconds_of_chunk`). It is
+    computed from this and all earlier trials with the same restore pair.
+
+    parts: the trials, in the order in which they ran. The first choice of each part but the first was tried
+        in an earlier part, too. The machine may have become faster or slower in between, so the seconds from
+        earlier parts are multiplied by (seconds of this choice now) / (its seconds before).
     """
-    scaled = {}
-    for pair in dict.fromkeys(choice.restore for choice in of_part):
-        of_pair = {choice: timed for choice, timed in of_part.items() if choice.restore == pair}
-        forward = _of_whole([(choice.forward, timed.forward) for choice, timed in of_pair.items()], share)
-        backward = _of_whole([(choice.backward, timed.backward) for choice, timed in of_pair.items()], share)
-        for choice, timed in of_pair.items():
-            passes = forward[choice.forward], backward[choice.backward]
-            step = sum(passes)
-            # Noise is relative to a step's seconds. Its absolute size grows by 1 / share, like the work on
-            # tokens. The seconds grow less, because the part for each chunk stays.
-            noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
-            scaled[choice] = PassTimes(*passes, step=step, runs=timed.runs, noise=noise)
-    return scaled
+    times: dict[Choice, PassTimes] = {}
+    for number, part in enumerate(parts, 1):
+        of_whole = {choice: _of_whole(choice, part, parts[:number]) for choice in part.times}
+        again = next((choice for choice in of_whole if choice in times), None)
+        if again is not None:
+            factor = of_whole[again].step / times[again].step
+            times = {choice: timed.scaled(factor) for choice, timed in times.items()}
+        times |= of_whole
+    return times
 
 
-def _of_whole(measured: Iterable[tuple[int, float]], share: float) -> dict[int, float]:
-    """Returns the seconds of one pass over the whole batch by number of chunks, with `seconds_of_whole`.
+def _of_whole(choice: Choice, part: TrialsOfPart, parts: Sequence[TrialsOfPart]) -> PassTimes:
+    """Returns the seconds of the whole batch with a choice, from its trial on one part.
 
-    measured: (number of chunks, seconds) of each trial on the first tokens. If several trials have the same
-        number of chunks, their mean is used.
-    share: the number of tokens in the trials, divided by the number of tokens of the whole batch.
+    parts: this part and the earlier ones. Trials with the restore pair of the choice say what a chunk adds.
     """
-    by_degree: dict[int, list[float]] = {}
-    for n, seconds in measured:
-        by_degree.setdefault(n, []).append(seconds)
-    return seconds_of_whole({n: statistics.mean(times) for n, times in by_degree.items()}, share)
+    timed = part.times[choice]
+    alike = [
+        (each.share, other, times)
+        for each in parts
+        for other, times in each.times.items()
+        if other.restore == choice.restore
+    ]
+    chunk_forward = seconds_of_chunk([(share, other.forward, times.forward) for share, other, times in alike])
+    chunk_backward = seconds_of_chunk(
+        [(share, other.backward, times.backward) for share, other, times in alike]
+    )
+
+    def of_whole(seconds: float, of_chunks: float) -> float:
+        of_chunks = min(of_chunks, seconds)
+        return (seconds - of_chunks) / part.share + of_chunks
+
+    forward = of_whole(timed.forward, choice.forward * chunk_forward)
+    backward = of_whole(timed.backward, choice.backward * chunk_backward)
+    step = forward + backward
+    # Noise is relative to a step's seconds. Its absolute size grows by 1 / share, like the work on tokens.
+    # The seconds grow less, because the part for each chunk stays.
+    noise = timed.noise * max(timed.step / part.share / step, 1.0) if step else timed.noise
+    return PassTimes(forward, backward, step=step, runs=timed.runs, noise=noise)
 
 
-def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> float:
-    """Returns the fraction of the tokens with which trials need no more memory than the smallest step.
+def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
+    """Computes the seconds that each chunk adds to a pass even if it is small.
 
-    The smallest step is the one with the number of chunks, of all that the layer may choose, for which the
-    fewest bytes are predicted. With a memory budget the result is 1 (all tokens). Collective.
+    They are the factor ``chunk`` of a formula that is fitted to the trials, with factors that are not
+    negative, for n chunks of a share s of the tokens:
+
+        seconds = s * rows + chunk * n + s * filling / n
+
+    trials: (share of the tokens, number of chunks, seconds of the pass) of each trial.
+
+    With two trials the term ``filling`` is left out, because a fit needs at least as many trials as terms.
+    With one trial the result is 0.
+    """
+    if len({(share, n) for share, n, _ in trials}) < 2:
+        return 0.0
+    share, n, seconds = np.array(trials, dtype=float).T
+    terms = [n, share, share / n][: len(trials)]
+    # Divided by the seconds: the fit then minimizes relative errors, so short trials count as much as long.
+    factors, _ = nnls(np.stack(terms, axis=1) / seconds[:, None], np.ones_like(seconds))
+    return float(factors[0])
+
+
+def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
+    """Returns the predicted peak, in bytes, of the smallest step that the layer may make. Collective.
+
+    It is the step with the number of chunks, of all that the layer may choose, for which the fewest bytes are
+    predicted.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs that will be tried.
+    choices: choices with the restore pairs that the layer may choose.
     """
-    options = batch.modules.options
-    if options.budget is not None:
-        return 1.0
     pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
-    smallest = min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
-    largest_tried = max(predicted_peaks(batch, choices))
+    return min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
+
+
+def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
+    """Returns the fraction of the tokens with which trials need no more than the allowed memory.
+
+    batch: the routed batch.
+    peak: the predicted peak in bytes, with all tokens, of the choice that needs most of those to try.
+    allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
+    """
     sizes = batch.sizes
-    output = _output_bytes(batch)
-    if largest_tried <= ALIKE * (smallest - output):
+    allowed -= _output_bytes(batch)
+    if peak <= ALIKE * allowed:
         return 1.0
     # The gradients of the experts' parameters do not shrink with the tokens.
     gradients = sizes.expert_parameters * sizes.element_size
-    return max(ROOM * (smallest - output) - gradients, 0.0) / (largest_tried - gradients)
+    return max(ROOM * allowed - gradients, 0.0) / (peak - gradients)
 
 
 def _output_bytes(batch: TrialBatch) -> int:
@@ -167,6 +325,23 @@ def _output_bytes(batch: TrialBatch) -> int:
     return batch.counts.max_tokens * sizes.d_model * sizes.element_size
 
 
+def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
+    """Returns the first tokens of the batch, as many as fit into the layer's smallest step. Collective.
+
+    batch: the routed batch.
+    choice: the choice of the trial that will run on these tokens.
+
+    Returns the whole batch with a memory budget, and None if fewer than `MIN_TOKENS` tokens fit.
+    """
+    if batch.modules.options.budget is not None:
+        return batch
+    [peak] = predicted_peaks(batch, [choice])
+    share = share_of_tokens(batch, peak, smallest_peak(batch, [choice]))
+    if share * batch.counts.max_tokens < MIN_TOKENS:
+        return None
+    return batch if share == 1.0 else first_tokens(batch, share)
+
+
 def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     """Returns a routed batch that has only the first tokens of each rank. Collective.
 
@@ -174,6 +349,7 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     share: the fraction of each rank's tokens to take, between 0 and 1, the same on every rank.
     """
     modules = batch.modules
+    inputs = batch.inputs
     whole = batch.orders
     count = int(share * whole.tokens.count)
     token_of_slot = whole.tokens.of_slot
@@ -191,14 +367,13 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
         fault=Fault.NONE,
         needs_grad=batch.counts.needs_grad,
         training=True,
-        dtype=batch.inputs.x_TM.dtype,
+        dtype=inputs.x_TM.dtype,
         traffic=modules.traffic,
-        slots=_slots_of(batch),
+        slots=requested_slots(modules, inputs.x_TM, batch.degrees) if modules.options.rotates else None,
         once_FP=orders.count_once(num_bins),
         exchanges=(modules.dispatch, modules.combine),
         bypass_local=modules.stages.local,
     )
-    inputs = batch.inputs
     shared_weight = inputs.shared_weight_T
     part = replace(
         inputs,
@@ -209,50 +384,6 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     return replace(batch, counts=exchange.finish(), inputs=part, orders=orders, rows_for=None)
 
 
-def _slots_of(batch: TrialBatch) -> Slots | None:
-    """Returns the number of rows that a chunk may have on each rank, or None if there is no limit.
-
-    There is a limit if chunks take turns in a few buffers, the ring slots: a ring slot has room for a fixed
-    number of rows. Chunks with a buffer each have no limit.
-    """
-    modules = batch.modules
-    options = modules.options
-    if not options.rotates:
-        return None
-    return Slots(
-        slack=options.slack,
-        top_k=options.top_k * modules.grid.esp.size,
-        degrees=batch.degrees,
-        own_rank=modules.ranks.rank if modules.stages.local else None,
-    )
-
-
 def _first(tensor: Tensor, count: int) -> Tensor:
     """Returns the first ``count`` rows of a tensor, detached, with the tensor's ``requires_grad``."""
     return tensor.detach()[:count].requires_grad_(tensor.requires_grad)
-
-
-def seconds_of_whole(measured: Mapping[int, float], share: float) -> dict[int, float]:
-    """Returns the seconds of a pass over the whole batch by number of chunks, from trials on first tokens.
-
-    Fits seconds(n) = rows + chunk * n + filling / n to the trials. ``chunk * n`` (kernel launches) does not
-    depend on the number of tokens. Everything else is proportional to it, also the difference between a trial
-    and the formula. So with s = ``share``:
-
-        seconds of the whole batch = (seconds of the trial - chunk * n) / s + chunk * n
-
-    With two trials the term ``filling / n`` is left out, with one trial ``chunk * n`` too, because a fit
-    needs at least as many trials as terms.
-
-    measured: seconds of the pass in the trials, by number of chunks n.
-    share: the number of tokens in the trials, divided by the number of tokens of the whole batch.
-    """
-    degrees = np.array(list(measured), dtype=float)
-    seconds = np.array(list(measured.values()))
-    terms = [np.ones_like(degrees), degrees, 1 / degrees][: len(measured)]
-    # Divided by the seconds: the fit then minimizes relative errors, so short trials count as much as long.
-    factors, _ = nnls(np.stack(terms, axis=1) / seconds[:, None], np.ones_like(seconds))
-    by_chunk = factors[1] * degrees if len(terms) > 1 else np.zeros_like(degrees)
-    whole = (seconds - by_chunk) / share + by_chunk
-    # A line through few trials may be wrong, but the whole takes at least as long as its part.
-    return {n: max(float(value), measured[n]) for n, value in zip(measured, whole, strict=True)}

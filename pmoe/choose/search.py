@@ -20,7 +20,7 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import measure_in_little_memory, with_room
+from pmoe.choose.part_of_batch import measure_in_stages, with_room
 from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
@@ -83,8 +83,8 @@ def search(
     apart: whether forward and backward may have different n.
 
     Returns None if no trial could run, because too few tokens fit into the memory of a step
-    (`measure_in_little_memory`). If all trials run out of memory, larger numbers of chunks are tried, which
-    need less memory. If these run out of memory too, the number that needs least memory is returned without
+    (`measure_in_stages`). If all trials run out of memory, larger numbers of chunks are tried, which need
+    less memory. If these run out of memory too, the number that needs least memory is returned without
     being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
     """
     max_tokens = batch.counts.max_tokens
@@ -92,24 +92,25 @@ def search(
 
     too_large: list[PassDegrees] = []
 
+    def by_degrees(times: Mapping[Choice, PassTimes]) -> dict[PassDegrees, PassTimes]:
+        return {PassDegrees(choice.forward, choice.backward): timed for choice, timed in times.items()}
+
     def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
-        choices = {degrees: Choice(**vars(degrees), restore=restore) for degrees in tried}
+        choices = [Choice(**vars(degrees), restore=restore) for degrees in tried]
         try:
-            measured = measure_in_little_memory(batch, list(choices.values()), most_rounds)
+            return by_degrees(measure_in_stages(batch, choices, most_rounds))
         except torch.OutOfMemoryError:
             too_large.extend(tried)
             return {}
-        return {degrees: measured[choice] for degrees, choice in choices.items() if choice in measured}
 
     def where_there_is_room(times: Mapping[PassDegrees, PassTimes]) -> dict[PassDegrees, PassTimes]:
         measured = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
         try:
-            left = with_room(batch, measured)
+            return by_degrees(with_room(batch, measured))
         except torch.OutOfMemoryError:
             too_large.extend(times)
             return {}
-        return {PassDegrees(choice.forward, choice.backward): timed for choice, timed in left.items()}
 
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
     times = where_there_is_room(times)

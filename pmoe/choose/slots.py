@@ -6,8 +6,9 @@ rows, and the host's memory has room for a limited number of offloaded rows.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from pmoe.call.modules import LayerModules
-from pmoe.call.routed import RoutedBatch
 from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.buffers.arena import pool
 from pmoe.schedule.buffer_sizes import ALIGNMENT
@@ -15,7 +16,7 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 
-def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[int, ...]) -> Slots:
+def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that ranks check when they exchange row counts.
 
     Only layers whose chunks (micro-batches) share buffers have limits. Two things are limited. A chunk must
@@ -24,11 +25,10 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch, degrees: tuple[i
     every rank if they are offloaded.
 
     modules: the modules and options of the layer.
-    routed: the batch after the gate.
+    x_TM: (T, M), the rows of the batch: T tokens, M = d_model. Their dtype and device count.
     degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
-    x_TM = routed.x_TM
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
         # In each bin (the smallest possible chunk), rows that travel and rows that stay each begin on an

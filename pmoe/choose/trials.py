@@ -155,7 +155,7 @@ class TrialBatch:
 
         Rows are counted again only with ``pipeline="solve"``; that is a collective. If all numbers of chunks
         divide the largest one, they are counted for that one, too: a step in so many chunks needs the least
-        memory (`pmoe.choose.part_of_batch.share_of_tokens`).
+        memory (`pmoe.choose.part_of_batch.smallest_peak`).
 
         choices: the numbers of chunks and restore pairs.
         """

@@ -16,8 +16,8 @@ from pmoe.experts.operands import local_part
 MOST_VALUES = 1 << 16
 """The largest number of values of one tensor that a digest reads, evenly spread over the tensor.
 
-Few routers have more values than this number, so routers are mostly read in full. Of a shared expert only
-a sample is read.
+Few routers have more values than this number, so routers are mostly read in full. A shared expert has
+more, so only a sample of its values is read.
 """
 
 DENSE = ("gate", "shared_expert", "shared_gate", "callbacks")

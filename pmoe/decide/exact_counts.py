@@ -111,7 +111,7 @@ class ExactCounts:
             training=self.call.layer.training,
             dtype=routed.autocast or routed.x_TM.dtype,
             traffic=modules.traffic,
-            slots=requested_slots(modules, routed, self._degrees) if modules.options.rotates else None,
+            slots=requested_slots(modules, routed.x_TM, self._degrees) if modules.options.rotates else None,
             once_FP=self._once_FP,
             exchanges=(modules.dispatch, modules.combine),
             bypass_local=modules.stages.local,

@@ -183,7 +183,7 @@ class Registry:
         self.forced: ProductCandidate | None = None
         self.measured: dict[ProductRequest, MeasuredChoice] = {}
         self.faults: dict[Any, str | None] = {}
-        """By checked case, what the first candidate computed wrongly; None if all was right."""
+        """What the first candidate computed wrongly in each checked case; None if nothing."""
         self._named = {candidate.name: candidate for candidate in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._unmeasured: dict[ProductRequest, str] = {}

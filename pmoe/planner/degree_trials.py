@@ -41,7 +41,7 @@ WRONG = 2.0
 Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with the given degrees, in at most the given number of timed rounds.
 
-Its result may lack degrees that cannot run."""
+Its result may lack degrees that cannot run, and may have others that it measured besides."""
 
 
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
@@ -181,7 +181,9 @@ def times_by_trials(
             ]
         else:  # none of them could run, so the others are better than none
             further = [PassDegrees(n, n) for n in numbers]
-        further = [degrees for degrees in dict.fromkeys(further) if degrees not in asked]
+        further = [
+            degrees for degrees in dict.fromkeys(further) if degrees not in asked and degrees not in times
+        ]
         if not further:
             break
         asked += further
@@ -192,5 +194,7 @@ def times_by_trials(
         beside = measure([fastest, *further], most_rounds)
         if fastest in beside:
             factor = times[fastest].step / beside[fastest].step
-            times |= {degrees: beside[degrees].scaled(factor) for degrees in further if degrees in beside}
+            times |= {
+                degrees: timed.scaled(factor) for degrees, timed in beside.items() if degrees not in times
+            }
     return times

@@ -51,7 +51,7 @@ USUAL_RUNS = 2
 LOWER_MEDIAN = 1.2
 """Standard error of the lower median of r runs, times sqrt(r), for runs with standard deviation 1.
 
-By simulation of normal distributions: 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4 and 5."""
+A simulation of normal distributions gives 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4 and 5."""
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def test_only_what_a_stored_profile_predicts_to_be_near_the_fastest_is_tried() -
 
 
 def test_a_stored_profile_that_the_trials_contradict_does_not_hide_the_fastest_n() -> None:
-    """By the profile n = 1 is the fastest. The real steps are slower and n = 16 is the fastest."""
+    """The profile says that n = 1 is the fastest. The real steps are slower, and n = 16 is the fastest."""
     lanes = lanes_of(1, 1, 1, alpha=1.0)
     given = (stated(seconds(16, least=100.0), seconds(16, least=100.0)),) * 2
     (took, runs), _ = ranks(2).run(tried_job, given, {}, lanes)
@@ -170,7 +170,7 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
     """The names of the tables, n of two layers, and the pairs that were tried, with memory_reuse=True."""
     searched._LEARNED.clear()
     pairs_tried: list[str] = []
-    real = searched.measure_in_little_memory
+    real = searched.measure_in_stages
 
     def measure(batch: Any, choices: Any, *most: Any) -> Any:
         pairs_tried.extend(str(each.restore) for each in choices)
@@ -179,7 +179,7 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
     taken = []
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),
-        mock.patch.object(searched, "measure_in_little_memory", measure),
+        mock.patch.object(searched, "measure_in_stages", measure),
         mock.patch.object(chosen, "_compared_with_steps", lambda _, choice: choice),
     ):
         for name in ("S1", "S4"):
@@ -257,8 +257,8 @@ def lanes_of(compute: float, message: float, copy: float, alpha: float = 0.0) ->
     }
 
 
-# By Table II backward's units of [compute, message, copy] are S1 [4, 2, 2.67], S2 [4, 3, 1.67], S3 [5, 2, 1]
-# and S4 [5, 3, 0], where H / M = 10 / 6; forward's are [2, 2, .] with the same copies.
+# Table II gives the units of [compute, message, copy] in backward: S1 [4, 2, 2.67], S2 [4, 3, 1.67],
+# S3 [5, 2, 1] and S4 [5, 3, 0], where H / M = 10 / 6. Forward has [2, 2, .] with the same copies.
 PAIRS = {
     "S1": ("copies cost nothing, messages nearly as much as computing", lanes_of(1, 1.8, 1e-6)),
     "S2": ("messages cost nothing, copies of T_M just hide", lanes_of(1, 1e-6, 1.2)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import ChainMap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,9 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     with (
         freed_late(0.03),
         mock.patch.object(part_of_batch, "measure_trials", stated),
-        mock.patch.object(part_of_batch, "_scaled", lambda times, share: times),
+        mock.patch.object(
+            part_of_batch, "times_of_whole", lambda parts: dict(ChainMap(*[part.times for part in parts]))
+        ),
     ):
         peaks = [float(Allocated(step).peak) for _ in range(3)]
     searched._LEARNED.clear()

@@ -74,7 +74,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folders(tmp_path: Path, first_run: Path) -> tuple[str, str]:
-    """Of rank 0, whose file says n = 4 from 2048 to 5120 tokens, and of rank 1, without."""
+    """The folders of two ranks: rank 0 has a file with n = 4 for 2048 to 5120 tokens, rank 1 has none."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     path = tmp_path / "first" / first_run.name

@@ -275,7 +275,7 @@ def beside_job(rank: int, world: int, pipeline: Any, operations: Any) -> dict[st
     with (
         mock.patch.object(solve, "module_lines", lambda *_: (operations, solve.ModuleLines())),
         mock.patch.object(open_choice, "measure_in_little_memory", noted),
-        mock.patch.object(pmoe.choose.search, "measure_in_little_memory", noted),
+        mock.patch.object(pmoe.choose.search, "measure_in_stages", noted),
         mock.patch.object(FirstStep, "end", ended),
         mock.patch.object(gradient_partitioning, "all_reduce_line", lambda *_: LineCost(1e-5, 1e-7)),
     ):

@@ -66,9 +66,13 @@ class Failing:
         return [mock.patch.object(DevicePool, "new", failing_new), *map(marked, runs)]
 
 
-def few_fast(of_part: Any, share: float) -> Any:
-    """In place of `part_of_batch._scaled`: the fewer chunks, the faster."""
-    return {choice: replace(timed, step=float(choice.forward)) for choice, timed in of_part.items()}
+def few_fast(parts: Any) -> Any:
+    """In place of `part_of_batch.times_of_whole`: the fewer chunks, the faster."""
+    return {
+        choice: replace(timed, step=float(choice.forward))
+        for part in parts
+        for choice, timed in part.times.items()
+    }
 
 
 def step(layer: pmoe.MoELayer, rank: int) -> list[torch.Tensor]:
@@ -104,7 +108,7 @@ def job(
         warnings.simplefilter("always")
         patches = failing.patches()
         if few_are_fast:
-            patches.append(mock.patch.object(part_of_batch, "_scaled", few_fast))
+            patches.append(mock.patch.object(part_of_batch, "times_of_whole", few_fast))
         for patch in patches:
             patch.start()
         try:

@@ -33,7 +33,7 @@ def tried(table: GranularityTable, B: int, predicted: Mapping[int, float] | None
     return [str(degrees) for degrees in degrees_to_try(table, B, DEGREES, predicted)]
 
 
-# By neighbours
+# Degrees to try that follow from neighbouring ranges
 
 
 def test_the_first_search_tries_every_n() -> None:
@@ -57,7 +57,7 @@ def test_degrees_that_differ_between_the_passes_are_tried_where_a_neighbour_has_
     assert tried(known((1024, 1024, PassDegrees(2, 4)), (4096, 4096, both(4))), 2048) == ["2/2", "2/4", "4/4"]
 
 
-# By predictions
+# Degrees to try that follow from predictions
 
 
 def test_what_is_predicted_to_be_a_quarter_slower_is_not_tried() -> None:
@@ -88,7 +88,7 @@ def test_predictions_are_contradicted_by_steps_twice_as_slow_or_as_fast() -> Non
     assert not is_contradicted(predicted, {PassDegrees(2, 4): timed(9.0)})
 
 
-# By measurements
+# Degrees to try that follow from measurements
 
 
 class Machine:

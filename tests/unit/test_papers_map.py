@@ -177,7 +177,7 @@ SIMULATED_FIGURES = {
     "FlashDMoE": ("flashdmoe", ["6.1", "6.3", "6.5"]),
     "Lancet": ("lancet", [2, 6]),
 }
-"""By paper, its experiment of `pmoe simulate` and figures that this simulates."""
+"""For each paper, the experiment of `pmoe simulate` and the figures that it simulates."""
 
 
 @pytest.mark.parametrize("paper", SIMULATED_FIGURES)

@@ -206,3 +206,23 @@ def test_the_table_of_live_searches_is_the_stored_one() -> None:
         live_row("pipeline=True", "pipeline=True"),
         live_row("both True", "pipeline=True, memory_reuse=True"),
     ]
+
+
+def test_the_table_of_reductions_beside_a_graph_is_the_stored_one() -> None:
+    pieces = json.loads((RESULTS / "lancet_reductions.json").read_text(encoding="utf-8"))["pieces"]
+    columns = [
+        pieces[ratio]["ways"][way] for ratio in ("3x", "5x") for way in ("eager", "at the end", "planned")
+    ]
+    names = {
+        "step": "step ms",
+        "backward pass": "backward ms",
+        "backward pass without reduction": "not reduced ms",
+        "link in the backward pass": "link in it ms",
+        "exposed reduction": "exposed reduction ms",
+        "its bound": "its bound ms",
+        "exposed all-to-alls": "exposed all-to-all ms",
+        "both exposed together": "together ms",
+    }
+    rows = [[name, *(f"{each[key]:,.0f}" for each in columns)] for name, key in names.items()]
+    lancet = (ROOT / "docs" / "lancet.md").read_text(encoding="utf-8")
+    assert table_below(lancet, "`python bench/bench_lancet_reductions.py --ratio 3 5`") == rows

@@ -143,7 +143,7 @@ def sort_rows(
         key = torch.where(keep_TK.reshape(-1), key, 2 * (n + m) * num_experts)
     slot = key.argsort(stable=True)
     position = torch.empty_like(slot)
-    position[slot] = torch.arange(slot.numel(), device=slot.device)
+    position.scatter_(0, slot, torch.arange(slot.numel(), device=slot.device))
     return SortedRows(slot=slot, position=position)
 
 
@@ -184,6 +184,13 @@ class SortedOrder(Order):
             out.copy_(F.embedding_bag(row_SK.view(-1), rows_NM, first_T, mode="sum"))
         elif row_SK.shape[1] == 1:
             torch.index_select(rows_NM, 0, row_SK.view(-1), out=out)
-        else:
+        elif rows_NM.is_cuda or rows_NM.element_size() < 4:
             chosen = rows_NM.index_select(0, row_SK.view(-1)).view(*row_SK.shape, rows_NM.shape[1])
             torch.sum(chosen, dim=1, out=out)
+        else:
+            # A choice at a time: each copy is a K-th as large, and is added while it is in the cache. Numbers
+            # of two bytes would be rounded after each addition, so they are summed together above.
+            first_S, *others = row_SK.unbind(1)
+            torch.index_select(rows_NM, 0, first_S, out=out)
+            for row_S in others:
+                out.add_(rows_NM.index_select(0, row_S))

@@ -25,11 +25,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.ordering.base import Order
+
+MAX_INT16 = 2**15 - 1
 
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
@@ -141,9 +144,12 @@ def sort_rows(
     key = expert if block is None else block * num_experts + expert
     if keep_TK is not None:
         key = torch.where(keep_TK.reshape(-1), key, 2 * (n + m) * num_experts)
-    slot = key.argsort(stable=True)
-    position = torch.empty_like(slot)
-    position.scatter_(0, slot, torch.arange(slot.numel(), device=slot.device))
+    if type(key) is Tensor and key.device.type == "cpu" and 2 * (n + m) * num_experts <= MAX_INT16:
+        # numpy sorts keys of 16 bits digit by digit, in a fifth of the time of torch's sort.
+        slot = torch.from_numpy(np.argsort(key.to(torch.int16).numpy(), kind="stable"))
+    else:
+        slot = key.argsort(stable=True)
+    position = torch.empty_like(slot).scatter_(0, slot, torch.arange(slot.numel(), device=slot.device))
     return SortedRows(slot=slot, position=position)
 
 

@@ -145,8 +145,8 @@ def sort_rows(
     if keep_TK is not None:
         key = torch.where(keep_TK.reshape(-1), key, 2 * (n + m) * num_experts)
     if type(key) is Tensor and key.device.type == "cpu" and 2 * (n + m) * num_experts <= MAX_INT16:
-        # numpy sorts keys of 16 bits digit by digit, in a fifth of the time of torch's sort. The copy is memory
-        # of torch, so that its bytes are counted.
+        # numpy sorts keys of 16 bits digit by digit, in a fifth of the time of torch's sort. The copy lies in
+        # memory of torch, so that its bytes are counted.
         slot = torch.from_numpy(np.argsort(key.to(torch.int16).numpy(), kind="stable")).clone()
     else:
         slot = key.argsort(stable=True)

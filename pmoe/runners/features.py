@@ -104,6 +104,5 @@ def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
     taker: the key of the entry: the name of a runner, a source of row counts or a prediction.
     features: the features of the layer.
     """
-    requested = frozenset(features)
-    supported = SUPPORTED[taker]
-    return next((feature for feature in Feature if feature in requested and feature not in supported), None)
+    missing = frozenset(features) - SUPPORTED[taker]
+    return next((feature for feature in Feature if feature in missing), None) if missing else None

@@ -70,6 +70,17 @@ def measure_in_little_memory(
     return _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
 
 
+def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
+    """Returns whether trials of these choices in little memory would have at least `MIN_TOKENS` tokens.
+
+    Collective; every rank gets the same.
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs that would be tried.
+    """
+    return share_of_tokens(batch, choices) * batch.counts.max_tokens >= MIN_TOKENS
+
+
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
     """Drops the fastest choices until one is left for which every rank has enough memory. Collective.
 

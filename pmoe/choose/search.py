@@ -20,7 +20,7 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import measure_in_little_memory, with_room
+from pmoe.choose.part_of_batch import has_enough_tokens, measure_in_little_memory, with_room
 from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
@@ -43,7 +43,9 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     1. If earlier trials give n for this number of tokens, their n is returned.
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and kept in a file if $PMOE_CACHE is set.
-    3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes.
+    3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes. If
+       trials are allowed but could not run, its n is remembered, so that later batches of this size do not
+       ask for trials again.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -62,10 +64,20 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
         )
         if degrees is not None:
             learned.keep()
-    if degrees is None:
-        n = adaptive_degree(batch.rows, 2 if options.rotates else modules.ranks.size)
-        degrees = PassDegrees(n, n)
-    return degrees
+        else:
+            degrees = degrees_by_rule(batch)
+            table.remember(batch.counts.max_tokens, degrees)
+    return degrees_by_rule(batch) if degrees is None else degrees
+
+
+def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
+    """Returns the number of chunks by the rule of `adaptive_degree`, the same for both passes.
+
+    batch: the routed batch.
+    """
+    num_ranks = 2 if batch.modules.options.rotates else batch.modules.ranks.size
+    n = adaptive_degree(batch.rows, num_ranks)
+    return PassDegrees(n, n)
 
 
 def search(
@@ -82,12 +94,15 @@ def search(
     numbers: the numbers of chunks to choose from, in rising order.
     apart: whether forward and backward may have different n.
 
-    Returns None if no trial could run, because too few tokens fit into the memory of a step
-    (`measure_in_little_memory`). If all trials run out of memory, larger numbers of chunks are tried, which
+    Returns None if trials of all ``numbers`` in the memory of a step would have too few tokens to say
+    anything (`has_enough_tokens`). If all trials run out of memory, larger numbers of chunks are tried, which
     need less memory. If these run out of memory too, the number that needs least memory is returned without
     being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
     """
     max_tokens = batch.counts.max_tokens
+    every_choice = all_choices([(n, n) for n in numbers], [restore])
+    if not has_enough_tokens(batch, every_choice):
+        return None
     predicted = predicted_seconds(batch, restore, numbers)
 
     too_large: list[PassDegrees] = []
@@ -119,7 +134,7 @@ def search(
         larger = [PassDegrees(n, n) for n in numbers if n > most]
         times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
         if not times:
-            least = smallest_with_room(batch, all_choices([(n, n) for n in numbers], [restore]))
+            least = smallest_with_room(batch, every_choice)
             return PassDegrees(least.forward, least.backward)
     if not times:
         return None

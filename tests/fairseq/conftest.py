@@ -108,7 +108,7 @@ def _searching(folder: Path) -> Commands:
     }
     return {
         name: measuring(
-            folder / name, COUNTED if name == "peaks" else PLAIN, "train", data, *BY_TOKENS, *rest
+            folder / name, COUNTED if name == "peaks" else PLAIN, "train", data, *BY_TOKENS, *SGD, *rest
         )
         for name, rest in trainings.items()
     }

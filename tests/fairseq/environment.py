@@ -170,7 +170,6 @@ PLAIN_STEPS = ("--moe-pipeline", 1, "--moe-memory-reuse", "false")
 BY_TOKENS = (
     *LANGUAGE_MODEL[: LANGUAGE_MODEL.index("--tokens-per-sample")],
     *("--sample-break-mode", "eos", "--tokens-per-sample", 64, "--max-tokens", 4096, *COMMON),
-    *("--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.05, "--clip-norm", 0.5),
 )
 """A language model of single lines in batches of up to 4,096 tokens, each of another size.
 

@@ -15,6 +15,7 @@ from tests.fairseq.environment import (
     COMMON,
     PLAIN_STEPS,
     QUIET,
+    SGD,
     TRANSLATION,
     TRANSLATION_SGD,
     load,
@@ -120,7 +121,7 @@ LINES = ("--max-update", 10, *QUIET)
 REPORTS: dict[str, tuple[object, ...]] = {
     # microsoft/Tutel#182, facebookresearch/fairseq#3730: training stops for ever if ranks have batches of
     # different sizes, or if one has none. The last batch of an epoch is left over, here in a translation.
-    "a left over batch": ("pairs", "--max-epoch", 2, "--max-tokens", 4000, *QUIET),
+    "a left over batch": ("pairs", "--max-epoch", 2, "--max-tokens", 2400, *QUIET),
     # facebookresearch/fairseq#3730: the same with batches of up to 500 tokens. They are too small for trials.
     "small batches": ("text", *LINES, "--max-tokens", 500),
     # deepspeedai/DeepSpeed#6809: so if each rank has a capacity of its own.
@@ -141,7 +142,7 @@ REPORTS: dict[str, tuple[object, ...]] = {
 
 def command_of(case: str, session: Session, folder: Path, is_plain: bool) -> tuple[object, ...]:
     data, *options = REPORTS[case]
-    model = BY_TOKENS
+    model = (*BY_TOKENS, *SGD)
     if data == "pairs":
         model = (*TRANSLATION[: TRANSLATION.index("--batch-size")], *COMMON, *TRANSLATION_SGD)
     flags = PLAIN_STEPS if is_plain else AUTOMATIC
@@ -172,7 +173,7 @@ def test_what_was_reported_of_other_trainers_does_not_happen(reports: Session, c
     assert [step.degrees for step in first] == [step.degrees for step in second]
     searches = sum(len(step.sizes) for step in first)
     assert searches == 0 if case == "small batches" else searches >= 1
-    has_dummy = any(step.tokens[-1] == 0 or len(step.tokens) == 0 for step in second)
+    has_dummy = any(step.tokens[-1] == 0 for step in second)
     assert has_dummy or case != "a left over batch"
     if case == FAILING:
         assert "a trial ran out of memory on some rank" in reports.of_two[case].output
@@ -184,7 +185,7 @@ def test_a_resumed_training_with_adam_has_the_bits_of_one_that_went_on(
 ) -> None:
     """NVIDIA/Megatron-LM#761: with experts on several ranks, the loss was another after a resume."""
     adam = ("--optimizer", "adam", "--lr", 0.01, "--max-update", 13, *QUIET)
-    model = ("train", session.text, *BY_TOKENS, *AUTOMATIC, *adam)
+    model = ("train", session.text, *BY_TOKENS, *adam, *AUTOMATIC)
     middle = ("--restore-file", tmp_path / "one" / "checkpoint_1_10.pt", "--save-dir", tmp_path / "two")
     first = (*model, "--save-interval-updates", 10, "--save-dir", tmp_path / "one")
     commands = {
@@ -202,25 +203,28 @@ def test_a_resumed_training_with_adam_has_the_bits_of_one_that_went_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, groups", [(4, 2), (1, 1)])
-def test_a_checkpoint_continues_on_another_number_of_ranks(
-    session: Session, tmp_path: Path, ranks: int, groups: int
-) -> None:
-    """NVIDIA/Megatron-LM#1517, KempnerInstitute/KempnerForge#202. Two groups of two ranks search apart, and
-    both take what the two ranks had found."""
+def test_a_checkpoint_continues_on_other_numbers_of_ranks(session: Session, tmp_path: Path) -> None:
+    """NVIDIA/Megatron-LM#1517, KempnerInstitute/KempnerForge#202: this failed, or experts were lost.
+
+    A step has 4 batches each time. Two groups of two ranks search apart, and both take what the two ranks
+    had found. One rank needs no trials.
+    """
     checkpoint = session.folder / "searched" / "checkpoint_1_7.pt"
     options = ("--restore-file", checkpoint, "--reset-dataloader", "--max-update", 10, "--no-save", *QUIET)
-    trained = ("train", session.text, *BY_TOKENS, *AUTOMATIC, *options)
-    if ranks > 1:
-        trained += ("--moe-expert-parallel-size", groups)
-    command = measuring(tmp_path / "later", PLAIN, *trained)
-    run_together({"later": command}, tmp_path, ranks=ranks)
-    of_ranks = [steps_of(tmp_path / "later", rank) for rank in range(ranks)]
-    assert {len(steps) for steps in of_ranks} == {3}
-    # Its batches are the first of the epoch again.
-    assert of_ranks[0][0].loss < 0.95 * steps_of(session.folder / "searched")[0].loss * ranks / 2
-    table = table_of(checkpoint)
-    for group in zip(*[iter(of_ranks)] * 2, strict=False):
-        tokens = max(steps[0].tokens[0] for steps in group)
-        if table.lookup(tokens) is not None:
-            assert all(steps[0].sizes == [] for steps in group)
+    trained = ("train", session.text, *BY_TOKENS, *SGD, *AUTOMATIC, *options)
+    of_one: list[Step] = []
+    for ranks, size in ((1, 1), (2, 2), (4, 4), (4, 2)):
+        path = tmp_path / f"{ranks} by {size}"
+        more = ("--update-freq", 4 // ranks, "--moe-expert-parallel-size", size)
+        run_together({"later": measuring(path, PLAIN, *trained, *more)}, tmp_path, ranks=ranks)
+        of_ranks = [steps_of(path, rank) for rank in range(ranks)]
+        of_one = of_one or of_ranks[0]
+        assert len(of_one) == len(of_ranks[0]) == 3
+        assert [step.loss for step in of_one] == pytest.approx([s.loss for s in of_ranks[0]], rel=NOISE)
+        for group in [range(first, first + size) for first in range(0, ranks, size)]:
+            [searched] = {tuple(of_ranks[rank][0].sizes) for rank in group}
+            tokens = max(of_ranks[rank][0].tokens[0] for rank in group)
+            if size == 2 and table_of(checkpoint).lookup(tokens) is not None:
+                assert tokens not in searched
+            if size == 4:  # what two ranks found does not hold for four
+                assert tokens in searched

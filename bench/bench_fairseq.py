@@ -219,7 +219,7 @@ def train(args: argparse.Namespace, data: Path, flags: str, num_steps: int) -> N
         --criterion cross_entropy_pmoe --cpu --distributed-backend gloo --ddp-backend legacy_ddp
         --moe-num-experts {args.experts} --moe-top-k 2 {flags} --optimizer sgd --momentum 0.9 --lr 0.05
         --clip-norm 0.5 --dropout 0 --max-update {num_steps} --num-workers 0
-        --disable-validation --no-save --log-interval 1 --log-format simple""",
+        --valid-subset train --disable-validation --no-save --log-interval 1 --log-format simple""",
     )
 
 

@@ -48,8 +48,11 @@ PLUGIN, LAYER, FAIRSEQ = "plugin", "MoELayer.forward", "fairseq"
 AUTOMATIC = "--moe-pipeline true --moe-memory-reuse true"
 PLAIN = "--moe-pipeline 1 --moe-memory-reuse false"
 
-PEAK_STEPS = 4
-"""Number of automatic steps whose bytes are counted."""
+PEAK_STEPS = 10
+"""Number of automatic steps whose bytes are counted. Among them are batches as large as the first."""
+
+CHOOSING = 0.05
+"""A step counts as one that measures if choosing takes more than these seconds. A look-up takes far less."""
 
 
 @dataclass
@@ -58,13 +61,15 @@ class Recorded:
 
     tokens: tokens of the batch of each step, without padding.
     losses: sum of the losses of all ranks, by step.
-    searched: numbers of the steps in which trials ran, from 0.
+    choosing: seconds in which the step chose numbers of chunks and restore pairs, by trials or otherwise.
+    searches: number of searches for a number of chunks.
     peaks: the most bytes that a step had allocated at once, by step; empty if they are not counted.
     """
 
     tokens: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    searched: list[int] = field(default_factory=list)
+    choosing: list[float] = field(default_factory=list)
+    searches: int = 0
     peaks: list[int] = field(default_factory=list)
 
 
@@ -141,19 +146,17 @@ class Recorder:
     """Records the steps of trainings. ``now`` is the present training; with ``counts``, bytes are counted."""
 
     def __init__(self) -> None:
-        from pmoe.choose import search
+        from pmoe.choose import open_choice, search
         from pmoe.integrations.fairseq.plugin import MoETrainer
 
         self.now = Recorded()
         self.counts = False
-        train_step, reduce_stats, find = (
-            MoETrainer.train_step,
-            MoETrainer._reduce_and_log_stats,
-            search.search,
-        )
+        train_step, reduce_stats = MoETrainer.train_step, MoETrainer._reduce_and_log_stats
+        choose, find = open_choice.choose_among, search.search
 
         def step(trainer: Any, samples: Any, raise_oom: bool = False) -> Any:
             self.now.tokens.append(samples[0]["ntokens"] if samples[0] else 0)
+            self.now.choosing.append(0.0)
             if not self.counts:
                 return train_step(trainer, samples, raise_oom)
             with freed_late(0.03), watched() as seen:
@@ -166,12 +169,19 @@ class Recorder:
             return reduce_stats(trainer, outputs, size, norm)
 
         def searching(*args: Any, **options: Any) -> Any:
-            self.now.searched.append(len(self.now.tokens) - 1)
+            self.now.searches += 1
             return find(*args, **options)
+
+        def choosing(*args: Any) -> Any:
+            start = time.perf_counter()
+            choice = choose(*args)
+            self.now.choosing[-1] += time.perf_counter() - start
+            return choice
 
         MoETrainer.train_step = step  # type: ignore[method-assign]
         MoETrainer._reduce_and_log_stats = reduced
         search.search = searching
+        open_choice.choose_among = choosing
 
 
 def write_lines(folder: Path, num_tokens: int) -> Path:
@@ -286,21 +296,21 @@ def report(args: argparse.Namespace, trainings: dict[str, Training], peaks: Sequ
     first, again = trainings["plain"], trainings["plain again"]
     plain_seconds = [(a + b) / 2 for a, b in zip(first.seconds, again.seconds, strict=True)]
     is_later = range(args.warmup, len(plain_seconds))
-    searched = set(automatic.recorded.searched)
-    ratios = [automatic.seconds[i] / plain_seconds[i] for i in is_later if i not in searched]
-    search_seconds = sum(automatic.seconds[i] - plain_seconds[i] for i in searched)
+    choosing = automatic.recorded.choosing
+    measuring = [i for i, seconds in enumerate(choosing) if seconds > CHOOSING]
+    ratios = [automatic.seconds[i] / plain_seconds[i] for i in is_later if i not in measuring]
     losses = zip(automatic.recorded.losses, first.recorded.losses, strict=True)
     summary = {
         "steps": len(plain_seconds),
         "tokens": [min(automatic.recorded.tokens), max(automatic.recorded.tokens)],
-        "searches": len(automatic.recorded.searched),
-        "steps with a search": sorted(searched),
-        "seconds of searches": search_seconds,
-        "searches / plain step": search_seconds / statistics.median(plain_seconds),
+        "searches for a number of chunks": automatic.recorded.searches,
+        "steps that measure": measuring,
+        "seconds of choosing": sum(choosing),
+        "choosing / plain step": sum(choosing) / statistics.median(plain_seconds),
         "later steps, automatic / plain": statistics.median(ratios),
         "plain again / plain": statistics.median([again.seconds[i] / first.seconds[i] for i in is_later]),
         "loss, largest relative difference": max(abs(a / b - 1) for a, b in losses),
-        "first step's peak / later": [first / max(later) for first, *later in peaks],
+        "first step's peak / largest later": [first / max(later) for first, *later in peaks],
     }
     print(f"{AUTOMATIC} beside {PLAIN}:")
     for name, value in summary.items():
@@ -338,6 +348,7 @@ def report(args: argparse.Namespace, trainings: dict[str, Training], peaks: Sequ
             automatic=summary,
             seconds={name: training.seconds for name, training in trainings.items()},
             peaks=[list(of_rank) for of_rank in peaks],
+            tokens={name: training.recorded.tokens for name, training in trainings.items()},
             share=share,
             shares=shares,
             rows=rows,
@@ -352,7 +363,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="every second one with experts")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=4096, help="most tokens of a batch on a rank")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--out", type=Path, default=None, help="folder for fairseq.json")
     args = parser.parse_args()

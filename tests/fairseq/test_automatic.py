@@ -25,12 +25,13 @@ from tests.fairseq.measured import FAILING, PLAIN, Step, steps_of
 
 pytestmark = pytest.mark.timeout(900)
 
-NOISE = 2e-6
-"""Relative difference of two losses, or norms of gradients, that only rounding makes.
+NOISE = 5e-5
+"""Relative difference of two losses that rounding can make. Norms of gradients may differ ten times as much.
 
-float32 rounds to 6e-8. Chunks change the order of some sums, and a step repeats such differences. Over 24
-steps of SGD the losses were seen to differ by 1e-7, the norms by 2e-6 of their values at most. (Adam divides
-by the size of a gradient, so there a gradient that is nothing but noise moves a parameter as far as others.)
+float32 rounds to 6e-8. Chunks change the order of some sums, so 24 steps of SGD differed by 1e-7. Rounding
+may also send a token whose two experts are equally good to the other one: with 8,000 tokens in a step, this
+changed the loss by 8e-6 in the benchmark. (Adam divides by the size of a gradient, so there a gradient that
+is only noise moves a parameter as far as others do.)
 """
 
 

@@ -30,7 +30,7 @@ NOISE = 5e-5
 
 float32 rounds to 6e-8. Chunks change the order of some sums, so 24 steps of SGD differed by 1e-7. Rounding
 may also send a token whose two experts are equally good to the other one: with 8,000 tokens in a step, this
-changed the loss by 8e-6 in the benchmark. (Adam divides by the size of a gradient, so there a gradient that
+changed the loss by 2e-5 in the benchmark. (Adam divides by the size of a gradient, so there a gradient that
 is only noise moves a parameter as far as others do.)
 """
 

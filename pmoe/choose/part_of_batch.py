@@ -184,6 +184,18 @@ def _measure_part(
     return TrialsOfPart(share, measure_trials(part, choices, most_rounds))
 
 
+def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
+    """Returns whether a first stage of trials would have at least `MIN_TOKENS` tokens. Collective.
+
+    The smallest first stage has the two choices that need the least memory.
+
+    batch: the routed batch.
+    choices: all choices that may be taken, with one restore pair.
+    """
+    peaks = sorted(predicted_peaks(batch, choices))
+    return share_of_tokens(batch, peaks[:2][-1], peaks[0]) * batch.counts.max_tokens >= MIN_TOKENS
+
+
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
     """Drops the fastest choices until one is left for which every rank has enough memory. Collective.
 

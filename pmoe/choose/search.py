@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import measure_in_stages, with_room
+from pmoe.choose.part_of_batch import has_enough_tokens, measure_in_stages, with_room
 from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
@@ -43,7 +43,9 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     1. If earlier trials give n for this number of tokens, their n is returned.
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and kept in a file if $PMOE_CACHE is set.
-    3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes.
+    3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes. If
+       trials are allowed but could not run, its n is remembered, so that later batches of this size do not
+       ask for trials again.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -62,10 +64,20 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
         )
         if degrees is not None:
             learned.keep()
-    if degrees is None:
-        n = adaptive_degree(batch.rows, 2 if options.rotates else modules.ranks.size)
-        degrees = PassDegrees(n, n)
-    return degrees
+        else:
+            degrees = degrees_by_rule(batch)
+            table.remember(batch.counts.max_tokens, degrees)
+    return degrees_by_rule(batch) if degrees is None else degrees
+
+
+def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
+    """Returns the number of chunks by the rule of `adaptive_degree`, the same for both passes.
+
+    batch: the routed batch.
+    """
+    num_ranks = 2 if batch.modules.options.rotates else batch.modules.ranks.size
+    n = adaptive_degree(batch.rows, num_ranks)
+    return PassDegrees(n, n)
 
 
 def search(
@@ -82,12 +94,15 @@ def search(
     numbers: the numbers of chunks to choose from, in rising order.
     apart: whether forward and backward may have different n.
 
-    Returns None if no trial could run, because too few tokens fit into the memory of a step
-    (`measure_in_stages`). If all trials run out of memory, larger numbers of chunks are tried, which need
+    Returns None if trials in the memory of a step would have too few tokens to say anything
+    (`has_enough_tokens`). If all trials run out of memory, larger numbers of chunks are tried, which need
     less memory. If these run out of memory too, the number that needs least memory is returned without
     being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
     """
     max_tokens = batch.counts.max_tokens
+    every_choice = all_choices([(n, n) for n in numbers], [restore])
+    if not has_enough_tokens(batch, every_choice):
+        return None
     predicted = predicted_seconds(batch, restore, numbers)
 
     too_large: list[PassDegrees] = []
@@ -120,7 +135,7 @@ def search(
         larger = [PassDegrees(n, n) for n in numbers if n > most]
         times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
         if not times:
-            least = smallest_with_room(batch, all_choices([(n, n) for n in numbers], [restore]))
+            least = smallest_with_room(batch, every_choice)
             return PassDegrees(least.forward, least.backward)
     if not times:
         return None
@@ -153,7 +168,9 @@ def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int
 # ---- results of trials, shared by layers with equal keys
 
 
-def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
+def learned_degrees(
+    modules: LayerModules, path: str | Path | None = None, saved: Sequence[Mapping[str, Any]] | None = None
+) -> LearnedDegrees:
     """Returns the results of trials for this layer: the fastest numbers of chunks by number of tokens.
 
     Layers on one process group share the results if they have the same `key_of_degrees`, which contains
@@ -162,14 +179,17 @@ def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> Le
     modules: the modules and options of the layer.
     path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). None takes the
         results that this process has. If it has none, None takes the results of the file in $PMOE_CACHE.
+    saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key. They
+        are taken if ``path`` is None, and neither this process nor the file in $PMOE_CACHE has results.
 
-    Collective with a ``path``, and the first time without one. Raises OSError or ValueError on every rank if
-    rank 0 cannot use ``path``.
+    Collective with ``path`` or ``saved``, and the first time without them. Raises OSError or ValueError on
+    every rank if rank 0 cannot use ``path``.
     """
     choosers = modules.cache.choosers
     name = _name(modules)
-    if path is not None or name not in choosers:
-        choosers[name] = load_learned(modules.ranks, key_of_degrees(modules), modules.options.degrees, path)
+    if path is not None or saved is not None or name not in choosers:
+        key = key_of_degrees(modules)
+        choosers[name] = load_learned(modules.ranks, key, modules.options.degrees, path, saved or ())
     learned: LearnedDegrees = choosers[name]
     return learned
 
@@ -251,8 +271,17 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
     Raises OSError if the file cannot be written, and TypeError if JSON cannot hold the key.
     """
     check_path(path=path)
+    save_json(path, to_fields(tables, key))
+
+
+def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns results of trials and their key as data for JSON. Leaves out empty tables.
+
+    tables: for each dtype of rows, the fastest numbers of chunks by tokens.
+    key: everything that changes the seconds of trials (`key_of_degrees`).
+    """
     table_fields = {name: table.to_fields() for name, table in tables.items() if table.ranges}
-    save_json(path, {"format": FORMAT, "key": dict(key), "tables": table_fields})
+    return {"format": FORMAT, "key": dict(key), "tables": table_fields}
 
 
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
@@ -266,31 +295,44 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
     tables, of another format, with another key, or with other numbers of chunks.
     """
     check_path(path=path)
-    # The key in the file has been through JSON, which makes lists of tuples.
+    return load_json(
+        path, lambda fields: from_fields(fields, key, candidates), "save_degrees, or trials, write it"
+    )
+
+
+def from_fields(
+    fields: Mapping[str, Any], key: Mapping[str, Any], candidates: Sequence[int] | None = None
+) -> Tables:
+    """Returns the results of trials that `to_fields`, of this or an older version, made data of.
+
+    fields: the data.
+    key: everything that changes the seconds of trials (`key_of_degrees`).
+    candidates: numbers of chunks that the tables may contain; None allows all.
+
+    Raises ValueError for data without tables, of another format, with another key, or with other numbers of
+    chunks.
+    """
+    # The key in the data has been through JSON, which makes lists of tuples.
     expected_key = json.loads(json.dumps(dict(key)))
-
-    def parse(fields: Mapping[str, Any]) -> Tables:
-        version = fields.get("format")
-        if version == 1:
-            parsed = _tables_of_version_1(fields, expected_key)
-        elif version in (2, FORMAT):
-            _check_key(fields.get("key"), expected_key)
-            tables = fields.get("tables")
-            if not isinstance(tables, dict):
-                raise ValueError(f"no granularity table: tables ({tables!r}) must be an object")
-            parsed = (
-                _tables_of_version_2(tables)
-                if version == 2
-                else {name: GranularityTable.from_fields(table) for name, table in tables.items()}
-            )
-        else:
-            raise ValueError(f"format ({version!r}) must be 1, 2 or {FORMAT}")
-        for degrees in (degrees for table in parsed.values() for degrees in table.all_degrees()):
-            if candidates is not None and not {degrees.forward, degrees.backward} <= set(candidates):
-                raise ValueError(f"found n={degrees}, expected numbers among {tuple(candidates)}")
-        return parsed
-
-    return load_json(path, parse, "save_degrees, or trials, write it")
+    version = fields.get("format")
+    if version == 1:
+        parsed = _tables_of_version_1(fields, expected_key)
+    elif version in (2, FORMAT):
+        _check_key(fields.get("key"), expected_key)
+        tables = fields.get("tables")
+        if not isinstance(tables, dict):
+            raise ValueError(f"no granularity table: tables ({tables!r}) must be an object")
+        parsed = (
+            _tables_of_version_2(tables)
+            if version == 2
+            else {name: GranularityTable.from_fields(table) for name, table in tables.items()}
+        )
+    else:
+        raise ValueError(f"format ({version!r}) must be 1, 2 or {FORMAT}")
+    for degrees in (degrees for table in parsed.values() for degrees in table.all_degrees()):
+        if candidates is not None and not {degrees.forward, degrees.backward} <= set(candidates):
+            raise ValueError(f"found n={degrees}, expected numbers among {tuple(candidates)}")
+    return parsed
 
 
 def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
@@ -399,7 +441,11 @@ _LEARNED: dict[tuple[str, str], LearnedDegrees] = {}  # by name of the group and
 
 
 def load_learned(
-    ranks: Ranks, key: Mapping[str, Any], candidates: Sequence[int], path: str | Path | None = None
+    ranks: Ranks,
+    key: Mapping[str, Any],
+    candidates: Sequence[int],
+    path: str | Path | None = None,
+    saved: Sequence[Mapping[str, Any]] = (),
 ) -> LearnedDegrees:
     """Returns rank 0's results of trials for layers with this key, the same on every rank. Collective.
 
@@ -407,7 +453,8 @@ def load_learned(
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
     path: the file to load. None takes the results that rank 0's process has. If it has none, None takes the
-        results of the file in $PMOE_CACHE (`stored_path`).
+        results of the file in $PMOE_CACHE (`stored_path`), or else those of ``saved``.
+    saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key.
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
     $PMOE_CACHE cannot be used, only warns: the next trials replace it.
@@ -420,15 +467,17 @@ def load_learned(
             if path is not None:
                 sent = (key, load_degrees(path, key, candidates))
             else:
-                sent = (key, own.tables or _stored_tables(own.path, key, candidates))
+                tables = {name: table for name, table in own.tables.items() if table.ranges}
+                tables = tables or _stored_tables(own.path, key, candidates)
+                sent = (key, tables or _saved_tables(saved, key, candidates))
         except Exception as error:
             # Any error is sent, also a warning that was made an error, because all ranks wait for rank 0.
             sent = (key, error)
-    key, tables = from_first(ranks, sent, stage="sharing what trials found")
-    if isinstance(tables, Exception):
-        raise tables
+    key, agreed = from_first(ranks, sent, stage="sharing what trials found")
+    if isinstance(agreed, Exception):
+        raise agreed
     learned = learned_in_this_process(ranks, key)
-    learned.tables = tables  # other layers hold the same object and get the tables too
+    learned.tables = agreed  # other layers hold the same object and get the tables too
     return learned
 
 
@@ -461,3 +510,53 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
     older = stored_path(key, 2)
     source = older if older is not None and older.exists() and not path.exists() else path
     return read_or_default({}, about, lambda: load_degrees(source, key, candidates))
+
+
+# ---- results of trials in a training checkpoint
+
+
+def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any]]:
+    """Returns the results of trials of some layers as data for JSON, one entry for each key. Not collective.
+
+    A training checkpoint may hold them. `take_results` uses them when the training is resumed.
+
+    layers: the modules and options of each layer. Those without results are left out.
+    """
+    learned = [modules.cache.choosers.get(_name(modules)) for modules in layers]
+    distinct = {id(results): results for results in learned if results is not None}
+    return [to_fields(results.tables, results.key) for results in distinct.values() if results.tables]
+
+
+def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Gives layers the results of trials that a training checkpoint holds. Collective.
+
+    A layer takes the results with its own key, so a checkpoint of another machine or of another number of
+    ranks is no error: the layer then searches again. Results that this process or the file in $PMOE_CACHE has
+    already stay, because they are at least as new.
+
+    layers: the modules and options of each layer, the same layers on every rank.
+    saved: what `results_for_checkpoint` returned. All ranks use rank 0's.
+    """
+    for modules in layers:
+        if modules.options.pipeline is True and modules.ranks.size > 1:
+            learned_degrees(modules, saved=saved)
+
+
+def _saved_tables(
+    saved: Sequence[Mapping[str, Any]], key: Mapping[str, Any], candidates: Sequence[int]
+) -> Tables:
+    """Returns the results of trials with this key that a checkpoint holds; an empty dict if there are none.
+
+    saved: what `results_for_checkpoint` returned.
+    key: everything that changes the seconds of trials (`key_of_degrees`).
+    candidates: numbers of chunks that the results may contain.
+    """
+    refusal = None
+    for fields in saved:
+        try:
+            return from_fields(fields, key, candidates)
+        except ValueError as error:
+            refusal = error
+    if refusal is not None:
+        log.info("pipeline=True searches again, because what the checkpoint's trials found %s", refusal)
+    return {}

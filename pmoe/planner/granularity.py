@@ -157,9 +157,9 @@ class BatchRange:
 class GranularityTable:
     """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
 
-    The table holds disjoint ranges of B in rising order, and the answers for the B that were looked up since
-    the last measurement. All B are rounded (`rounded`): there are 16 rounded values between a number of
-    tokens and its double, so the number of ranges is bounded.
+    The table holds disjoint ranges of B in rising order, and the answers for the B that were looked up or
+    remembered since the last measurement. All B are rounded (`rounded`): there are 16 rounded values between
+    a number of tokens and its double, so the number of ranges is bounded.
 
     Every rank has a table of its own. The tables are equal if all ranks record the same seconds.
 
@@ -190,6 +190,13 @@ class GranularityTable:
             return None
         self.answers[entry] = below.degrees
         return below.degrees
+
+    def remember(self, B: int, degrees: PassDegrees) -> None:
+        """Stores degrees (numbers of chunks) for batches of B tokens that were not measured.
+
+        They are forgotten at the next measurement, and are not written to files.
+        """
+        self.answers[rounded(B)] = degrees
 
     def neighbours(self, B: int) -> tuple[BatchRange | None, BatchRange | None]:
         """Returns (last range that begins at or below B, first range that begins above B).

@@ -8,6 +8,8 @@ from pmoe.integrations.fairseq.options import PLACES, layer_options
 from tests.fairseq.environment import LANGUAGE_MODEL
 
 EVERY_OPTION = [text for option in (*PLACES, *layer_options()) for text in (option.flag, option.default)]
+NO_OPTIMIZER = "--lr-scheduler fixed"
+"""The case of a command without --optimizer."""
 EXPERTS = ["--moe-num-experts", "4", "--moe-top-k", "2"]
 
 # What is added to a command that works, and what the message must say.
@@ -49,6 +51,7 @@ ON_TWO_RANKS: dict[str, str] = {
     "--moe-expert-parallel-size few": r"--moe-expert-parallel-size \(few\) must divide",
     "--moe-capacity-factor 2 --moe-pad-to-capacity true": r"--moe-pad-to-capacity \(true\) must be false",
     "--ddp-backend pytorch_ddp": r"--ddp-backend \(pytorch_ddp\) must be legacy_ddp",
+    NO_OPTIMIZER: r"--optimizer \(none\) must be given",
     "--optimizer adafactor": r"--optimizer \(adafactor\) must be another, such as adam",
 }
 ACCEPTED = (
@@ -70,7 +73,9 @@ def others_of(cases: dict[str, str]) -> list[str]:
 def refused(case: str, data: Path, folder: Path) -> tuple[str, ...]:
     """The command of a case, which would keep its checkpoints in ``folder``."""
     arguments = [*map(str, (data, *LANGUAGE_MODEL)), "--max-update", "1", "--disable-validation"]
-    arguments += ["--optimizer", "sgd", "--lr", "0.1", "--save-dir", str(folder)]
+    if case != NO_OPTIMIZER:
+        arguments += ["--optimizer", "sgd"]
+    arguments += ["--lr", "0.1", "--save-dir", str(folder)]
     if "--arch" in case:
         arguments = _without_moe(arguments)
     return ("train", *arguments, *case.split())

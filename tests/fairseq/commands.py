@@ -2,6 +2,7 @@
 
     python -m tests.fairseq.commands LIST.json    # [["train", "data", ...], ...]
 
+A command behind `MEASURED` writes what its steps did (measured.py).
 Rank 0 prints "COMMAND" before each and "ENDED" behind it, with the message of the ValueError that refused it.
 It alone runs what has nothing to do with ranks. What the others print goes to LIST.json.rank1 and so on.
 """
@@ -15,13 +16,17 @@ import time
 from pathlib import Path
 
 from pmoe.integrations.fairseq.__main__ import main
+from tests.fairseq.measured import MEASURED, measured
 
 RANK = int(os.environ.get("RANK", "0"))
 
 
 def refusal(arguments: list[str]) -> str:
     try:
-        main(arguments)
+        if arguments[0] == MEASURED:
+            measured(Path(arguments[1]), arguments[2], arguments[3:], main)
+        else:
+            main(arguments)
     except ValueError as error:
         return str(error)
     return ""

@@ -19,7 +19,10 @@ from tests.fairseq.cases import (
 )
 from tests.fairseq.environment import (
     ADAM,
+    AUTOMATIC,
+    BY_TOKENS,
     LANGUAGE_MODEL,
+    PLAIN_STEPS,
     QUIET,
     SGD,
     TRANSLATION,
@@ -29,6 +32,7 @@ from tests.fairseq.environment import (
     write_pairs,
     write_text,
 )
+from tests.fairseq.measured import COUNTED, MEASURED, PLAIN
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,41 @@ def _commands_of_two(folder: Path) -> Commands:
         "sgd": (*sgd, "--save-dir", folder / "sgd"),
         "translation": (*translation, *places, "--save-dir", folder / "translation"),
     }
+    made |= _searching(folder)
     for case in some_of(ON_TWO_RANKS):
         made[case] = refused(case, text / "data", folder / "refused")
     made["accepted 0"] = accepted(0, text / "data", folder / "refused")
     return made
+
+
+def _searching(folder: Path) -> Commands:
+    """Trainings that choose the number of chunks and the restore pair themselves, in the same 14 steps.
+
+    The second continues the first one's checkpoint of step 7. Batch sizes change from step to step. In step
+    13, which ends the epoch, the second rank has a dummy batch.
+    """
+    data = folder / "text" / "data"
+    steps = ("--max-update", 14, *QUIET)
+    middle = folder / "searched" / "checkpoint_1_7.pt"
+    # One layer with experts, which takes most of the memory of a step.
+    large = ("--decoder-layers", 1, "--moe-freq", 1, "--decoder-ffn-embed-dim", 256, "--max-update", 4)
+    trainings: Commands = {
+        "searched": (*AUTOMATIC, *steps, "--save-interval-updates", 7, "--save-dir", folder / "searched"),
+        "searched, resumed": (*AUTOMATIC, *steps, "--restore-file", middle, "--save-dir", folder / "later"),
+        "one chunk": (*PLAIN_STEPS, *steps, "--no-save"),
+        "peaks": (*AUTOMATIC, *large, *QUIET, "--no-save"),
+    }
+    return {
+        name: measuring(
+            folder / name, COUNTED if name == "peaks" else PLAIN, "train", data, *BY_TOKENS, *SGD, *rest
+        )
+        for name, rest in trainings.items()
+    }
+
+
+def measuring(path: Path, way: str, *command: object) -> tuple[object, ...]:
+    """The command, of which the steps are written to ``path`` (measured.py)."""
+    return (MEASURED, path, way, *command)
 
 
 def _commands_of_one(folder: Path) -> Commands:

@@ -164,6 +164,17 @@ TRANSLATION = (
     *("--encoder-attention-heads", 2, "--decoder-attention-heads", 2, "--batch-size", 48, *COMMON),
 )
 
+AUTOMATIC = ("--moe-pipeline", "true", "--moe-memory-reuse", "true")
+PLAIN_STEPS = ("--moe-pipeline", 1, "--moe-memory-reuse", "false")
+
+BY_TOKENS = (
+    *LANGUAGE_MODEL[: LANGUAGE_MODEL.index("--tokens-per-sample")],
+    *("--sample-break-mode", "eos", "--tokens-per-sample", 64, "--max-tokens", 4096, *COMMON),
+)
+"""A language model of single lines in batches of up to 4,096 tokens, each of another size.
+
+More than 1,024 tokens are enough for trials."""
+
 ADAM = ("--optimizer", "adam", "--lr", 0.01, "--clip-norm", 1.0, "--moe-capacity-factor", 1.25)
 SGD = ("--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.05, "--clip-norm", 0.5, "--moe-aux-weight", 0.1)
 QUIET = ("--disable-validation",)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
+from bench.allocations import freed_late
 from pmoe.choose import part_of_batch
 from pmoe.choose import search as searched
-from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
 from pmoe.planner.degree import Choice
 from pmoe.planner.timed_rounds import PassTimes
@@ -39,21 +39,6 @@ def build(**options: Any) -> pmoe.MoELayer:
     with torch.no_grad():
         layer.gate.weight[:] = 0.02 * torch.randn(4, D_MODEL)
     return layer
-
-
-def freed_late(seconds: float = 5e-3) -> Any:
-    """Lets passes free their buffers some milliseconds late.
-
-    gloo's thread lets go of a message's buffers a moment after the message has ended, and what is freed on
-    that thread is not seen.
-    """
-    close = Arena.close
-
-    def close_late(arena: Arena) -> None:
-        time.sleep(seconds)
-        close(arena)
-
-    return mock.patch.object(Arena, "close", close_late)
 
 
 def step_bytes(layer: pmoe.MoELayer, x: torch.Tensor) -> Allocated:

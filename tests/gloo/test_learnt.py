@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import pmoe
 from pmoe.choose import search as searched
 from pmoe.planner import degree_trials
 from pmoe.planner.granularity import rounded
@@ -227,3 +228,85 @@ def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_mem
     for got in (first, second):
         assert len(set(got["choosers"])) == 1
         assert max(got["tensors"]) - min(got["tensors"]) <= 20, got["tensors"]
+
+
+# ---- batches on which no trial can run
+
+
+def small_job(rank: int, world: int, counts: tuple[int, ...]) -> dict[str, Any]:
+    """Steps of a layer whose smallest step has room for trials of fewer than 256 of about 1,200 tokens."""
+    searched._LEARNED.clear()
+    told = listen()
+    asked = []
+    search = searched.search
+
+    def searching(known: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+        asked.append(batch.counts.max_tokens)
+        return search(known, batch, *rest, **options)
+
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(32, 64, 8, top_k=2, pipeline=True, memory_reuse="S1")
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(degree_trials, "MOST_ROUNDS", 1)
+        patch.setattr(searched, "search", searching)
+        for count in counts:
+            layer(torch.randn(count, 32, requires_grad=True)).sum().backward()
+            assert layer.ran is not None
+            found.append((layer.ran.forward, layer.ran.backward))
+    lines = [line for line in told.lines if line.startswith("pipeline=True")]
+    searched._LEARNED.clear()
+    return {"n": found, "asked": asked, "lines": lines}
+
+
+def test_a_batch_too_small_for_trials_takes_the_n_of_the_rule_and_asks_for_none_again() -> None:
+    for got in ranks(2).run(small_job, (1210, 1300, 1210, 1300)):
+        assert got == {"n": [(2, 2)] * 4, "asked": [1210, 1300], "lines": []}
+
+
+def test_a_measurement_makes_batches_too_small_for_trials_ask_once_more() -> None:
+    for got in ranks(2).run(small_job, (1210, 6000, 1210, 1210)):
+        assert got["asked"] == [1210, 6000, 1210] and got["n"][::2] == [(2, 2)] * 2
+        assert all("for 6000 tokens" in line for line in got["lines"]) and got["lines"]
+
+
+# ---- results in a checkpoint of a training
+
+
+def checkpoint_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """A training stores what trials found. Rank 0 has it later, and a layer with ``options`` takes it."""
+    searched._LEARNED.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PMOE_CACHE", raising=False)
+        patch.setattr(degree_trials, "MOST_ROUNDS", 1)
+        layers = [build(pipeline=True, top_k=1), build(pipeline=True, top_k=1), build(pipeline=4, top_k=1)]
+        for layer in layers:
+            step(layer, 2048, rank)
+        saved = json.loads(json.dumps(searched.results_for_checkpoint(each.layer_modules for each in layers)))
+        before = (layers[0].ran.forward, layers[0].ran.backward)
+        searched._LEARNED.clear()
+        told = listen()
+        resumed = build(**{"pipeline": True, "top_k": 1, **options})
+        searched.take_results([resumed.layer_modules], saved if rank == 0 else [])
+        step(resumed, 2048, rank)
+        searched._LEARNED.clear()
+    return {
+        "entries": len(saved),
+        "same": (resumed.ran.forward, resumed.ran.backward) == before,
+        "tried": [line for line in told.lines if line.startswith("pipeline=True tries")],
+        "again": [line for line in told.lines if line.startswith("pipeline=True searches again")],
+    }
+
+
+def test_a_layer_takes_what_trials_found_before_a_checkpoint() -> None:
+    """Two layers that are alike have one entry, and a layer with a fixed n has none."""
+    for got in ranks(2).run(checkpoint_job, {}):
+        assert got == {"entries": 1, "same": True, "tried": [], "again": []}
+
+
+def test_a_layer_of_another_kind_than_the_checkpoints_searches_again_and_says_why() -> None:
+    first, second = ranks(2).run(checkpoint_job, {"memory_reuse": "S4"})
+    assert first["tried"] == second["tried"] != []
+    [line] = first["again"]
+    assert "holds the degrees of another layer, group or machine: memory_reuse" in line
+    assert second["again"] == []

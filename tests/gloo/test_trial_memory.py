@@ -14,58 +14,16 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.choose import part_of_batch, trials
+from pmoe.choose import part_of_batch
 from pmoe.choose import search as searched
-from pmoe.engine.buffers.arena import DevicePool
 from pmoe.engine.plan import make_plan
 from pmoe.engine.variants import trial
 from pmoe.measure import profile
 from pmoe.warn import GIVEN
+from tests.failing_trials import ERRORS, Failing
 from tests.pool import ranks
 
 TOKENS, D_MODEL, D_HIDDEN = 2048, 32, 128
-
-ERRORS = {
-    "torch": torch.OutOfMemoryError("CUDA out of memory"),
-    "the CPU's allocator": RuntimeError(
-        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
-    ),
-    "Python": MemoryError(),
-    "the system": OSError(12, "Cannot allocate memory"),
-}
-
-
-class Failing:
-    """Lets the k-th allocation inside trials fail on one rank, or all that are larger than ``most`` bytes."""
-
-    def __init__(self, rank: int, error: BaseException, at: int | None, most: float) -> None:
-        self.rank, self.error, self.at, self.most = rank, error, at, most
-        self.count = 0
-        self.is_in_trial = False
-
-    def patches(self) -> list[Any]:
-        new = DevicePool.new
-        runs = {name: getattr(trials.Trial, name) for name in ("run", "has_room")}
-
-        def failing_new(pool: DevicePool, like: torch.Tensor, *shape: int) -> torch.Tensor:
-            if self.is_in_trial:
-                self.count += 1
-                num_bytes = like.element_size() * torch.Size(shape).numel()
-                if self.rank == 1 and (self.count == self.at or num_bytes > self.most):
-                    raise self.error
-            return new(pool, like, *shape)
-
-        def marked(name: str) -> Any:
-            def call(*given: Any) -> Any:
-                self.is_in_trial = True
-                try:
-                    return runs[name](*given)
-                finally:
-                    self.is_in_trial = False
-
-            return mock.patch.object(trials.Trial, name, call)
-
-        return [mock.patch.object(DevicePool, "new", failing_new), *map(marked, runs)]
 
 
 def few_fast(parts: Any) -> Any:

@@ -144,8 +144,8 @@ PLANNER = (
         name="kept-degrees-of-another-rank",
         breaks="each rank takes its own file of what trials found",
         file="pmoe/choose/search.py",
-        old='    key, tables = from_first(ranks, sent, stage="sharing what trials found")\n',
-        new="    tables = _kept(kept_path(key), key, candidates=range(1, 17))\n",
+        old='    key, agreed = from_first(ranks, sent, stage="sharing what trials found")\n',
+        new="    agreed = _stored_tables(stored_path(key), key, candidates)\n",
         tests="tests/gloo/test_learnt.py -k only_another",
     ),
     Plant(

@@ -126,8 +126,14 @@ def test_other_measured_numbers_are_the_stored_ones() -> None:
     text = " ".join(NUMBERS.split())
     one, two = (stored(f"plain_{threads}_threads")[0]["/ plain"] for threads in (1, 2))
     assert f"{one:.2f} x (one thread) and {two:.2f} x (two threads)" in text
-    share = json.loads((RESULTS / "fairseq.json").read_text("utf-8"))["share"]
-    assert f"takes {100 * share:.1f} % of a step" in text
+    fairseq = json.loads((RESULTS / "fairseq.json").read_text("utf-8"))
+    assert f"takes {100 * fairseq['share']:.1f} % of a step" in text
+    automatic = fairseq["automatic"]
+    assert f"In {automatic['steps']} steps with" in text
+    assert f"took as long as {automatic['choosing / plain step']:.1f} steps" in text
+    assert f"Later steps took {automatic['later steps, automatic / plain']:.2f} x the plain ones" in text
+    first, second = automatic["first step's peak / largest later"]
+    assert f"The first step's peak was {first:.2f} and {second:.2f} x the largest later one" in text
 
 
 def test_the_table_of_alternating_all_to_alls_is_the_stored_one() -> None:

@@ -144,6 +144,8 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
             "--eval-bleu must be left out if experts are spread over ranks: ranks generate sentences of "
             "different lengths, and would wait for each other for ever. Run generate on the checkpoints"
         )
+    if config.optimizer is None:
+        raise ValueError("--optimizer (none) must be given, for example --optimizer adam")
     optimizer = config.optimizer._name
     if num_ranks > 1 and optimizer in NOT_BY_ELEMENT:
         raise ValueError(

@@ -32,6 +32,8 @@ from fairseq.trainer import Trainer
 from torch import Tensor, nn
 
 from pmoe import Gate
+from pmoe.call.modules import LayerModules
+from pmoe.choose.search import results_for_checkpoint, take_results
 from pmoe.comm.ranks import Ranks
 from pmoe.integrations.fairseq import criterions  # noqa: F401
 from pmoe.integrations.fairseq.checkpoint import for_inference, gather_model, gather_optimizer, own_optimizer
@@ -39,8 +41,12 @@ from pmoe.integrations.fairseq.checks import check_training
 from pmoe.integrations.fairseq.models import ExpertParallelModel
 from pmoe.training.expert_parallel import MeanOverRanks
 from pmoe.training.parallel import make_meshes
+from pmoe.warn import log
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+TRIALS = "moe_trials"
+"""The key of a checkpoint's extra state under which the results of trials are (``--moe-pipeline true``)."""
 
 
 class NanDetectorBesideGates(NanDetector):  # type: ignore[misc]
@@ -87,6 +93,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
                 f"({cfg.model._name}), which has no experts"
             )
         super().__init__(cfg, task, model, criterion, quantizer)
+        if self.data_parallel_rank > 0:
+            # fairseq lets ranks other than 0 log warnings only. All ranks choose the same numbers of chunks,
+            # so rank 0 logs them for all.
+            log.setLevel(max(log.level, logging.getLogger().level))
         if self.is_spread:
             # Each rank reads the file and takes its own experts from it. Otherwise rank 0 would read the file
             # and send the whole content to the other ranks, with a pickled configuration that torch.load
@@ -190,6 +200,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         state: dict[str, Any] = super().state_dict()
         if not self.has_experts:
             return state
+        state["extra_state"][TRIALS] = results_for_checkpoint(self._layers_with_experts())
         state["cfg"]["model"] = for_inference(state["cfg"]["model"])
         if self.is_spread:
             if self._gathered is None:
@@ -197,6 +208,23 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             state.update(self._gathered)
             self._gathered = None
         return state
+
+    def load_checkpoint(self, filename: str, *args: Any, **options: Any) -> Any:
+        """Loads a checkpoint as fairseq does, and what trials of ``--moe-pipeline true`` found before it.
+
+        Batches of sizes that were tried before then need no trials, and take the same number of chunks. Every
+        rank must call this method.
+
+        Returns the checkpoint's extra state; None if there is no checkpoint.
+        """
+        extra_state = super().load_checkpoint(filename, *args, **options)
+        if self.is_spread:
+            take_results(self._layers_with_experts(), (extra_state or {}).get(TRIALS, []))
+        return extra_state
+
+    def _layers_with_experts(self) -> list[LayerModules]:
+        """Returns the modules and options of each MoE layer of the model."""
+        return [layer.fc1.layer_modules for layer in self._model.moe_layers]
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
         """Writes a checkpoint as fairseq does. In a failed step with several ranks, only logs a warning.

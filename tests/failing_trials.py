@@ -1,0 +1,53 @@
+"""Allocations that fail in trials, on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from pmoe.choose import trials
+from pmoe.engine.buffers.arena import DevicePool
+
+ERRORS = {
+    "torch": torch.OutOfMemoryError("CUDA out of memory"),
+    "the CPU's allocator": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+    ),
+    "Python": MemoryError(),
+    "the system": OSError(12, "Cannot allocate memory"),
+}
+
+
+class Failing:
+    """Lets the k-th allocation inside trials fail on one rank, or all that are larger than ``most`` bytes."""
+
+    def __init__(self, rank: int, error: BaseException, at: int | None, most: float) -> None:
+        self.rank, self.error, self.at, self.most = rank, error, at, most
+        self.count = 0
+        self.is_in_trial = False
+
+    def patches(self) -> list[Any]:
+        new = DevicePool.new
+        runs = {name: getattr(trials.Trial, name) for name in ("run", "has_room")}
+
+        def failing_new(pool: DevicePool, like: torch.Tensor, *shape: int) -> torch.Tensor:
+            if self.is_in_trial:
+                self.count += 1
+                num_bytes = like.element_size() * torch.Size(shape).numel()
+                if self.rank == 1 and (self.count == self.at or num_bytes > self.most):
+                    raise self.error
+            return new(pool, like, *shape)
+
+        def marked(name: str) -> Any:
+            def call(*given: Any) -> Any:
+                self.is_in_trial = True
+                try:
+                    return runs[name](*given)
+                finally:
+                    self.is_in_trial = False
+
+            return mock.patch.object(trials.Trial, name, call)
+
+        return [mock.patch.object(DevicePool, "new", failing_new), *map(marked, runs)]

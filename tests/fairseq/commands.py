@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from pmoe.integrations.fairseq.__main__ import main
+from pmoe.integrations.fairseq.__main__ import leave_groups, main
 from tests.fairseq.measured import MEASURED, measured
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -57,3 +57,4 @@ if __name__ == "__main__":
     if RANK > 0:
         print_to(Path(f"{sys.argv[1]}.rank{RANK}"))
     run_all(Path(sys.argv[1]))
+    leave_groups()

@@ -82,6 +82,18 @@ def _run(name: str, rest: list[str]) -> None:
     command.cli_main()
 
 
+def leave_groups() -> None:
+    """Destroys all process groups, which fairseq's commands leave open. Does nothing if there are none.
+
+    Otherwise gloo's threads may free tensors while Python ends. The process then aborts (SIGABRT),
+    although its training is complete (pytorch/pytorch#179291).
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _print_options() -> None:
     """Prints every --moe option with its default and its description.
 
@@ -99,3 +111,4 @@ if __name__ == "__main__":
     # not if the module is a __main__.py. With the shim as main module, these processes can import fairseq.
     __spec__ = importlib.util.find_spec("pmoe.integrations.fairseq.shim")
     main(sys.argv[1:])
+    leave_groups()

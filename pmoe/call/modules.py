@@ -52,9 +52,11 @@ class LayerCache:
     counted: tuple[int, ...] = ()
 
     def forget_ranks(self) -> None:
-        """Makes the ranks compare their experts and their calls with padded rows again.
+        """Forgets what was found out together with the ranks, because the ranks have a new process group.
 
-        It is called when the ranks have a new process group.
+        In the next calls the ranks compare their experts again, and compare their calls that have padded rows
+        again.
+        Rows are no longer counted for the numbers of chunks of the last call.
         """
         self.differed = None
         self.padded_kinds.clear()

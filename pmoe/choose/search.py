@@ -160,8 +160,9 @@ def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> Le
     everything that changes the seconds of a step.
 
     modules: the modules and options of the layer.
-    path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). None takes the
-        results that this process has. If it has none, None takes the results of the file in $PMOE_CACHE.
+    path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). Without a ``path``
+        the result is what this process has learned; if it has learned nothing, the content of the file in
+        $PMOE_CACHE.
 
     Collective with a ``path``, and the first time without one. Raises OSError or ValueError on every rank if
     rank 0 cannot use ``path``.
@@ -224,7 +225,9 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
     """Returns the file in $PMOE_CACHE that keeps the results of trials with this key between runs.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    version: version of the file's format. Version 1 was never kept in $PMOE_CACHE.
+    version: version of the file's format, 2 or 3. There are no files of version 1 in $PMOE_CACHE; only users
+        have
+        such files, which `load_degrees` reads.
 
     Returns None if $PMOE_CACHE is not set.
     """
@@ -406,11 +409,12 @@ def load_learned(
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
-    path: the file to load. None takes the results that rank 0's process has. If it has none, None takes the
-        results of the file in $PMOE_CACHE (`stored_path`).
+    path: the file to load. Without a ``path`` the result is what rank 0's process has learned; if it has
+        learned
+        nothing, the content of the file in $PMOE_CACHE (`stored_path`).
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
-    $PMOE_CACHE cannot be used, only warns: the next trials replace it.
+    $PMOE_CACHE cannot be used, the function only warns, because the next trials write a new one.
     """
     # Rank 0's key is sent too, because keys hold settings of users' modules, which may differ between ranks.
     sent: tuple[Mapping[str, Any], Tables | Exception] = (key, {})

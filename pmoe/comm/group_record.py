@@ -66,7 +66,10 @@ class GroupRecord:
         return f"{self.exchanges} {collectives.begun - self.begun_before} {self.backward_of}"
 
     def open_call(self, number: int) -> None:
-        """Records that the call with this number may have a backward pass later."""
+        """Records that the call with this number may have a backward pass later.
+
+        At most `MOST_OPEN` calls are kept; the oldest are dropped.
+        """
         self.open_calls[number] = None
         if len(self.open_calls) > MOST_OPEN:
             del self.open_calls[next(iter(self.open_calls))]
@@ -135,9 +138,13 @@ A header of row counts has only a few bits for them.
 
 
 def _life() -> int:
-    """Counts the default process groups with which this rank has used layers, the present one included.
+    """Returns the number of the present default process group, counted over those of this job: 1, 2, ...
 
-    The count is in the default group's store, which is asked once for each default group. The result is 0 if
+    Groups that are destroyed and made again may have the same names. The number distinguishes the keys of the
+    old and the new group in the store. Only default groups with which this rank has used layers are counted.
+
+    The counter is in the default group's store, which is asked once for each default group. The result is 0
+    if
     there is no default group, no store, or no answer within 5 seconds.
     """
     world = dist.group.WORLD

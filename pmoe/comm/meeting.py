@@ -4,8 +4,8 @@ A rank may skip the backward pass of a layer's last call and call the layer agai
 backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
 before the call detects this:
 
-- A rank comes to a meeting only if it has not run the backward pass of the layer's last call. If all ranks
-  have run this pass, or none has, then all come to the meeting, or none does.
+- A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
+  If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, none comes.
 - If a peer runs that backward pass while a rank waits in a meeting, the waiting rank has skipped the pass:
 
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
@@ -15,8 +15,8 @@ A rank also comes to a meeting if its options were changed since its last call, 
 sizes would abort the processes of its peers. If all ranks have changed their options, all come.
 
 A call has the number of its exchange of row counts. The exchange is a collective, so all ranks have the same
-number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so no meeting is held for a backward pass
-there.
+number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no meeting for a backward pass
+on a GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Meeting:
         return True
 
     def publish(self) -> None:
-        """Writes into the store which call this rank is about to make, and why it waits for the other ranks.
+        """Writes into the store before which call this rank waits, and why it waits for the other ranks.
 
         Peers read this with `left_out`, and raise an error if they will not make that call.
         """

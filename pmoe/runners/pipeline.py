@@ -90,8 +90,9 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
     Only the files of these features are imported.
 
     plan: the plan of the call.
-    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation) to the host; in
-        backward, whether it reads them from the host or regroups them.
+    moves: for forward, whether it copies T_DI (dispatched rows) or T_M (hidden activation) to the host. For
+        backward, whether it reads them from the host, or has other chunks than forward and so must copy their
+        rows into the order of its own chunks.
     """
     modules = plan.modules
     variants: list[Variant] = []

@@ -55,8 +55,7 @@ class LayerCache:
         """Forgets what was found out together with the ranks, because the ranks have a new process group.
 
         In the next calls the ranks compare their experts again, and compare their calls that have padded rows
-        again.
-        Rows are no longer counted for the numbers of chunks of the last call.
+        again. Rows are no longer counted for the numbers of chunks of the last call.
         """
         self.differed = None
         self.padded_kinds.clear()

@@ -308,8 +308,7 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
 
     batch: the routed batch.
     peak: the predicted peak in bytes, with all tokens, of the one choice that needs the most memory, among
-        those
-        that will be tried.
+        those that will be tried.
     allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
     """
     sizes = batch.sizes

@@ -226,8 +226,7 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
     version: version of the file's format, 2 or 3. There are no files of version 1 in $PMOE_CACHE; only users
-        have
-        such files, which `load_degrees` reads.
+        have such files, which `load_degrees` reads.
 
     Returns None if $PMOE_CACHE is not set.
     """
@@ -410,8 +409,7 @@ def load_learned(
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
     path: the file to load. Without a ``path`` the result is what rank 0's process has learned; if it has
-        learned
-        nothing, the content of the file in $PMOE_CACHE (`stored_path`).
+        learned nothing, the content of the file in $PMOE_CACHE (`stored_path`).
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
     $PMOE_CACHE cannot be used, the function only warns, because the next trials write a new one.

@@ -142,8 +142,7 @@ class TrialBatch:
         """The numbers of chunks into which this batch can be cut with the row counts that it has.
 
         Without ``pipeline="solve"`` they are all numbers that the options allow. With it, they are only the
-        numbers
-        for which rows were counted.
+        numbers for which rows were counted.
         """
         options = self.modules.options
         if not options.solves:
@@ -155,10 +154,8 @@ class TrialBatch:
         """Returns this batch with row counts for some choices.
 
         Rows are counted again only with ``pipeline="solve"``; that is a collective. They are also counted for
-        the
-        largest number of chunks that the options allow, if all other allowed numbers divide it, because a
-        step with
-        the most chunks needs the least memory (`pmoe.choose.part_of_batch.smallest_peak`).
+        the largest number of chunks that the options allow, if all other allowed numbers divide it, because a
+        step with the most chunks needs the least memory (`pmoe.choose.part_of_batch.smallest_peak`).
 
         choices: the numbers of chunks and restore pairs.
         """
@@ -175,8 +172,7 @@ class TrialBatch:
         """The routing for trials, without the all-reduces that a gradient reducer adds to backward passes.
 
         A `pmoe.GradientReducer` sends gradients of other layers during this layer's backward pass. The
-        backward pass
-        of a trial must not, because it is no part of a training step.
+        backward pass of a trial must not, because it is no part of a training step.
         """
         orders = self.orders
         if orders.modules.gradients is not None:

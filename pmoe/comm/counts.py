@@ -300,10 +300,8 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
 
     Bins are equal ranges of a rank's tokens, and a chunk consists of neighbouring bins. Finer bins allow
     finer chunks. k is the smallest number for which F >= lcm(degrees) * num_ranks: then even a batch that
-    sends
-    all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). k is smaller
-    if
-    F would otherwise exceed `max_bins`, because the message of row counts must stay small.
+    sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). k is
+    smaller if F would otherwise exceed `max_bins`, because the message of row counts must stay small.
 
     degrees: the numbers of chunks that may be chosen.
     num_ranks: number of ranks of the layer.
@@ -620,13 +618,11 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     and others are not, the function only warns.
 
     The headers also have each rank's `GroupRecord.life`: the number of the default process group, counted
-    over
-    all default groups of this job. The function sets this rank's number to the largest of all ranks, so that
-    all ranks use the same keys in the store.
+    over all default groups of this job. The function sets this rank's number to the largest of all ranks, so
+    that all ranks use the same keys in the store.
 
     modes: for each rank, the third number of its header: the sum of bits such as TRAINING, and of LIFE times
-        its
-        `GroupRecord.life`.
+        its `GroupRecord.life`.
     kinds: for each rank, the fourth number of its header: the index of the rows' dtype, plus LAYER times the
         layer's number.
     ranks: the ranks of the layer.

@@ -55,8 +55,7 @@ class Grid:
         """Copies counts for each of P ranks to the L ranks that share the experts of that rank.
 
         P is the number of ranks among which rows are dispatched. Each of their experts is split over L ranks,
-        which
-        all must know how many rows the expert gets.
+        which all must know how many rows the expert gets.
 
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.

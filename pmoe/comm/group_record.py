@@ -144,8 +144,7 @@ def _life() -> int:
     old and the new group in the store. Only default groups with which this rank has used layers are counted.
 
     The counter is in the default group's store, which is asked once for each default group. The result is 0
-    if
-    there is no default group, no store, or no answer within 5 seconds.
+    if there is no default group, no store, or no answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

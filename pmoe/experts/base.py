@@ -299,8 +299,7 @@ class Experts(nn.Module, abc.ABC):
         (T, M).
 
         T is the number of tokens, M = d_model. Autograd must be able to differentiate the operations. The
-        layer calls
-        it, by `forward`, if the shared expert has hooks or is in a wrapper.
+        layer calls it, by `forward`, if the shared expert has hooks or is in a wrapper.
 
         In this class it raises TypeError. A subclass that such a shared expert may have must implement it.
         """

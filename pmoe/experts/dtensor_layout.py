@@ -50,10 +50,8 @@ def _watch_optimizers() -> None:
     """Makes every step of every optimizer of this process check and mark the experts' parameters.
 
     It registers two hooks, once. Before a step, `_check_optimizer` raises if the optimizer still has a
-    parameter
-    that `replace_parameter` has replaced. After a step, `_count_versions` increments the version counters of
-    the
-    experts' DTensors, so that a step between forward and backward is noticed.
+    parameter that `replace_parameter` has replaced. After a step, `_count_versions` increments the version
+    counters of the experts' DTensors, so that a step between forward and backward is noticed.
     """
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_count_versions)

@@ -510,9 +510,8 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut the input and the result of a permutation of dimensions into parts.
 
     The input may be cut along any dimension; the result is then cut along the same dimension, which has
-    another
-    index. The parts may also be summands: the permutation of a sum is the sum of the permuted summands
-    (`SUM`).
+    another index. The parts may also be summands: the permutation of a sum is the sum of the permuted
+    summands (`SUM`).
     """
     rank = len(shape(node))
     order = list(range(rank))

@@ -152,9 +152,8 @@ def forward_tensors(
     Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E, M =
     d_model, G = columns of T_M: d_hidden, or twice as many for SwiGLU. A cell is the rows that one rank sends
     to one expert: this rank sends A cells, one for each expert of all ranks, and receives A cells, one from
-    each
-    rank for each of its own E experts. Rows that arrive and rows that are sent are stored in the same way, as
-    elements [p, c] of tensors (P, C, ...):
+    each rank for each of its own E experts. Rows that arrive and rows that are sent are stored in the same
+    way, as elements [p, c] of tensors (P, C, ...):
 
         with a capacity      P = A: p is the row's cell, c its index in the cell. C is the capacity
         without a capacity   P = 1: c is the row's index in a pool of C rows, in which each cell begins at an
@@ -307,8 +306,7 @@ def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = N
     """Returns an uninitialised tensor with ``columns`` numbers for each row that this rank can receive.
 
     The shape is (P, C, columns), with P and C of ``arguments["active"]``: P cells of C rows each, one cell
-    for
-    each sending rank and local expert; without a capacity P is 1, and the C rows of all cells are in one
+    for each sending rank and local expert; without a capacity P is 1, and the C rows of all cells are in one
     pool.
 
     arguments: the result of `pass_tensors`.

@@ -163,8 +163,7 @@ def _is_counted(choice: Choice, counts: RankCounts) -> bool:
     """Returns whether row counts of a call are fine enough for both numbers of chunks of a choice.
 
     With ``pipeline="solve"`` a call counts its rows only for the numbers of chunks that the solver may take
-    in
-    that call. Memory can be predicted from these counts only for the same numbers.
+    in that call. Memory can be predicted from these counts only for the same numbers.
 
     choice: the numbers of chunks of forward and of backward.
     counts: the row counts of the call.

@@ -206,8 +206,7 @@ class _HeapBuilder(CollectiveSteps):
         """Returns (the values that must be equal on all ranks, by name; the name of this rank's node).
 
         The values are the sizes, the dtype and the bytes of the heap, and the code of the loaded kernels.
-        Ranks whose
-        names of nodes are equal are on one node.
+        Ranks whose names of nodes are equal are on one node.
 
         Raises ValueError if an environment variable is wrong.
         """

@@ -1,5 +1,7 @@
-"""A layer of one rank by the kernels' path, here with the plain definitions in the kernels' place, against
-the same layer by the path of all other layers."""
+"""A layer of one rank: the runner for one rank against the runner of all other layers.
+
+The kernels of one rank need a GPU, so their plain definitions run in their place.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ M, H, E = 16, 24, 6
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels are taken to run here; every call by their path is counted."""
+    """Lets the runner for one rank run here, and returns a list of its calls."""
     calls: list[str] = []
     forward = alone.OneRankRunner.forward
 
@@ -58,7 +60,9 @@ def step(layer: pmoe.MoELayer, x: Tensor, grad: Tensor) -> dict[str, Tensor | No
 def compared(
     layer: pmoe.MoELayer, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """One step by the kernels' path, and one by the path of all layers."""
+    """Runs one step with the runner for one rank, and one with that of all other layers. Returns both
+    results.
+    """
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(x.dtype)
     found = step(layer, x, grad)
     with monkeypatch.context() as patch:

@@ -1,4 +1,7 @@
-"""pmoe profile --kernels: the division points that it measures, prints and refuses. All devices are fakes."""
+"""pmoe profile --kernels: which division points it measures, prints and refuses. All devices are fakes.
+
+A division point says how many blocks of a fused kernel communicate.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,10 @@ def test_virtual_ranks_are_of_one_process(
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Division, dict[str, Any]]]:
-    """As if there were an H200 whose fused kernels are fastest with 16 communicating blocks."""
+    """Stands in for an H200 on which fused kernels are fastest with 16 communicating blocks.
+
+    Returns a list of what was timed.
+    """
     asked: list[tuple[FusedKernelSizes, Division, dict[str, Any]]] = []
 
     def time_division(shape: FusedKernelSizes, division: Division, **options: Any) -> float:
@@ -126,7 +132,7 @@ def test_profile_kernels_fills_the_table(
 def test_no_times_are_stored_of_a_layer_that_falls_back_the_second_time_without_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason is the same for both numbers of tokens, and is given once a process."""
+    """A layer that is not fused warns only once, but must not be timed for any number of tokens."""
     monkeypatch.setattr(profile_kernels, "time_layers", lambda *_: pytest.fail("timed"))
     warn.GIVEN.clear()  # of other tests
     sizes = {tokens: replace(SIZES, rows=tokens) for tokens in (4, 8)}

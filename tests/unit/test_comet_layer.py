@@ -1,5 +1,7 @@
-"""A fused layer of one rank, its kernels' place taken by all-to-alls and plain products, against the plain
-definition; and what a layer says where it is not fused."""
+"""A fused layer of one rank against the plain definition, and its messages if it is not fused.
+
+All-to-alls and plain products take the place of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ STEPS -= {"rows", "row_weight", "all_or_give_up", "launcher"}
 
 
 class Counted(PlainSteps):
-    """Tells which steps were taken."""
+    """Plain steps in the place of the kernels, which record their names when they are called."""
 
     def __init__(self, request: Request, calls: list[str]) -> None:
         super().__init__(request.ranks)
@@ -90,7 +92,9 @@ class Counted(PlainSteps):
 
 @contextmanager
 def fused() -> Iterator[list[str]]:
-    """The kernels' place is taken; the list fills with the steps."""
+    """Lets layers use plain steps in the place of the kernels. Yields a list to which the steps' names are
+    added.
+    """
     calls: list[str] = []
     with using(lambda request: Counted(request, calls)):
         yield calls
@@ -151,7 +155,7 @@ AGAIN = {
     "communicate/keep": ([], ["dispatch"]),
     "communicate/recompute": (["dispatch_hidden"], []),
 }
-"""Steps that a pair adds to backward, before its first kernel and behind it."""
+"""Steps that backward runs in addition for a restore pair: before its first kernel, and after it."""
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

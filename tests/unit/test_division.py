@@ -1,6 +1,6 @@
-"""The division point: which one the table gives, and how entries are measured.
+"""The division point of a fused kernel: which one the table gives, and how the table is measured.
 
-All timers are fakes, and all devices.
+It says how many blocks of the kernel communicate. All timers and devices are fakes.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def test_where_nothing_is_measured_a_twelfth_of_the_blocks_communicates() -> Non
 
 
 def times(*rows: int, **changes: Any) -> DivisionTable:
-    """Of layers with so many rows, which take as many seconds."""
+    """Returns a table for layers with these numbers of rows, which take as many seconds."""
     seconds = {each: replace(SECONDS, fused_step=each) for each in rows}
     return DivisionTable(layers={replace(SIZES, rows=each, **changes): seconds[each] for each in rows})
 
@@ -291,7 +291,7 @@ def test_fill_counts_the_slowest_rank_with_one_reduction_a_shape() -> None:
     calls: list[int] = []
 
     def slower_elsewhere(values: Sequence[float]) -> list[float]:
-        """Another rank finds n_c=1 slow."""
+        """Reduces times as if another rank found n_c=1 slow."""
         calls.append(len(values))
         return list(values) if len(values) == 2 else [max(values[0], 9.0), *values[1:]]
 

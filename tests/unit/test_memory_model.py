@@ -1,6 +1,8 @@
-"""The memory model: lifetimes by hand, and MPipeMoE's Eq. 2-6, which must fall out of the paper's schedules.
+"""The memory model: lifetimes of buffers by hand, and MPipeMoE's Eq. 2-6 from the paper's schedules.
 
-B rows, M = d_model, H = d_hidden, n chunks; bytes are elements here: every tensor has B x M or B x H of them.
+Letters: B rows, M = d_model, H = d_hidden, n chunks. An element counts as one byte: every tensor has B x M or
+    B x
+H elements.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from tests.paper_memory import (
 
 
 def made(text: str) -> list[Task]:
-    """Each line: the name of its task, a kind's: what it reads -> what it writes."""
+    """Returns tasks from a text with one task in each line, as "KIND: buffers that it reads -> buffers that
+    it writes".
+
+    KIND is the value of the task's `Kind`, which is also its name.
+    """
     tasks = []
     for line in text.strip().splitlines():
         name, _, work = line.partition(":")
@@ -130,16 +136,16 @@ SIZES = [
         (2, 3, 4, 5, 8, 16), (1, 6, 1024), ((1, 4), (768, 3072), (2048, 8192), (5, 3), (7, 7))
     )
 ]
-"""(B, M, H, n), n divides B. Two of them have H <= M."""
+"""(B, M, H, n), in which n divides B. Two of the sizes have H <= M."""
 
 
 def elements(B: int, M: int, H: int, n: int) -> Callable[[str], int]:
-    """Of a buffer: of a chunk, of which there are n."""
+    """Returns a function from the name of a buffer to its number of elements: those of one of n chunks."""
     return lambda buffer: B * (H if "T_M" in buffer else M) // n
 
 
 def chunks(schedule: Schedule, *tensors: str) -> list[str]:
-    """The buffers that belong to these tensors."""
+    """Returns the names of the buffers that belong to these tensors."""
     used = dict.fromkeys(buffer for task in schedule.tasks for buffer in (*task.reads, *task.writes))
     return [buffer for buffer in used if buffer.partition(".")[0] in tensors]
 
@@ -149,7 +155,9 @@ GRADIENTS = ("dT_I", "dT_DI", "dT_M", "dT_DO", "dT_O")
 
 
 def of_forward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
-    """Activations: all stay, in their slots where there are such."""
+    """Returns what the paper's forward pass holds, if all activations stay: each in its ring slot if it has
+    one.
+    """
     schedule = paper_forward(n, reuse=reuse)
     kept = chunks(schedule, *ACTIVATIONS)
     return held(
@@ -158,7 +166,10 @@ def of_forward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
 
 
 def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
-    """Gradients of activations (the buffers of the paper), none given back before the pass ends."""
+    """Returns what the gradients of activations hold in the paper's backward pass, its temporary buffers.
+
+    None of them is freed before the pass ends.
+    """
     schedule = paper_backward(n, reuse=reuse)
     size = elements(B, M, H, n)
     return held(
@@ -180,7 +191,9 @@ def test_a_pipeline_without_reuse_holds_equations_2_and_4(B: int, M: int, H: int
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
 def test_running_in_sequence_holds_two_neighbouring_gradients(B: int, M: int, H: int, n: int) -> None:
-    """Eq. 3 for H >= M, as its experts are; with fewer hidden columns two of B x M are the larger pair."""
+    """Eq. 3 holds for H >= M, as in the paper. With fewer hidden columns, two tensors of B x M are the larger
+    pair.
+    """
     schedule = paper_sequential_backward()
     size = elements(B, M, H, 1)
     found = held(
@@ -215,7 +228,7 @@ def test_the_share_that_reuse_saves_is_equation_6(B: int, M: int, H: int, n: int
 
 
 def whole(schedule: Schedule) -> dict[str, str]:
-    """Chunks that have no slot lie in one piece of memory, their tensor's."""
+    """Returns the memory of each buffer: its ring slot, or, without one, the memory of its whole tensor."""
     used = chunks(schedule, *ACTIVATIONS, *GRADIENTS)
     return {buffer: schedule.slots.get(buffer, buffer.partition(".")[0]) for buffer in used}
 
@@ -225,8 +238,11 @@ def whole(schedule: Schedule) -> dict[str, str]:
 def test_from_three_chunks_on_the_formulas_are_what_is_alive_at_once(
     B: int, M: int, H: int, n: int, reuse: bool
 ) -> None:
-    """Not only what is taken in all: in the middle of the pipeline every tensor, and every slot, is in use,
-    even if each is given back after its last reader."""
+    """The formulas are the number of elements in use at one moment, not only of all memory that is taken.
+
+    In the middle of the pipeline every tensor and every slot is in use, even if each is freed after its last
+    reader.
+    """
     saved = theory.saved_each(B, M, H, n) * reuse
     size = elements(B, M, H, n)
     forward, backward = paper_forward(n, reuse=reuse), paper_backward(n, reuse=reuse)
@@ -267,14 +283,14 @@ def test_the_paper_s_forward_is_figure_7a() -> None:
 
 
 def extents(B: int, n: int) -> ChunkRows:
-    """Rows that all travel, in equal chunks, and arrive in order of experts."""
+    """Returns the rows of n equal chunks that are all sent, and arrive sorted by expert."""
     rows = (B // n,) * n
     return ChunkRows(send=rows, received=rows, local=(0,) * n, home=rows, regrouped=(False,) * n)
 
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
 def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, n: int) -> None:
-    """T_DI, T_DO and T_M of forward, and their gradients of backward, with S4: 2 (2 B M / n) + B H / n."""
+    """Forward has T_DI, T_DO and T_M, and backward their gradients, with S4: 2 (2 B M / n) + B H / n each."""
     pair = STRATEGIES["S4"]
     reduced = 2 * (2 * B * M // n) + B * H // n
     assert reduced == theory.activations(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
@@ -305,10 +321,12 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
 def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_what_it_leaves_out(
     B: int, M: int, factor: int, travel: bool
 ) -> None:
-    """n = 1, with the input and the gradient that comes in, which are the caller's for `predict`. T_DO is not
-    saved here. The paper lets the nonlinearity work in place; where T_M is kept, the activated hidden has
-    memory of its own in backward, and rows that travel are arranged before and after they do. So the peak is
-    not below Eq. 2 and 4 together, though less is held between the passes."""
+    """The case is n = 1, with the input and the incoming gradient, which the caller holds for `predict`.
+
+    pmoe does not save T_DO between the passes. The paper lets the nonlinearity work in place. pmoe keeps T_M
+    and so needs memory for the activated hidden rows in backward; and it arranges rows before and after they
+    are sent. So the peak is not below Eq. 2 and 4 together, although less is held between the passes.
+    """
     H, size = factor * M, 4
     shape = sizes_from_options(M, H, 8, num_ranks=8 if travel else 1)
     there, none = (B,), (0,)

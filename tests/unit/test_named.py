@@ -1,4 +1,4 @@
-"""What profilers and errors call a layer, and each task of its passes."""
+"""The names that a layer and each task of its passes have in profilers and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that do not keep the routing: one that changed in the second pass is refused."""
+"""Checkpoints that do not keep the routing: a routing that differs in the second pass is refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def selective(policy: Callable[..., CheckpointPolicy]) -> dict[str, Any]:
 def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is measured at the first call is none of them, and what compares the routings neither."""
+    """Neither the measurements of the first call nor the comparison of routings count as operations."""
     measured: list[Tensor] = []
 
     def measure(*_: Any, **__: Any) -> None:
@@ -117,7 +117,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
 def test_and_routing_that_changed_is_refused_whatever_a_policy_saves(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer runs again as a whole. Beside a policy the routing may be kept."""
+    """A layer runs again as a whole. Together with a policy, the routing may be kept."""
     layer, drop = build(), nn.Dropout(0.5)
     if way == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)

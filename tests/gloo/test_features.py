@@ -1,4 +1,4 @@
-"""The table of features among ranks: where rows travel or experts are sharded, beside every other feature."""
+"""The table of features among ranks: rows that are sent, and sharded experts, with every other feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted and promised bytes on several ranks: exact for given row counts, kept whatever the routing."""
+"""Predicted and promised bytes on several ranks: exact for given row counts, enough for any routing."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def build(**options: Any) -> pmoe.MoELayer:
 
 
 def freed_late(seconds: float = 5e-3) -> Any:
-    """Lets passes free their buffers some milliseconds late.
+    """Makes passes free their buffers some milliseconds late.
 
-    gloo's thread lets go of a message's buffers a moment after the message has ended, and what is freed on
-    that thread is not seen.
+    gloo's thread releases the buffers of a message shortly after the message has ended, and memory that is
+    freed on that thread is not seen.
     """
     close = Arena.close
 
@@ -145,7 +145,7 @@ _meshes: dict[int, DeviceMesh] = {}
 
 
 def sharded(world: int, esp: int) -> dict[str, Any]:
-    """Options of a layer whose experts are split over esp ranks."""
+    """Returns the options of a layer whose experts are split over esp ranks."""
     if esp == 1:
         return {}
     if esp not in _meshes:
@@ -220,7 +220,10 @@ def test_a_hierarchical_exchange_adds_two_copies_of_what_a_rank_relays(hop: str)
 
 
 def skewed_job(rank: int, world: int, folder: str, share: float, esp: int = 1) -> dict[str, Any]:
-    """All tokens of all ranks to one expert; the budget is ``share`` of what keep/keep takes at n = 1."""
+    """Sends all tokens of all ranks to one expert.
+
+    share: the budget, as a fraction of what keep/keep takes at n = 1.
+    """
     os.environ["PMOE_CACHE"] = folder
     with mock.patch.object(profile, "measure", Counted()):
         return skewed(world, share, esp)
@@ -270,7 +273,7 @@ SPEEDS = {"few chunks are fast": 1.0, "many chunks are fast": -1.0}
 
 
 def searching_job(rank: int, world: int, folder: str, fastest: str, options: dict[str, Any]) -> list[float]:
-    """Peaks of the first step, in which everything is measured and tried, and of two later ones.
+    """Returns the peaks of the first step, in which everything is measured and tried, and of two later ones.
 
     The seconds of trials are replaced after the trials have run, so that a certain n is taken.
     """

@@ -1,4 +1,6 @@
-"""What pipeline=True learns lasts between runs where a cache folder is named: rank 0's file is everyone's."""
+"""The n that pipeline=True finds is kept between runs if a cache folder is set: all ranks use rank 0's
+file.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from tests.pool import ranks
 
 
 def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """One run: a new process knows nothing. folders: $PMOE_CACHE of each rank, "" for none."""
+    """Runs once, as a new process that has learned nothing.
+
+    folders: $PMOE_CACHE of each rank, "" for none.
+    """
     searched._LEARNED.clear()
     GIVEN.clear()
     told = listen()
@@ -54,7 +59,7 @@ KNOWN = [2048, 5120, 2, [[4, 4, 0.0, 0.0]]]
 
 
 def rewrite(path: Path) -> None:
-    """As if trials had found this."""
+    """Changes a file as if trials had found another n."""
     held = json.loads(path.read_text())
     (table,) = held["tables"].values()
     table["ranges"] = [KNOWN]
@@ -63,7 +68,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a run."""
+    """Returns the file that a run has written."""
     folder, other = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     for got in ranks(2).run(run_job, (str(folder), str(other)), (2048,)):
         assert got["tried"] == [2048]
@@ -74,7 +79,9 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folders(tmp_path: Path, first_run: Path) -> tuple[str, str]:
-    """The folders of two ranks: rank 0 has a file with n = 4 for 2048 to 5120 tokens, rank 1 has none."""
+    """Returns the folders of two ranks: rank 0 has a file with n = 4 for 2048 to 5120 tokens, rank 1 has
+    none.
+    """
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     path = tmp_path / "first" / first_run.name
@@ -99,7 +106,7 @@ def test_the_next_run_tries_what_lies_outside_and_keeps_it_beside(folders: tuple
 
 
 def test_a_file_of_version_2_is_read_where_there_is_none_of_this_version(folders: tuple[str, str]) -> None:
-    """It had a table for each restore pair, of measured points. It stays as it is."""
+    """It has a table of measured points for each restore pair, and is not changed."""
     [path] = stored(Path(folders[0]))
     held = json.loads(path.read_text())
     tables = {
@@ -171,7 +178,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
 
 
 def apart_job(rank: int, world: int) -> list[int]:
-    """n of a layer that knows, of one like it, and of three that are not."""
+    """Returns n of a layer that has learned, of an equal one, and of three that are not equal."""
     searched._LEARNED.clear()
     layers = [
         build(pipeline=True, **{"top_k": 1, **options})
@@ -193,7 +200,9 @@ def test_only_layers_that_are_alike_learn_together() -> None:
 
 
 def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """2,000 steps with batches of other sizes in every step: numbers of searches, ranges and live tensors."""
+    """Runs 2,000 steps with another number of tokens in each. Returns numbers of searches, ranges, live
+    tensors.
+    """
     searched._LEARNED.clear()
     told = listen()
     draw = random.Random(0)  # the same sizes on every rank
@@ -220,7 +229,7 @@ def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_memory(tmp_path: Path) -> None:
-    """From 2,048 to 6,000 tokens there are 27 entries, of which each is searched at most once."""
+    """There are 27 entries from 2,048 to 6,000 tokens, each of which is searched at most once."""
     first, second = ranks(2).run(changing_job, str(tmp_path))
     assert (first["ranges"], first["searches"]) == (second["ranges"], second["searches"])
     assert 1 <= len(first["ranges"]) <= first["searches"] <= 27 and first["answers"] <= 27

@@ -1,6 +1,6 @@
-"""A pass that one rank leaves, by an error or by leaving out its backward pass.
+"""A pass that one rank leaves, by an error or because it skips its backward pass.
 
-Every rank is told, none waits for the group's timeout, and no process is aborted.
+Every rank gets an error, none waits for the group's timeout, and no process is aborted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tests.pool import Pool, ranks
 
 M, H, E = 6, 8, 4
 TIMEOUT_SECONDS = 30.0
-"""The groups' timeout. A rank that waits so long has been told nothing but that a peer "took longer"."""
+"""The groups' timeout. A rank that waits so long has not seen another rank's report."""
 
 
 class PlantedError(Exception):
-    """What users' code raises."""
+    """The error that users' code raises in these tests."""
 
 
 class Expert(nn.Module):
-    """Raises in a forward pass while ``fails``."""
+    """An expert that raises in a forward pass while ``fails`` is True."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +70,10 @@ def set_failing(layer: pmoe.MoELayer, fails: bool) -> None:
 
 
 def skipping_job(rank: int, world: int, options: dict[str, Any], folder: str) -> dict[str, list[str]]:
-    """What each step of a script tells that skips batches which fail, as the second does on rank 0. Then what
-    steps tell in a new default group."""
+    """Returns the messages of a script that skips batches which fail, as the second one does on rank 0.
+
+    The last ones are those of steps in a new default group.
+    """
     layer = build(expert=Expert, **options)
     other = build(group=dist.new_group(list(range(world))))
     steps = []
@@ -145,7 +147,7 @@ def test_a_group_stays_whole_where_every_rank_leaves_a_pass_by_itself_at_the_sam
 
 
 def apart_job(rank: int, world: int) -> list[str]:
-    """Each rank's own error, but one in forward and one in backward."""
+    """Each rank has its own error, one in forward and one in backward."""
     layer = build(group=dist.new_group(list(range(world))), expert=Expert)
     step(layer, rank)
     set_failing(layer, rank == 0)
@@ -161,7 +163,7 @@ def test_a_group_is_left_where_ranks_leave_it_at_different_places() -> None:
 
 
 def backward_job(rank: int, world: int) -> str:
-    """After an error in a second layer's forward pass, rank 0 goes backward through the first."""
+    """After an error in a second layer's forward pass, rank 0 runs the backward pass of the first layer."""
     group = dist.new_group(list(range(world)))
     first, second = build(group), build(group, expert=Expert)
     set_failing(second, rank == 0)
@@ -189,7 +191,7 @@ class TwoLayers(nn.Module):
 
 
 def left_out_job(rank: int, world: int, options: dict[str, Any]) -> list[str]:
-    """What the ranks meet where the last one leaves out its third backward pass, step by step."""
+    """Returns the errors of the ranks, by step, if the last rank skips its third backward pass."""
     model = TwoLayers(dist.new_group(list(range(world))), **options)
     found = []
     for at in range(5):
@@ -224,7 +226,10 @@ def test_a_backward_pass_that_one_rank_leaves_out_is_told_to_all(world: int, opt
 
 
 def without_rows_job(rank: int, world: int) -> list[str]:
-    """As above, but no rows travel that the others would wait for: rank 0's backward pass ends by itself."""
+    """Does the same as `left_out_job`, but no rows are sent for which others would wait.
+
+    Rank 0's backward pass ends by itself.
+    """
     layer = build(dist.new_group(list(range(world))))
     found = []
     for at in range(3):
@@ -251,7 +256,7 @@ def test_a_backward_pass_without_rows_that_one_rank_leaves_out_hangs_nobody() ->
 
 
 def legitimate(layer: pmoe.MoELayer, rank: int) -> dict[str, Callable[[], object]]:
-    """Programs in which all ranks leave out the same backward passes, or run them in the same order."""
+    """Returns programs in which all ranks skip the same backward passes, or run them in the same order."""
 
     def x() -> Tensor:
         return tokens(rank).requires_grad_()
@@ -344,7 +349,7 @@ def test_programs_that_all_ranks_run_alike_go_on(world: int, options: dict[str, 
 
 
 def threads_job(rank: int, world: int) -> list[str]:
-    """Two threads, each with a layer and a group of its own, that never go backward."""
+    """Two threads, each with a layer and a group of its own, never run a backward pass."""
     layers = [build(dist.new_group(list(range(world)))) for _ in range(2)]
     found = ["", ""]
 
@@ -364,7 +369,10 @@ def test_layers_of_several_threads_meet_in_groups_of_their_own() -> None:
 
 
 def meetings_job(rank: int, world: int) -> list[int]:
-    """How often a training loop meets, with and without a checkpoint; then a validation of two calls."""
+    """Returns the numbers of meetings of a training loop, with and without a checkpoint.
+
+    The last number is that of a validation of two calls.
+    """
     layer = build(dist.new_group(list(range(world))))
     met: list[int] = []
     original = told.meet
@@ -408,7 +416,7 @@ def test_open_calls_are_kept_up_to_a_number() -> None:
 
 
 def keys_job(rank: int, world: int) -> list[int]:
-    """Keys of the ranks' store before and after many meetings."""
+    """Returns the numbers of keys in the ranks' store before and after many meetings."""
     layer = build(dist.new_group(list(range(world))))
     for _ in range(3):
         layer(tokens(rank))
@@ -440,7 +448,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
 
 
 def setting_job(rank: int, world: int, name: str, value: object) -> list[str]:
-    """Sets an option on the last rank alone."""
+    """Sets an option on the last rank only."""
     layer = build(dist.new_group(list(range(world))), pipeline=2)
     step(layer, rank)
     if rank == world - 1:
@@ -461,7 +469,9 @@ def test_an_option_that_one_rank_sets_in_the_middle_of_training_is_told_to_all(
 
 
 def all_set_job(rank: int, world: int) -> list[str]:
-    """All ranks set options: to equal values, to the old ones, to different ones, and to equal ones again."""
+    """Sets options on all ranks: to equal values, to the old ones, to different ones, and to equal ones
+    again.
+    """
     layer = build(pipeline=2)
     step(layer, rank)
     found = []

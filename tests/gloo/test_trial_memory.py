@@ -34,7 +34,9 @@ ERRORS = {
 
 
 class Failing:
-    """Lets the k-th allocation inside trials fail on one rank, or all that are larger than ``most`` bytes."""
+    """Makes allocations inside trials fail on one rank: the k-th one, or all that are larger than ``most``
+    bytes.
+    """
 
     def __init__(self, rank: int, error: BaseException, at: int | None, most: float) -> None:
         self.rank, self.error, self.at, self.most = rank, error, at, most
@@ -67,7 +69,7 @@ class Failing:
 
 
 def few_fast(parts: Any) -> Any:
-    """In place of `part_of_batch.times_of_whole`: the fewer chunks, the faster."""
+    """Stands in for `part_of_batch.times_of_whole`: the fewer chunks, the faster."""
     return {
         choice: replace(timed, step=float(choice.forward))
         for part in parts
@@ -137,8 +139,10 @@ def job(
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) -> None:
-    """Larger chunks have larger ring slots: of n = 1 and 2 above the limit, of n = 8 below. Few chunks are
-    said to be fastest."""
+    """Larger chunks have larger ring slots: those of n = 1 and 2 are above the limit, those of n = 8 below.
+
+    Few chunks count as the fastest.
+    """
     first, second = ranks(2).run(job, name, None, 1_200_000, {"memory_reuse": "S4"}, True)
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]
@@ -169,7 +173,7 @@ def test_if_every_choice_is_too_large_all_ranks_raise_one_error_that_names_the_l
 
 
 def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
-    """As `job`, with predictions that leave n = 1 and 2 to try."""
+    """Does the same as `job`, with predictions that leave only n = 1 and 2 to try."""
     predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
     with mock.patch.object(searched, "predicted_seconds", lambda *_: predicted):
         return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"}, True)

@@ -44,7 +44,7 @@ from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.measure.timing import in_turns
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 4_000_000
@@ -108,13 +108,13 @@ def with_kernels() -> Iterator[None]:
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """Makes layers in the block use the pipeline with F.grouped_mm instead of pmoe's kernels."""
-    refusal = alone.kernel_refusal
-    alone.kernel_refusal = lambda *_, **__: "the benchmark wants the path of all layers"
+    refusal = one_rank.kernel_refusal
+    one_rank.kernel_refusal = lambda *_, **__: "the benchmark wants the path of all layers"
     try:
         with PRODUCTS.forcing(GROUPED_MM):
             yield
     finally:
-        alone.kernel_refusal = refusal
+        one_rank.kernel_refusal = refusal
 
 
 WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
@@ -164,7 +164,7 @@ def refusal(step: Step) -> str | None:
     If the kernels' products have not been measured yet, they are measured first.
     """
     gate, experts = step.layer.gate, step.layer.experts
-    return alone.kernel_refusal(
+    return one_rank.kernel_refusal(
         gate, experts, step.x.detach(), torch.bfloat16, ranks=step.layer.ranks, needs_grad=True
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.links.link import INFINITE, check_rate
-from pmoe.engine.variants import offload as offloaded
+from pmoe.engine.variants import offload
 from pmoe.measure import rates
 from pmoe.schedule.tasks import Kind
 
@@ -55,8 +55,8 @@ def limited_copies() -> CopyLimit:
     """Limits all copies of pmoe in this process, also those that measure a profile. Returns the limit."""
     limit = CopyLimit()
     out, back, kinds = (
-        offloaded.OffloadingForward.actions,
-        offloaded.OffloadingBackward.actions,
+        offload.OffloadingForward.actions,
+        offload.OffloadingBackward.actions,
         rates._kinds,
     )
 
@@ -97,7 +97,7 @@ def limited_copies() -> CopyLimit:
         found = kinds(*args)
         return {name: slow(kind) if name.startswith("copy") else kind for name, kind in found.items()}
 
-    offloaded.OffloadingForward.actions = actions_out  # type: ignore[method-assign]
-    offloaded.OffloadingBackward.actions = actions_in  # type: ignore[method-assign]
+    offload.OffloadingForward.actions = actions_out  # type: ignore[method-assign]
+    offload.OffloadingBackward.actions = actions_in  # type: ignore[method-assign]
     rates._kinds = measured
     return limit

@@ -33,8 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pmoe.comm import base, hierarchical
-from pmoe.comm import expert_sharding as sharing
+from pmoe.comm import base, expert_sharding, hierarchical
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.buffers import arena
@@ -43,7 +42,7 @@ from pmoe.engine.lanes import cuda as cuda_lanes
 from pmoe.engine.lanes import run as engine
 from pmoe.engine.lanes.base import Action
 from pmoe.engine.lanes.cuda import CudaLanes
-from pmoe.engine.variants import offload as offloaded
+from pmoe.engine.variants import offload
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 # ---- streams that only keep clocks
@@ -329,12 +328,12 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(CudaLanes, "_streams", {}),
         mock.patch.object(engine, "lanes_for", watched_lanes),
         mock.patch.object(base, "all_to_all", watched_message),
-        mock.patch.object(sharing, "all_to_all", watched_message),
+        mock.patch.object(expert_sharding, "all_to_all", watched_message),
         mock.patch.object(hierarchical, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),
         mock.patch.object(arena, "LARGE_BYTES", 1 << 62),  # on a GPU all memory is torch's
-        mock.patch.object(offloaded, "current_stream", lambda tensor: watch.current),
-        mock.patch.object(offloaded, "hold_for", watch.hold_for),
+        mock.patch.object(offload, "current_stream", lambda tensor: watch.current),
+        mock.patch.object(offload, "hold_for", watch.hold_for),
         watch,
     ):
         yield watch

@@ -14,9 +14,7 @@ import torch
 import pmoe
 from pmoe import warn
 from pmoe.call.sizes import memory_shape
-from pmoe.choose import open_choice as chosen
-from pmoe.choose import search as searched
-from pmoe.choose import trials
+from pmoe.choose import open_choice, search, trials
 from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
@@ -90,7 +88,7 @@ def tried_job(
         clock.passed("backward", len(self.cut.chunks))
         return back(self)
 
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
         mock.patch.object(trials, "stored_profile_of", lambda *_: stored),
@@ -100,7 +98,7 @@ def tried_job(
     ):
         layer = build(pipeline=True, top_k=1, slack=SLACK, **options)
         found = [step(layer, rank) for _ in range(3)]
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     return [(ran.forward, ran.backward) for ran in found], clock.runs
 
 
@@ -176,9 +174,9 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
 
     The layers have memory_reuse=True.
     """
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     pairs_tried: list[str] = []
-    real = searched.measure_in_stages
+    real = search.measure_in_stages
 
     def measure(batch: Any, choices: Any, *most: Any) -> Any:
         pairs_tried.extend(str(each.restore) for each in choices)
@@ -187,16 +185,16 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
     taken = []
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),
-        mock.patch.object(searched, "measure_in_stages", measure),
-        mock.patch.object(chosen, "_compared_with_steps", lambda _, choice: choice),
+        mock.patch.object(search, "measure_in_stages", measure),
+        mock.patch.object(open_choice, "_compared_with_steps", lambda _, choice: choice),
     ):
         for name in ("S1", "S4"):
-            with mock.patch.object(chosen, "_cheapest_pair", lambda _, name=name: STRATEGIES[name]):
+            with mock.patch.object(open_choice, "_cheapest_pair", lambda _, name=name: STRATEGIES[name]):
                 ran = step(build(pipeline=True, memory_reuse=True, top_k=1, slack=SLACK), rank)
                 assert ran.restore == STRATEGIES[name]
                 taken.append((ran.forward, ran.backward))
-    [learned] = searched._LEARNED.values()
-    searched._LEARNED.clear()
+    [learned] = search._LEARNED.values()
+    search._LEARNED.clear()
     return sorted(learned.tables), taken, sorted(set(pairs_tried))
 
 
@@ -245,7 +243,7 @@ def chosen_job(
 
     with (
         mock.patch("pmoe.choose.trials.profile_of", lambda *_: profile(**lanes)),
-        mock.patch.object(chosen, "_tried", tried),
+        mock.patch.object(open_choice, "_tried", tried),
     ):
         layer = build(top_k=1, slack=SLACK, **options)
         ran = step(layer, rank)
@@ -301,12 +299,12 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
         step = times * most * seconds
         return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}
 
-    chosen._compared.clear()
+    open_choice._compared.clear()
     warn.GIVEN.clear()
     rows_of = (Ranks().name, torch.device("cpu"), tokens(COUNT, rank).dtype)
     with (
-        mock.patch.dict(chosen.PROFILES, {rows_of: profile(**lanes)}),
-        mock.patch.object(chosen, "measure_trials", tried),
+        mock.patch.dict(open_choice.PROFILES, {rows_of: profile(**lanes)}),
+        mock.patch.object(open_choice, "measure_trials", tried),
         warnings.catch_warnings(record=True) as given,
     ):
         warnings.simplefilter("always")
@@ -342,7 +340,7 @@ def test_no_trial_is_made_where_a_host_is_full() -> None:
             counts: Any = SimpleNamespace(host_shortage=shortage)
             assert TrialBatch(nothing, counts, nothing, nothing).may_try is not shortage
         full: Any = SimpleNamespace(host_shortage=True)
-        assert chosen._tried(TrialBatch(nothing, full, nothing, nothing), []) is None
+        assert open_choice._tried(TrialBatch(nothing, full, nothing, nothing), []) is None
 
 
 WIDE = 48

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.choose import search as searched
+from pmoe.choose import search
 from pmoe.engine.passes import base as passes
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
@@ -86,7 +86,7 @@ def search_job(rank: int, world: int, counts: tuple[int, ...], options: dict[str
         step(layer, counts[rank], rank)
     with counted_collectives() as other_layer:
         step(build(pipeline=True, top_k=1, **options), counts[rank], rank)
-    [table] = searched.learned_degrees(layer.layer_modules).tables.values()
+    [table] = search.learned_degrees(layer.layer_modules).tables.values()
     degrees = table.lookup(max(counts))
     return {
         "degrees": degrees,

@@ -18,7 +18,7 @@ import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.operators import FusedRouting
-from pmoe.runners import fused_steps as comet
+from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.pool import ranks
@@ -351,10 +351,10 @@ def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
     warn.GIVEN.clear()
     with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(comet, "_agreed", {})
-        patch.setattr(comet, "refusal", lambda *_, **__: "no kernels here" if rank == 1 else None)
-        patch.setattr(comet, "ranks_refusal", lambda *_: None)
-        patch.setattr(comet, "_kernel_steps", asked.append)
+        patch.setattr(fused_steps, "_agreed", {})
+        patch.setattr(fused_steps, "refusal", lambda *_, **__: "no kernels here" if rank == 1 else None)
+        patch.setattr(fused_steps, "ranks_refusal", lambda *_: None)
+        patch.setattr(fused_steps, "_kernel_steps", asked.append)
         for _ in range(2):
             layer(xs[rank]).sum().backward()
     return [str(each.message) for each in told], bool(asked)
@@ -381,12 +381,12 @@ def nodes_job(rank: int, world: int, hosts: list[str]) -> list[str]:
 
     with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(comet, "_agreed", {})
-        patch.setattr(comet, "refusal", lambda *_, **__: None)
-        patch.setattr(comet, "ranks_refusal", lambda *_: None)
-        patch.setattr(comet, "host_name", lambda: hosts[rank])
-        patch.setattr(comet, "process_heap", no)
-        patch.setattr(comet, "nvshmem_heap", none_beyond)
+        patch.setattr(fused_steps, "_agreed", {})
+        patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
+        patch.setattr(fused_steps, "ranks_refusal", lambda *_: None)
+        patch.setattr(fused_steps, "host_name", lambda: hosts[rank])
+        patch.setattr(fused_steps, "process_heap", no)
+        patch.setattr(fused_steps, "nvshmem_heap", none_beyond)
         for _ in range(2):
             layer(xs[rank]).sum().backward()
     return [str(each.message) for each in told]
@@ -402,15 +402,15 @@ def test_the_heap_follows_from_the_nodes_that_the_ranks_are_on(hosts: str, wante
 
 def worth_job(rank: int, world: int) -> tuple[int, int]:
     taking, layer = Taking(), build(Case(options={"fused": "auto"}), world)
-    xs, worth = inputs(world)[0], comet.is_faster
+    xs, worth = inputs(world)[0], fused_steps.is_faster
     try:
         with using(taking):
             layer(xs[rank])
             before = len(taking.fused)
-            comet.is_faster = lambda request: request.max_tokens == 9
+            fused_steps.is_faster = lambda request: request.max_tokens == 9
             layer(xs[rank])
     finally:
-        comet.is_faster = worth
+        fused_steps.is_faster = worth
     return before, len(taking.fused)
 
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
-from pmoe.choose import part_of_batch
-from pmoe.choose import search as searched
+from pmoe.choose import part_of_batch, search
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
 from pmoe.planner.degree import Choice
@@ -278,7 +277,7 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     The seconds of trials are replaced after the trials have run, so that a certain n is taken.
     """
     os.environ["PMOE_CACHE"] = folder
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     profile.PROFILES.clear()
     measured = part_of_batch.measure_trials
     speed = SPEEDS[fastest]
@@ -307,7 +306,7 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
         ),
     ):
         peaks = [float(Allocated(step).peak) for _ in range(3)]
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     profile.PROFILES.clear()
     assert layer.ran is not None and layer.ran.forward == (1 if SPEEDS[fastest] > 0 else 16)
     return peaks

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm import agreement as agree
+from pmoe.comm import agreement
 from pmoe.comm.heap import close_heaps, nvshmem, providers
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.providers import heap_for, heaps_of, nvshmem_heap, process_heap, wait_seconds
@@ -41,7 +41,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[object]:
 
     def gathered(ranks: Ranks, value: object, *, stage: str) -> list[Any]:
         exchanges.append(value)
-        return agree.gathered(ranks, value, stage=stage)
+        return agreement.gathered(ranks, value, stage=stage)
 
     patch.setattr(providers, "gathered", gathered)
     return exchanges

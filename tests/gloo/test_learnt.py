@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.choose import search as searched
+from pmoe.choose import search
 from pmoe.planner import degree_trials
 from pmoe.planner.granularity import rounded
 from pmoe.warn import GIVEN
@@ -28,7 +28,7 @@ def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, 
 
     folders: $PMOE_CACHE of each rank, "" for none.
     """
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     GIVEN.clear()
     told = listen()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
 
 def apart_job(rank: int, world: int) -> list[int]:
     """Returns n of a layer that has learned, of an equal one, and of three that are not equal."""
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     layers = [
         build(pipeline=True, **{"top_k": 1, **options})
         for options in ({}, {}, {"activation": "relu"}, {"send_once": True, "top_k": 2}, {"slack": 2.0})
@@ -203,7 +203,7 @@ def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Runs 2,000 steps with another number of tokens in each. Returns numbers of searches, ranges, live
     tensors.
     """
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     told = listen()
     draw = random.Random(0)  # the same sizes on every rank
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +216,7 @@ def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
                 gc.collect()
                 held.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
                 known.append(len(layer.layer_modules.cache.choosers))
-    [table] = searched.learned_degrees(layer.layer_modules).tables.values()
+    [table] = search.learned_degrees(layer.layer_modules).tables.values()
     tried = [line for line in told.lines if line.startswith("pipeline=True takes")]
     return {
         "searches": len(tried),

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.comm import failures as told
-from pmoe.comm import meeting
+from pmoe.comm import failures, meeting
 from pmoe.comm.group_record import MOST_OPEN, GroupRecord
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
@@ -375,7 +374,7 @@ def meetings_job(rank: int, world: int) -> list[int]:
     """
     layer = build(dist.new_group(list(range(world))))
     met: list[int] = []
-    original = told.meet
+    original = failures.meet
     count = 0
 
     def counted(*args: Any) -> None:
@@ -383,7 +382,7 @@ def meetings_job(rank: int, world: int) -> list[int]:
         count += 1
         original(*args)
 
-    told.meet = counted
+    failures.meet = counted
     try:
         for _ in range(3):
             step(layer, rank)
@@ -397,7 +396,7 @@ def meetings_job(rank: int, world: int) -> list[int]:
         layer(tokens(rank))
         met.append(count)
     finally:
-        told.meet = original
+        failures.meet = original
     return met
 
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import pmoe
 from pmoe.call.sizes import memory_shape
-from pmoe.choose import search as searched
+from pmoe.choose import search
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
@@ -240,7 +240,7 @@ def plain_tools(rank: int, world: int) -> list[Any]:
             [
                 memory,
                 repr(layer),
-                searched.key_of_degrees(layer.layer_modules),
+                search.key_of_degrees(layer.layer_modules),
                 memory_shape(layer.layer_modules),
             ]
         )

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.choose import search as searched
-from pmoe.choose import solve
+from pmoe.choose import search, solve
 from pmoe.decide import exact_counts
 from pmoe.planner.degree import Choice
 from pmoe.planner.profile import Operations
@@ -185,7 +184,7 @@ def search_job(rank: int, world: int) -> list[Any]:
     """Trials of pipeline=True run both passes several times: none of them is a call of the layer."""
     block = Block(pipeline=True, memory_reuse="S4", top_k=1)
     block.drop.p = 0.0
-    known = searched.learned_degrees(block.layer.layer_modules)
+    known = search.learned_degrees(block.layer.layer_modules)
     x = tokens(2100 - rank, rank).requires_grad_()
     y, _ = checkpoint(block, x, **FROZEN)
     found = known.table(x.dtype).lookup(2100)
@@ -336,7 +335,7 @@ def selective_job(rank: int, world: int, options: dict[str, Any], count: int) ->
     block, x = Block(**options), tokens(count - (0 if padded else rank), rank)
     got = step(block, lambda x: checkpoint(block, x, **selective(saving_products)), x)[0]
     assert_same(got, step(block, block, x)[0], told=options)
-    tables = searched.learned_degrees(block.layer.layer_modules).tables.values()
+    tables = search.learned_degrees(block.layer.layer_modules).tables.values()
     found = any(table.lookup(count) is not None for table in tables)
     torch.manual_seed(rank)
     y, _ = checkpoint(block, x.requires_grad_(), preserve_rng_state=False, **selective(saving_nothing))

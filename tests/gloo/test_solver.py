@@ -25,7 +25,7 @@ import pmoe
 from pmoe import warn
 from pmoe.choose import open_choice, solve
 from pmoe.comm.counts import CountsExchange
-from pmoe.measure import profile as profiles
+from pmoe.measure import profile
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice
 from pmoe.planner.degree_search import ScheduleOptions, StepCosts, pass_seconds
@@ -548,7 +548,7 @@ def hierarchical_job(rank: int, world: int, folder: str, old: bool) -> dict[str,
     uses.
     """
     measured: list[str] = []
-    real = profiles.measure_exchange
+    real = profile.measure_exchange
     solve._operations.clear()
 
     def noted(ranks: Any, device: Any, dtype: Any, exchange: Any) -> Fit:
@@ -562,9 +562,9 @@ def hierarchical_job(rank: int, world: int, folder: str, old: bool) -> dict[str,
 
     with (
         kept_in(folder),
-        mock.patch.object(profiles, "measure", Counted()),
-        mock.patch.object(profiles, "measure_operations", operations),
-        mock.patch.object(profiles, "measure_exchange", noted),
+        mock.patch.object(profile, "measure", Counted()),
+        mock.patch.object(profile, "measure_operations", operations),
+        mock.patch.object(profile, "measure_exchange", noted),
     ):
         dist.barrier()
         layer = build(pipeline="solve", dispatch="hierarchical_2d", combine="flat", nodes=2)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
-from pmoe.comm import failures as told
+from pmoe.comm import failures
 from pmoe.comm.ranks import Ranks
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
@@ -76,7 +76,7 @@ def file_of_rank_0(model: nn.Module, weights_only: bool = True) -> Any:
 def calm() -> None:
     """Withdraws the failure that a rank has published, so that these ranks can go on."""
     dist.barrier()
-    told.withdraw_failures()
+    failures.withdraw_failures()
     dist.barrier()
 
 

@@ -25,7 +25,7 @@ from pmoe import MoELayer, Restore
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.engine.passes import base as passes
-from pmoe.engine.variants import offload as offloaded
+from pmoe.engine.variants import offload
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.tasks import Lane, Schedule
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching
@@ -76,13 +76,13 @@ def finish_without(*unseen: Lane) -> contextlib.AbstractContextManager[Any]:
 def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
     """Holds saved tensors until they are copied only if they are whole tensors, not parts of one."""
 
-    hold_for = offloaded.hold_for
+    hold_for = offload.hold_for
 
     def hold(stream: Any, tensor: Tensor) -> None:
         if tensor.nbytes == tensor.untyped_storage().nbytes():
             hold_for(stream, tensor)
 
-    return mock.patch.object(offloaded, "hold_for", hold)
+    return mock.patch.object(offload, "hold_for", hold)
 
 
 def nothing(*args: Any) -> None:
@@ -104,7 +104,7 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "host memory is handed out too early": lambda: mock.patch.object(
         CudaLanes, "_await_readers_of_the_host", nothing
     ),
-    "modules' tensors are not held": lambda: mock.patch.object(offloaded, "hold_for", nothing),
+    "modules' tensors are not held": lambda: mock.patch.object(offload, "hold_for", nothing),
     "parts of modules' tensors are not held": hold_whole_tensors,
     "messages end unseen": lambda: mock.patch.object(Message, "wait", lambda self: self.work.wait()),
 }

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.choose import part_of_batch, trials
-from pmoe.choose import search as searched
+from pmoe.choose import part_of_batch, search, trials
 from pmoe.engine.buffers.arena import DevicePool
 from pmoe.engine.variants import trial
 from pmoe.measure import profile
@@ -96,7 +95,7 @@ def job(
     options: dict[str, Any],
     few_are_fast: bool = False,
 ) -> dict[str, Any]:
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     GIVEN.clear()
     failing = Failing(rank, ERRORS[name], at, most)
     torch.manual_seed(0)
@@ -133,7 +132,7 @@ def job(
         fixed.load_state_dict(layer.state_dict())
         expected = step(fixed, rank)
         answer["same"] = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     return answer
 
 
@@ -175,7 +174,7 @@ def test_if_every_choice_is_too_large_all_ranks_raise_one_error_that_names_the_l
 def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
     """Does the same as `job`, with predictions that leave only n = 1 and 2 to try."""
     predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
-    with mock.patch.object(searched, "predicted_seconds", lambda *_: predicted):
+    with mock.patch.object(search, "predicted_seconds", lambda *_: predicted):
         return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"}, True)
 
 

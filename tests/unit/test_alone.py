@@ -17,7 +17,7 @@ import pmoe
 from pmoe.engine.plan.callbacks import Callback
 from pmoe.kernels.registry import PRODUCTS, MeasuredChoice
 from pmoe.measure.products import _products, slower_kernels
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from tests.switched import switched_layer
 
 M, H, E = 16, 24, 6
@@ -27,14 +27,14 @@ M, H, E = 16, 24, 6
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets the runner for one rank run here, and returns a list of its calls."""
     calls: list[str] = []
-    forward = alone.OneRankRunner.forward
+    forward = one_rank.OneRankRunner.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append("alone")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
     return calls
 
 
@@ -66,7 +66,7 @@ def compared(
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(x.dtype)
     found = step(layer, x, grad)
     with monkeypatch.context() as patch:
-        patch.setattr(alone, "kernel_refusal", lambda *_, **__: "not this time")
+        patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "not this time")
         expected = step(layer, x, grad)
     return found, expected
 
@@ -103,7 +103,7 @@ def test_counts_come_to_the_host_when_they_are_asked_for(kernels: list[str], mon
     layer = make()
     layer(tokens(13, M))
     found, max_tokens = layer.tokens_per_expert, layer.max_tokens
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: "not this time")
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "not this time")
     layer(tokens(13, M))
     assert kernels and torch.equal(found, layer.tokens_per_expert) and max_tokens == layer.max_tokens == 13
     assert found.dtype == torch.int64 and found.sum() == 26
@@ -251,7 +251,7 @@ def test_bad_input_is_refused_as_ever(kernels: list[str]) -> None:
 
 def test_without_a_device_for_them_the_kernels_say_why() -> None:
     layer, x = make(torch.bfloat16), tokens(3, M, dtype=torch.bfloat16)
-    why = alone.kernel_refusal(
+    why = one_rank.kernel_refusal(
         layer.gate, layer.experts, x, torch.bfloat16, ranks=layer.ranks, needs_grad=True
     )
     assert why == "3 tokens on cpu"

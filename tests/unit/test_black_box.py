@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pmoe.measure import module_cost as black_box
+from pmoe.measure import module_cost
 from pmoe.measure.module_cost import RUNS, profile_module
 from pmoe.planner.costs import LineCost
 
@@ -62,7 +62,7 @@ class Priced(nn.Module):
 
 
 def profile_by(clock: Clock, *given: Any) -> Any:
-    with mock.patch.object(black_box, "clock_of", return_value=clock):
+    with mock.patch.object(module_cost, "clock_of", return_value=clock):
         return profile_module(*given)
 
 

@@ -18,8 +18,7 @@ from pmoe import warn
 from pmoe.cli import profile_kernels
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.measure import block_split as among_ranks
-from pmoe.measure import fused_kernels
+from pmoe.measure import block_split, fused_kernels
 from pmoe.measure.block_split import as_fields, division_path, load_divisions, save_divisions
 from pmoe.planner.block_split import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
 from tests.unit.test_cli import printed, refused, run
@@ -99,7 +98,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Divis
     monkeypatch.setattr(fused_kernels, "time_division", time_division)
     monkeypatch.setattr(extension, "path", lambda device: ("sm_90a", None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(among_ranks, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(block_split, "device_name", lambda device: "NVIDIA H200")
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -16,7 +16,7 @@ import torch
 
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import block_split as among_ranks
+from pmoe.measure import block_split
 from pmoe.measure.block_split import agreed, agreed_layer, save_divisions
 from pmoe.measure.fused_kernels import sweep, time_layers
 from pmoe.planner.block_split import (
@@ -337,9 +337,9 @@ def test_fill_refuses_unlike_shapes_before_anything_is_measured() -> None:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Any:
-    among_ranks.forget()
+    block_split.forget()
     yield
-    among_ranks.forget()
+    block_split.forget()
 
 
 def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +350,6 @@ def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path, monkeypatch
     save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS}))
     assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
     assert agreed_layer(ranks, SIZES, CPU) is None
-    among_ranks.forget()
+    block_split.forget()
     assert agreed(ranks, SHAPE, CPU) == Division(26, 1024)
     assert agreed_layer(ranks, SIZES, CPU) == SECONDS

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pmoe.papers import mpipemoe_memory as theory
+from pmoe.papers import mpipemoe_memory
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.memory import predict
 from pmoe.planner.rows_per_pass import PassRows
@@ -184,9 +184,9 @@ def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
 @pytest.mark.parametrize("B, M, H, n", [*SIZES, (64, 3, 12, 1), (1, 1, 1, 1)])
 def test_a_pipeline_without_reuse_holds_equations_2_and_4(B: int, M: int, H: int, n: int) -> None:
     forward = of_forward(B, M, H, n, reuse=False)
-    assert sum(forward.after[-1].values()) == theory.activations(B, M, H)
-    assert forward.peak_bytes == theory.activations(B, M, H)
-    assert of_backward(B, M, H, n, reuse=False).peak_bytes == theory.activations(B, M, H)
+    assert sum(forward.after[-1].values()) == mpipemoe_memory.activations(B, M, H)
+    assert forward.peak_bytes == mpipemoe_memory.activations(B, M, H)
+    assert of_backward(B, M, H, n, reuse=False).peak_bytes == mpipemoe_memory.activations(B, M, H)
 
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
@@ -202,7 +202,7 @@ def test_running_in_sequence_holds_two_neighbouring_gradients(B: int, M: int, H:
         before=["dT_O.0", "T_DI.0", "T_M.0"],
         after=["dT_I.0"],
     )
-    assert found.peak_bytes == (theory.buffers(B, M, H) if H >= M else 2 * B * M)
+    assert found.peak_bytes == (mpipemoe_memory.buffers(B, M, H) if H >= M else 2 * B * M)
     assert all(len([b for b in memories if b.startswith("d")]) == 2 for memories in found.during)
 
 
@@ -210,8 +210,8 @@ def test_running_in_sequence_holds_two_neighbouring_gradients(B: int, M: int, H:
 def test_reuse_saves_equation_5_of_the_activations_and_again_of_the_gradients(
     B: int, M: int, H: int, n: int
 ) -> None:
-    saved = theory.saved_each(B, M, H, n)
-    pipelined = theory.activations(B, M, H)
+    saved = mpipemoe_memory.saved_each(B, M, H, n)
+    pipelined = mpipemoe_memory.activations(B, M, H)
     assert pipelined - of_forward(B, M, H, n, reuse=True).peak_bytes == saved
     assert pipelined - of_backward(B, M, H, n, reuse=True).peak_bytes == saved
 
@@ -223,8 +223,8 @@ def test_the_share_that_reuse_saves_is_equation_6(B: int, M: int, H: int, n: int
         sum(each(B, M, H, n, reuse=reuse).peak_bytes for each in (of_forward, of_backward))
         for reuse in (False, True)
     )
-    share = (took - takes) / (theory.model_states(M, H, E) + took)
-    assert share == pytest.approx(theory.saving_ratio(B, M, H, E, n), rel=1e-15)
+    share = (took - takes) / (mpipemoe_memory.model_states(M, H, E) + took)
+    assert share == pytest.approx(mpipemoe_memory.saving_ratio(B, M, H, E, n), rel=1e-15)
 
 
 def whole(schedule: Schedule) -> dict[str, str]:
@@ -243,7 +243,7 @@ def test_from_three_chunks_on_the_formulas_are_what_is_alive_at_once(
     In the middle of the pipeline every tensor and every slot is in use, even if each is freed after its last
     reader.
     """
-    saved = theory.saved_each(B, M, H, n) * reuse
+    saved = mpipemoe_memory.saved_each(B, M, H, n) * reuse
     size = elements(B, M, H, n)
     forward, backward = paper_forward(n, reuse=reuse), paper_backward(n, reuse=reuse)
 
@@ -262,8 +262,8 @@ def test_from_three_chunks_on_the_formulas_are_what_is_alive_at_once(
             after=[*caller, *chunks(schedule, result)],
         ).peak_bytes
 
-    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == theory.activations(B, M, H) - saved
-    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == theory.activations(B, M, H) - saved
+    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == mpipemoe_memory.activations(B, M, H) - saved
+    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == mpipemoe_memory.activations(B, M, H) - saved
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -293,7 +293,9 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
     """Forward has T_DI, T_DO and T_M, and backward their gradients, with S4: 2 (2 B M / n) + B H / n each."""
     pair = STRATEGIES["S4"]
     reduced = 2 * (2 * B * M // n) + B * H // n
-    assert reduced == theory.activations(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
+    assert (
+        reduced == mpipemoe_memory.activations(B, M, H) - mpipemoe_memory.saved_each(B, M, H, n) - 2 * B * M
+    )
 
     def slots(schedule: Schedule) -> dict[str, int]:
         columns = HiddenColumns(hidden=H, active=0, scratch=H, scratch_rows=B)
@@ -340,9 +342,9 @@ def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_wh
     rows = PassRows(extent=extent, received=B * travel, local=B * (not travel), sent=B * travel, exact=True)
     found = predict(shape, shape.call(B), rows, rows, KEEP)
     between = found.saved / size + B * M  # T_I
-    assert between < theory.activations(B, M, H)
-    assert between == pytest.approx(theory.activations(B, M, H) - B * M, rel=0.02)
+    assert between < mpipemoe_memory.activations(B, M, H)
+    assert between == pytest.approx(mpipemoe_memory.activations(B, M, H) - B * M, rel=0.02)
 
-    papers = 2 * theory.activations(B, M, H)
+    papers = 2 * mpipemoe_memory.activations(B, M, H)
     expected = papers - B * M + B * H + (2 * B * M if travel else 0)
     assert found.promised / size + 2 * B * M == pytest.approx(expected, rel=0.02)

@@ -22,7 +22,7 @@ from pmoe.engine.lanes.recorder import recording
 from pmoe.engine.plan.callbacks import Callback
 from pmoe.engine.variants.padding import PaddedRowCounts, make_padding
 from pmoe.gates.capacity import within_capacity
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.kit import D_MODEL as M
@@ -391,7 +391,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def alone_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Lets the runner for one rank (`pmoe.runners.one_rank`) take any layer on the CPU."""
-    patch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+    patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(

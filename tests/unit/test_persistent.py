@@ -26,8 +26,7 @@ from pmoe.comm.counts import CountsExchange
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.decide import fused_choice as layer_fused
-from pmoe.decide import padded_counts
+from pmoe.decide import fused_choice, padded_counts
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.kernels import route
 from pmoe.kernels.comet.launcher import Division, Launcher
@@ -284,7 +283,7 @@ def test_a_schedule_may_set_numpys_numbers() -> None:
 @pytest.mark.usefixtures("_emulated")
 def test_more_experts_than_a_launch_chooses_among_are_chosen_before() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_fused, "MOST_EXPERTS", E - 1)
+        patch.setattr(fused_choice, "MOST_EXPERTS", E - 1)
         patch.setattr(route, "deferred_routing", lambda *_, **__: pytest.fail("nothing is chosen"))
         check(slack=8.0)
 

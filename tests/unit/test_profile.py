@@ -19,8 +19,7 @@ import torch
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import line_fits as lines
 from pmoe.measure import profile as module
-from pmoe.measure import rates as measuring
-from pmoe.measure import store
+from pmoe.measure import rates, store
 from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import measure, speeds
@@ -414,8 +413,8 @@ def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() ->
             ("copy", "communicate", "compute"): 1.9,  # noise
         }
     )
-    found = measuring._interference(
-        bench, dict.fromkeys(("compute", "communicate", "copy"), nothing), measuring.QUICK
+    found = rates._interference(
+        bench, dict.fromkeys(("compute", "communicate", "copy"), nothing), rates.QUICK
     )
     expected = Interference(
         mu_comp=0.1,
@@ -434,7 +433,7 @@ def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() ->
 
 def test_without_messages_all_lanes_are_computation_and_copies() -> None:
     bench = Slowed({("compute", "copy"): 0.5, ("copy", "compute"): 0.8})
-    found = measuring._interference(bench, dict.fromkeys(("compute", "copy"), nothing), measuring.QUICK)
+    found = rates._interference(bench, dict.fromkeys(("compute", "copy"), nothing), rates.QUICK)
     assert (found.sigma_mem, found.sigma_all) == pytest.approx((0.5, 0.5))
     assert (found.eta_comp, found.eta_all) == pytest.approx((0.8, 0.8))
     assert (found.mu_comp, found.mu_mem, found.mu_all, found.sigma_comm, found.eta_comm) == (1, 1, 1, 1, 1)

@@ -22,7 +22,7 @@ import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.checkpointing import contexts as recompute
 from pmoe.gates import GATES
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.kit import (
@@ -131,15 +131,15 @@ def test_callbacks_see_both_passes() -> None:
 
 def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    run, route = alone.OneRankRunner.forward, alone.route_tokens
+    run, route = one_rank.OneRankRunner.forward, one_rank.route_tokens
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append("run")
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
-    monkeypatch.setattr(alone, "route_tokens", lambda *args: (calls.append("route"), route(*args))[1])
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
+    monkeypatch.setattr(one_rank, "route_tokens", lambda *args: (calls.append("route"), route(*args))[1])
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     block = Block(build())
     expected = step(block, block)
     assert calls == ["route", "run"] * 2
@@ -147,7 +147,7 @@ def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pyte
     x = tokens().requires_grad_()
     y, l_aux = frozen(block)(x)
     # What was taken in the first pass is taken in the second, whatever is measured in between.
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: "another way is faster by now")
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "another way is faster by now")
     calls.clear()
     (y.square().sum() + AUX * l_aux).backward()
     assert calls == ["run"] * 2

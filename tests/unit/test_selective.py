@@ -241,8 +241,8 @@ def test_modes_stand_as_before_behind_a_hidden_block(fails: bool) -> None:
 
 
 def test_a_layer_without_dispatch_modes_never_looks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pmoe.layer import calls_with_any as kinds
+    from pmoe.layer import calls_with_any
 
-    monkeypatch.setattr(kinds, "call_with_any", lambda *_: pytest.fail("was asked"))
+    monkeypatch.setattr(calls_with_any, "call_with_any", lambda *_: pytest.fail("was asked"))
     layer = build()
     (layer(tokens().requires_grad_()).sum() + AUX * layer.l_aux).backward()

@@ -23,7 +23,7 @@ from pmoe.kernels.comet.launcher import Divide, Division, Launcher
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.kernels.route import Routes
-from pmoe.measure.fused_kernels import journeys_of
+from pmoe.measure.fused_kernels import fused_routings_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows
 
 
@@ -123,7 +123,7 @@ class VirtualRanks:
 
         routes: the routing of all ranks' tokens, with one chunk for each rank.
         """
-        return journeys_of(routes, self.shape, range(self.shape.num_ranks))
+        return fused_routings_of(routes, self.shape, range(self.shape.num_ranks))
 
     def forward(
         self,

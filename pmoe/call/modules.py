@@ -279,20 +279,20 @@ class LayerModules(PassModules):
         """
         if self.ranks.size > 1 or (self.options.rotates and not self.options.fused):
             return False  # `refusal` says the same, but would first compute the features of the layer
-        takers = ("one rank", "one rank's counts") if self.options.fused else ("one rank",)
-        return any(self.refusal(taker) is None for taker in takers)
+        components = ("one rank", "one rank's counts") if self.options.fused else ("one rank",)
+        return any(self.refusal(component) is None for component in components)
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
         """The features that the layer has and a layer with default options does not have."""
         return features_of(self)
 
-    def refusal(self, taker: str) -> str | None:
+    def refusal(self, component: str) -> str | None:
         """Returns why a part of pmoe cannot take this layer: a text about a feature that it does not support.
 
         Returns None if the part supports all features of the layer.
 
-        taker: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes calls;
-            a source of row counts; or a prediction of times or memory.
+        component: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes
+            calls; a source of row counts; or a prediction of times or memory.
         """
-        return refusal_of(self, taker)
+        return refusal_of(self, component)

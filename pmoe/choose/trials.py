@@ -330,7 +330,7 @@ class Trial:
         forward: the forward pass, after it has run.
         grad_TM: (T, M), the gradient of the layer's output: T tokens, M = d_model.
         """
-        state = forward.left
+        state = forward.saved
         state.wanted = [tensor is not None and tensor.requires_grad for tensor in self.batch.inputs.all]
         return make_backward(forward.plan, grad_TM, state, TrialBackward)
 

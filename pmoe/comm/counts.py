@@ -459,7 +459,7 @@ class CountsExchange:
         mode = mode_of_call(needs_grad=needs_grad, training=training)
         if ranks.size > 1:
             ranks.count_exchange()
-            mode += ranks.standing.life * LIFE
+            mode += ranks.record.life * LIFE
         # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
         header = torch.tensor([num_tokens, fault_number, mode, kind], pin_memory=counts_FE.is_cuda)
         header = header.to(counts_FE.device, non_blocking=True)
@@ -627,7 +627,7 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
         layer's number.
     ranks: the ranks of the layer.
     """
-    ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
+    ranks.record.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
 
     def with_and_without(flag: int) -> tuple[str, str]:
         """Returns two texts for messages: the ranks that have set the flag, and those that have not.

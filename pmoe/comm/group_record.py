@@ -25,7 +25,7 @@ class GroupRecord:
     life: the number of the default group under which the group was made: 1 for the first one that layers used
         in this job, 2 for the second. torchrun's store outlives a group that is destroyed and made again
         under the same name; this number in the keys of the store tells the two groups apart.
-    left: why this rank left a pass in the middle; "" while the group is whole.
+    reason_left: why this rank left a pass in the middle; "" while the group is whole.
     left_with: the text of that error, as peers get it.
     left_at: `place` at the moment when this rank left by an error of its own; "" if a peer or a collective
         caused the error. If all ranks left by errors of their own at the same place, the group can be used
@@ -45,7 +45,7 @@ class GroupRecord:
 
     name: str = ""
     life: int = 0
-    left: str = ""
+    reason_left: str = ""
     left_with: str = ""
     left_at: str = ""
     settled_at: str = ""
@@ -102,7 +102,7 @@ collectives: Collectives = Collectives()
 MOST_OPEN = 1024
 """The most call numbers that `GroupRecord.open_calls` keeps."""
 
-_standings: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
 
 
 def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
@@ -110,11 +110,11 @@ def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
 
     group: a group that torch.distributed knows (`is_known`).
     """
-    standing = _standings.get(group)
-    if standing is None:
-        standing = GroupRecord(name=str(group.group_name), life=_life())
-        _standings[group] = standing
-    return standing
+    record = _records.get(group)
+    if record is None:
+        record = GroupRecord(name=str(group.group_name), life=_life())
+        _records[group] = record
+    return record
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
@@ -124,7 +124,7 @@ def is_known(group: dist.ProcessGroup) -> bool:
 
 def names_of_left_groups() -> set[str]:
     """Returns the names of the groups in which an error made this rank leave a pass before its end."""
-    return {standing.name for standing in _standings.values() if standing.left}
+    return {record.name for record in _records.values() if record.reason_left}
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -301,7 +301,7 @@ class Experts(nn.Module, abc.ABC):
         T is the number of tokens, M = d_model. Autograd must be able to differentiate the operations. The
         layer calls it, by `forward`, if the shared expert has hooks or is in a wrapper.
 
-        In this class it raises TypeError. A subclass that such a shared expert may have must implement it.
+        Raises TypeError in this class. A subclass for such shared experts must implement the method.
         """
         raise TypeError(
             f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "

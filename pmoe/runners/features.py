@@ -98,12 +98,12 @@ The pipeline runner supports all features, because it computes the calls that no
 """
 
 
-def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
+def refused(component: str, features: Iterable[Feature]) -> Feature | None:
     """Returns the first of a layer's features that an entry of `SUPPORTED` lacks; None if it lacks none.
 
-    taker: the key of the entry: the name of a runner, a source of row counts or a prediction.
+    component: the key of the entry: the name of a runner, a source of row counts or a prediction.
     features: the features of the layer.
     """
     requested = frozenset(features)
-    supported = SUPPORTED[taker]
+    supported = SUPPORTED[component]
     return next((feature for feature in Feature if feature in requested and feature not in supported), None)

@@ -81,11 +81,11 @@ def tried_job(
     ahead, back = Forward.run, Backward.run
 
     def forward(self: Any) -> Any:
-        clock.passed("forward", len(self.cut.chunks))
+        clock.passed("forward", len(self.pass_plan.chunks))
         return ahead(self)
 
     def backward(self: Any) -> Any:
-        clock.passed("backward", len(self.cut.chunks))
+        clock.passed("backward", len(self.pass_plan.chunks))
         return back(self)
 
     search._LEARNED.clear()

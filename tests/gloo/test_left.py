@@ -336,7 +336,7 @@ def legitimate_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
     for name, program in legitimate(layer, rank).items():
         found[name] = error_of(program)
         step(layer, rank)
-    assert layer.ranks.standing.last_meeting  # some of these meet
+    assert layer.ranks.record.last_meeting  # some of these meet
     return found
 
 
@@ -405,13 +405,13 @@ def test_a_loop_whose_backward_passes_run_never_meets() -> None:
 
 
 def test_open_calls_are_kept_up_to_a_number() -> None:
-    standing = GroupRecord()
+    record = GroupRecord()
     for number in range(1, MOST_OPEN + 10):
-        standing.open_call(number)
-    assert list(standing.open_calls) == list(range(10, MOST_OPEN + 10))
-    with standing.backward_pass(12, "a layer"):
-        assert standing.backward_of == 12 and 12 not in standing.open_calls
-    assert standing.backward_of == 0
+        record.open_call(number)
+    assert list(record.open_calls) == list(range(10, MOST_OPEN + 10))
+    with record.backward_pass(12, "a layer"):
+        assert record.backward_of == 12 and 12 not in record.open_calls
+    assert record.backward_of == 0
 
 
 def keys_job(rank: int, world: int) -> list[int]:

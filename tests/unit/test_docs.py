@@ -245,10 +245,12 @@ def test_the_table_of_options_is_that_of_the_features() -> None:
     heading, _, *body = (
         [cell.strip() for cell in row[1:-1].split("|")] for row in tables.options().split("\n")
     )
-    assert heading[1:] == [taker for taker in SUPPORTED if SUPPORTED[taker] != frozenset(Feature)]
+    assert heading[1:] == [component for component in SUPPORTED if SUPPORTED[component] != frozenset(Feature)]
     for feature, (words, *cells) in zip(Feature, body, strict=True):
         assert "{" not in words and words.split()[0] in feature.value
-        assert cells == ["yes" if feature in SUPPORTED[taker] else "no" for taker in heading[1:]], words
+        assert cells == ["yes" if feature in SUPPORTED[component] else "no" for component in heading[1:]], (
+            words
+        )
 
 
 def test_every_column_of_the_table_of_options_is_explained() -> None:

@@ -35,9 +35,9 @@ SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
 PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]
 
 
-@pytest.mark.parametrize("taker", TAKERS)
-def test_each_feature_gives_the_definitions_result_or_is_refused_by_name(taker: str) -> None:
-    assert not wrong_of(COMPUTED[taker], SINGLE)
+@pytest.mark.parametrize("component", TAKERS)
+def test_each_feature_gives_the_definitions_result_or_is_refused_by_name(component: str) -> None:
+    assert not wrong_of(COMPUTED[component], SINGLE)
 
 
 SHARE = 4
@@ -46,11 +46,11 @@ SHARE = 4
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(SHARE)])
-@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("component", TAKERS)
 def test_each_pair_of_features_gives_the_definitions_result_or_is_refused_by_name(
-    taker: str, share: int
+    component: str, share: int
 ) -> None:
-    assert not wrong_of(COMPUTED[taker], PAIRS[share::SHARE])
+    assert not wrong_of(COMPUTED[component], PAIRS[share::SHARE])
 
 
 # ---- memory
@@ -68,9 +68,9 @@ def wrong_prediction(features: Features) -> Iterator[str]:
         yield from layer
         return
     asked = {*layer.layer_modules.features}
-    takers = {"fused": Feature.FUSED, "persistent": Feature.PERSISTENT}
+    components = {"fused": Feature.FUSED, "persistent": Feature.PERSISTENT}
     may_fuse = Feature.OFFLOADS not in asked and any(
-        feature in asked and refused(taker, asked) is None for taker, feature in takers.items()
+        feature in asked and refused(component, asked) is None for component, feature in components.items()
     )
     try:
         predicted = layer.predict_memory(featured.T)

@@ -264,7 +264,7 @@ class ModuleExperts(Experts):
                 )
                 start = backward_rows.start + graph.chunk_rows.start - forward_rows.start
                 at = slice(start, start + graph.chunk_rows.stop - graph.chunk_rows.start)
-                graphs.append(replace(graph, at=at))
+                graphs.append(replace(graph, chunk_rows=at))
             tensors += part.tensors
         return Hidden(tensors=tensors, graph=graphs)
 

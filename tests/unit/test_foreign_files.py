@@ -260,7 +260,8 @@ def opens(node: ast.AST) -> bool:
         case ast.Call(func=ast.Name(id="open" | "FileSystemReader")) | ast.Name(id="load_json"):
             return True
         case ast.Call(func=ast.Attribute(value=of, attr="open")):
-            return not isinstance(of, ast.Attribute) and ast.unparse(of) not in ("shelf", "self", "tasks")
+            own = ("saved_slots", "self", "tasks")  # objects with an open() that opens no file
+            return not isinstance(of, ast.Attribute) and ast.unparse(of) not in own
         case ast.Attribute(value=ast.Name(id=module), attr="load" | "loads" | "reader"):
             return module in MODULES
         case ast.Attribute(attr="read_text" | "read_bytes" | "fdopen" | "Unpickler"):

@@ -1,7 +1,10 @@
 """What does pmoe's machinery cost if there is nothing to hide? One rank, n = 1, against plain autograd.
 
     python bench/bench_plain.py --threads 2
+    python bench/bench_plain.py --threads 1 --tokens 2048 --d-model 128 --d-hidden 256 \\
+        --num-experts 32 --top-k 2
 
+The second command has the sizes of a layer of `make train`.
 All layers have the same weights and give the same output. The plain layer is written in several ways
 (`bench.plain`). "/ plain" is the time / the time of the fastest of them.
 """
@@ -49,13 +52,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--d-model", type=int, default=512)
     parser.add_argument("--d-hidden", type=int, default=2048)
+    parser.add_argument("--num-experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    setting = Setting(tokens=args.tokens, d_model=args.d_model, d_hidden=args.d_hidden, top_k=args.top_k)
+    setting = Setting(
+        tokens=args.tokens,
+        d_model=args.d_model,
+        d_hidden=args.d_hidden,
+        num_experts=args.num_experts,
+        top_k=args.top_k,
+    )
     torch.manual_seed(0)
     layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts, setting.top_k)
     plain = {name_of(spelling): PlainMoE(layer, spelling) for spelling in SPELLINGS}
@@ -85,7 +95,8 @@ def main() -> None:
     ]
     print(f"{setting}, float32, {args.threads} threads, medians of {args.rounds} rounds; / {baseline}")
     print(table(rows))
-    path = args.out / f"plain_{args.threads}_threads.json"
+    experts = f"_{args.num_experts}_experts" if args.num_experts != Setting.num_experts else ""
+    path = args.out / f"plain_{args.threads}_threads{experts}.json"
     write_json(
         path,
         setting=asdict(setting),

@@ -10,7 +10,7 @@ from torch import fx
 
 from pmoe.graph.explain import clock_like
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
-from pmoe.graph.lower import STARTS, label
+from pmoe.graph.lower import STARTS, label, unboxed
 from pmoe.planner.simulator import Simulated
 
 ENDS = frozenset(wait for _, wait in STARTS.values())
@@ -33,7 +33,7 @@ class PassTimeline:
         boxed.clear()
         run = _Interpreter(module, clock)
         with torch.no_grad():
-            done: Sequence[Any] = run.boxed_run(given)
+            done = unboxed(run.boxed_run(given))
         self.found, free, first = [], 0.0, min(begin for begin, _ in run.spans.values())
         for name, (begin, end) in run.spans.items():
             lane = COMPUTE

@@ -72,7 +72,14 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--num-experts", type=int, default=32, help="experts of all ranks together")
     add("--top-k", type=int, default=2)
-    add("--pipeline", type=int, default=2, help="micro-batches of the MoE layers; 1 is no pipeline")
+    add(
+        "--pipeline",
+        type=pipeline,
+        default=True,
+        metavar="N",
+        help="micro-batches of the MoE layers; 1 is no pipeline; True measures in the first step how many "
+        "are the fastest",
+    )
     add("--lr", type=float, default=4e-3)
     add("--warmup", type=int, default=100, help="steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.1)
@@ -89,6 +96,15 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     if "out" not in arguments:
         arguments.out = Path("runs/lm_dense" if arguments.dense else "runs/lm")
     return arguments
+
+
+def pipeline(text: str) -> int | bool:
+    """Returns the value of --pipeline: True, False, or a number of micro-batches.
+
+    Raises ValueError for any other text.
+    """
+    words = {"true": True, "false": False}
+    return words[text.lower()] if text.lower() in words else int(text)
 
 
 def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:

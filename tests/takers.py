@@ -121,7 +121,7 @@ def by_one_ranks_kernels(features: Features) -> Iterator[str]:
 def capturing() -> Iterator[None]:
     """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(begin, "is_captured", lambda _: True)
+        patch.setattr(begin, "is_for_graph", lambda _: True)
         patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
         yield
 

@@ -14,16 +14,25 @@ from pmoe.checkpointing.replay import Replay
 class Call:
     """The arguments of one call of a layer, and the modules that the call uses.
 
-    layer       the layer that was called
-    modules     the layer's modules and options
-    scheduled   ``modules``, but without the shared expert if that is called as a module instead of being
-                computed by a task of the schedule (`LayerModules.calls_shared_expert`)
-    x           (..., M), the input, M = d_model. It is not checked yet: a rank reports a wrong input to
-                the other ranks together with its row counts
-    token_ids   (...) int64, the ids by which some gates route tokens; or None
-    mask        (...) bool, True where x has a token; None if all rows are tokens. It is not checked yet
-    replay      makes the decisions of the call. In the second pass of activation checkpointing, it
-                repeats those of the first pass
+    layer                 the layer that was called
+    modules               the layer's modules and options
+    scheduled             ``modules``, but without the shared expert if that is called as a module instead of
+                          being computed by a task of the schedule (`LayerModules.calls_shared_expert`)
+    x                     (..., M), the input, M = d_model. It is not checked yet: a rank reports a wrong
+                          input to the other ranks together with its row counts
+    token_ids             (...) int64, the ids by which some gates route tokens; or None
+    mask                  (...) bool, True where x has a token; None if all rows are tokens. It is not
+                          checked yet
+    reference             a parameter whose dtype and device the input must have
+                          (`LayerModules.reference_parameter`); None if there is none
+    parameters_need_grad  whether autograd needs gradients of parameters of experts or callbacks
+                          (`LayerModules.asks_for_gradients`)
+    checks_values         whether values are checked. False while torch.distributed.pipelining runs the layer
+                          on memory that was never written (`pmoe.call.shape_run`)
+    may_run_again         whether an activation checkpoint may be around the call
+                          (`pmoe.checkpointing.replay.may_run_again`)
+    replay                makes the decisions of the call. In the second pass of activation checkpointing, it
+                          repeats those of the first pass
     """
 
     layer: nn.Module
@@ -32,4 +41,8 @@ class Call:
     x: Tensor
     token_ids: Tensor | None
     mask: Tensor | None
+    reference: Tensor | None
+    parameters_need_grad: bool
+    checks_values: bool
+    may_run_again: bool
     replay: Replay

@@ -163,8 +163,8 @@ class LayerModules(PassModules):
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
         """Returns whether autograd needs gradients of any tensor or parameter of a call.
 
-        tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Parameters of
-            experts and callbacks are looked up here.
+        tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Without them,
+            only parameters of experts and callbacks count, which are looked up here.
         """
         if not torch.is_grad_enabled():
             return False
@@ -201,6 +201,16 @@ class LayerModules(PassModules):
     def rotates(self) -> bool:
         """Whether chunks take turns in a few buffers (ring slots), instead of having memory of their own."""
         return self.options.rotates
+
+    @functools.cached_property
+    def limits_rows(self) -> bool:
+        """Whether a rank has room for a limited number of received rows: in ring slots, or on the host.
+
+        The limit of a ring slot does not count rows that stay on their rank. So a single rank has limits only
+        if it offloads rows, or sends rows to itself.
+        """
+        offloads = any(pair.dispatched == "offload" for pair in self.pairs)
+        return self.rotates and (self.stages.remote or offloads)
 
     @functools.cached_property
     def sequential(self) -> bool:

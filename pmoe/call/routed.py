@@ -31,18 +31,20 @@ class CheckedRouting:
 class RoutedBatch:
     """The tokens of this rank with their routing.
 
-    x          (..., M), the input of the layer after the callbacks' ``before_moe_start``
-    x_TM       (T, M), the rows of x, one for each of T tokens
-    gated      the checked routing
-    autocast   dtype to which rows and parameters are cast (`pmoe.decide.route.cast_dtype`); None if they
-               are not cast
-    failure    the error for the fault in ``gated``, if it was found on the host; else None
+    x           (..., M), the input of the layer after the callbacks' ``before_moe_start``
+    x_TM        (T, M), the rows of x, one for each of T tokens
+    gated       the checked routing
+    autocast    dtype to which rows and parameters are cast (`pmoe.decide.route.cast_dtype`); None if they
+                are not cast
+    needs_grad  whether autograd on this rank needs gradients of the call
+    failure     the error for the fault in ``gated``, if it was found on the host; else None
     """
 
     x: Tensor
     x_TM: Tensor
     gated: CheckedRouting
     autocast: torch.dtype | None
+    needs_grad: bool
     failure: Exception | None = None
 
     @functools.cached_property

@@ -373,7 +373,7 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
         training=True,
         dtype=inputs.x_TM.dtype,
         traffic=modules.traffic,
-        slots=requested_slots(modules, inputs.x_TM, batch.degrees) if modules.options.rotates else None,
+        slots=requested_slots(modules, inputs.x_TM, batch.degrees) if modules.limits_rows else None,
         once_FP=orders.count_once(num_bins),
         exchanges=(modules.dispatch, modules.combine),
         bypass_local=modules.stages.local,

@@ -19,10 +19,10 @@ from pmoe.warn import warn_once
 def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    Only layers whose chunks (micro-batches) share buffers have limits. Two things are limited. A chunk must
-    fit into a ring slot, a buffer of fixed size that chunks share: if it does not fit on every rank, all
-    ranks cut the batch into more chunks. And the dispatched rows (T_DI) must fit into the free host memory of
-    every rank if they are offloaded.
+    Only layers with `LayerModules.limits_rows` have limits. Two things are limited. A chunk must fit into a
+    ring slot, a buffer of fixed size that chunks share: if it does not fit on every rank, all ranks cut the
+    batch into more chunks. And the dispatched rows (T_DI) must fit into the free host memory of every rank if
+    they are offloaded.
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the rows of the batch: T tokens, M = d_model. Their dtype and device count.

@@ -314,14 +314,16 @@ class Trial:
 
         num_bytes: the predicted bytes of the step.
         """
-        rows_TM = self.batch.inputs.x_TM
+        inputs = self.batch.inputs
+        rows_TM = inputs.x_TM
         memory = pool(rows_TM.device).device
-        plan, _ = self._timed(lambda: self.batch.plan(self.choice))
-        forward, _ = self._timed(lambda: make_forward(_some(plan), self.batch.inputs, True, TrialForward))
-        if forward is not None:
-            num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // max(rows_TM.nbytes, 1)
-            self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
-            forward.arena.close()
+        with publishing_failures(self.batch.modules.ranks, "a trial"):
+            plan, _ = self._timed(lambda: self.batch.plan(self.choice))
+            forward, _ = self._timed(lambda: make_forward(_some(plan), inputs, True, TrialForward))
+            if forward is not None:
+                num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // max(rows_TM.nbytes, 1)
+                self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
+                forward.arena.close()
         return not self._any_failed()
 
     def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:

@@ -121,7 +121,8 @@ class RankCounts:
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
         depth            depth[n]: how often n chunks must be cut finer (`cuts`) until no chunk brings any
-                         rank more rows than a ring slot holds (`slot_rows`), or each chunk is a bin
+                         rank more rows than a ring slot holds (`slot_rows`), or each chunk is a bin. Empty
+                         if no number of chunks has to be cut finer
         host_shortage    whether any rank lacks host memory for the rows that it receives
         max_rows         largest number of rows that any rank receives, rows from itself included; None if
                          not asked for, or if some rank does not have exactly one row for each choice of its
@@ -485,25 +486,13 @@ class CountsExchange:
 
         Raises FaultError on every rank if any rank has a fault, or if the ranks do not make the same call.
         """
-        with at_stage("the exchange of row counts", self._ranks):
-            if self._work is not None:
+        if self._work is None:  # a single rank, which waits for no other
+            device_FWX, on_host = self._to_host()
+        else:
+            with at_stage("the exchange of row counts", self._ranks):
                 wait_for(self._work, self._ranks.group, self._received.is_cuda)
-            messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
-            device_FWX = messages.transpose(0, 1)
-            if self._grid.is_sharded:
-                device_FWX = self._grid.by_arrival(device_FWX)
-            device_FWX = device_FWX.long()
-            recv_device, received_once = self._split(device_FWX)
-            agreed = self._agree(recv_device)
-            relayed = self._relay(device_FWX)
-            headers = self._received[:, :HEADER]
-            # All numbers reach the host in one copy, because each copy is a synchronisation.
-            on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
-            flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()
-        on_host = flat.split([tensor.numel() for tensor in on_device])
-        own, arrived, headers, numbers, *counts = (
-            values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)
-        )
+                device_FWX, on_host = self._to_host()
+        own, arrived, headers, numbers, *counts = on_host
         max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
         if fault:
             codes = enumerate(headers[:, 1].tolist())
@@ -518,6 +507,7 @@ class CountsExchange:
         self.tokens_W = headers[:, 0]
         send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)
+        recv_device, received_once = self._split(device_FWX)
         return RankCounts(
             send=send,
             recv=recv,
@@ -532,6 +522,29 @@ class CountsExchange:
             received_once_device=received_once,
             relayed=(counts[0], counts[1]) if counts else (None, None),
         )
+
+    def _to_host(self) -> tuple[Tensor, list[Tensor]]:
+        """Computes on the device all numbers that the host needs, and copies them to the host.
+
+        On several ranks it is a collective, after the messages of the other ranks have arrived.
+
+        Returns (F, W, X) on the device, the counts that this rank received; and on the host the counts that
+        it sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
+        """
+        messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
+        device_FWX = messages.transpose(0, 1)
+        if self._grid.is_sharded:
+            device_FWX = self._grid.by_arrival(device_FWX)
+        device_FWX = device_FWX.long()
+        recv_FWE, _ = self._split(device_FWX)
+        agreed = self._agree(recv_FWE)
+        relayed = self._relay(device_FWX)
+        headers = self._received[:, :HEADER]
+        # All numbers reach the host in one copy, because each copy is a synchronisation.
+        on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
+        flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()
+        on_host = flat.split([tensor.numel() for tensor in on_device])
+        return device_FWX, [values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)]
 
     def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
         """Separates the rows for each expert from the number of rows that are sent only once.

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from pmoe.call.call import Call
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import LayerModules
-from pmoe.checkpointing.replay import replay_of
+from pmoe.call.shape_run import is_shape_run
+from pmoe.checkpointing.replay import may_run_again, replay_of
 from pmoe.comm.failures import enter_call
 from pmoe.engine.lanes.run import is_captured
 
@@ -28,23 +29,34 @@ def begin_call(
     Raises RuntimeError if a CUDA graph is being captured and cannot hold this call. Raises ValueError if
     options differ between ranks, or if a wrapper such as DDP or FSDP manages the experts.
     """
-    call = Call(
+    if modules.callbacks:
+        check_callbacks(modules.callbacks, modules.callback_modules)
+    if is_for_graph(x):
+        from pmoe.decide.cuda_graph import check_capturable
+
+        check_capturable(modules, x, mask)
+    check_ranks(modules)
+    return Call(
         layer=layer,
         modules=modules,
         scheduled=modules if modules.shared_module is None else modules.scheduled,
         x=x,
         token_ids=token_ids,
         mask=mask,
+        reference=modules.reference_parameter,
+        parameters_need_grad=modules.asks_for_gradients(),
+        checks_values=not is_shape_run(),
+        may_run_again=may_run_again(layer),
         replay=replay_of(layer),
     )
-    if modules.callbacks:
-        check_callbacks(modules.callbacks, modules.callback_modules)
-    if isinstance(x, Tensor) and is_captured(x.device):
-        from pmoe.decide.cuda_graph import check_capturable
 
-        check_capturable(call)
-    check_ranks(modules)
-    return call
+
+def is_for_graph(x: object) -> bool:
+    """Returns whether a CUDA graph is being captured, which then has to hold the call with the input x.
+
+    Only calls on a GPU can be captured. The answer is False for an x that is no tensor.
+    """
+    return isinstance(x, Tensor) and x.is_cuda and is_captured(x.device)
 
 
 def check_ranks(modules: LayerModules) -> None:

@@ -5,28 +5,35 @@ A call that it cannot hold raises an error before any kernel is launched.
 
 from __future__ import annotations
 
-from pmoe.call.call import Call
+from torch import Tensor
+
+from pmoe.call.modules import LayerModules
 from pmoe.decide.one_rank_counts import kernels_refusal
-from pmoe.decide.padded_counts import kind_of
 from pmoe.decide.route import autocast_dtype, check_input
 from pmoe.engine.lanes.base import watchers
+from pmoe.engine.variants.padding import PaddedCallKey
 
 
-def check_capturable(call: Call) -> None:
-    """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold the call.
+def check_capturable(modules: LayerModules, x: Tensor, mask: Tensor | None) -> None:
+    """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold a call.
 
     A graph cannot hold a call in which the host waits for the device, a call that measures times, or a call
     that allocates tensors which are still used after the graph's replay.
+
+    modules: the modules and options of the layer.
+    x: (..., M), the input of the call; M is d_model.
+    mask: (...), True where x has a token; None if all rows are tokens.
     """
-    modules = call.modules
-    check_input(modules, call.x)
+    check_input(modules, x, modules.reference_parameter)
+    x_TM = x.reshape(-1, modules.options.d_model)
+    needs_grad = modules.asks_for_gradients(x_TM, *modules.gate.parameters())
     why: str | None
-    if call.mask is not None:
+    if mask is not None:
         why = "the number of tokens under a mask is known on the device only"
     elif modules.options.pad_to_capacity:
-        why = _padded_refusal(call)
+        why = _padded_refusal(modules, x_TM, needs_grad)
     else:
-        why = kernels_refusal(modules, call.x.reshape(-1, modules.options.d_model))
+        why = kernels_refusal(modules, x_TM, needs_grad)
     if why is not None:
         raise RuntimeError(
             f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold two kinds of calls, "
@@ -37,16 +44,19 @@ def check_capturable(call: Call) -> None:
         )
 
 
-def _padded_refusal(call: Call) -> str | None:
-    """Returns why a graph cannot hold this call of a layer with ``pad_to_capacity``; None if it can.
+def _padded_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> str | None:
+    """Returns why a graph cannot hold a call of a layer with ``pad_to_capacity``; None if it can.
 
     With ``pad_to_capacity`` each rank sends a fixed number of rows to each expert, so the host need not wait
     for row counts. Other reasons remain: the tasks are being timed, random state would be restored on the
     host, or the ranks have not yet compared a call with this number of tokens.
+
+    modules: the modules and options of the layer.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    needs_grad: whether autograd needs gradients of the call.
     """
-    modules = call.modules
-    x_TM = call.x.reshape(-1, modules.options.d_model)
-    kind = kind_of(modules, x_TM, autocast_dtype(x_TM) or x_TM.dtype)
+    dtype = autocast_dtype(x_TM) or x_TM.dtype
+    kind = PaddedCallKey(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
     remakes = modules.experts.are_modules and any(pair.hidden == "recompute" for pair in modules.pairs)
     reuse = f"memory_reuse ({modules.options.restore})"
     unfit = {

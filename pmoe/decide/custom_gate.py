@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_kind, check_tensors
+from pmoe.call.call import Call
 from pmoe.call.modules import LayerModules
-from pmoe.call.shape_run import is_shape_run
 from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
 
@@ -49,7 +49,7 @@ def check_gate(
         )
 
 
-def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
+def clamped_with_fault(call: Call, routing: Routing, x_TM: Tensor) -> tuple[Routing, Tensor]:
     """Returns the gate's routing with all indices inside their ranges, and what was wrong with it before.
 
     Indices outside their range are clamped, so that no kernel reads outside its memory before the ranks have
@@ -58,8 +58,8 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
 
     routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).
     x_TM: (T, M), the T tokens with M = d_model columns.
-    num_experts: number of experts of all ranks.
     """
+    num_experts = call.modules.options.num_experts
     expert = routing.expert
     weight = routing.weight
     token = routing.token
@@ -67,7 +67,7 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
     faults = {
         Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
     }
-    if not is_shape_run():
+    if call.checks_values:
         faults[Fault.WEIGHT] = ~weight.detach().isfinite().all()
     if token is not None:
         faults[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
+from pmoe.call.decision import AgreedChoice, CountsSource, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
@@ -23,9 +23,9 @@ from pmoe.decide.route import route_batch
 from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
-from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.send_once import DeduplicatedSlots
 from pmoe.ordering.sorted import Tokens
+from pmoe.planner.degree import Choice
 from pmoe.runners.pipeline import PipelineRunner
 
 
@@ -69,7 +69,7 @@ class ExactCounts:
         self._exchange = None
         # A checkpoint expects both of its passes to save the same tensors, but the second pass exchanges
         # nothing. So the exchange is hidden from the checkpoint.
-        with publishing_failures(modules.ranks, "the exchange of row counts"), hidden_from_checkpoints():
+        with hidden_from_checkpoints(), publishing_failures(modules.ranks, "the exchange of row counts"):
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
@@ -107,11 +107,11 @@ class ExactCounts:
             self._counts_FE,
             num_tokens=self.orders.tokens.count,
             fault=fault,
-            needs_grad=modules.asks_for_gradients(routed.x_TM, routing.weight),
+            needs_grad=routed.needs_grad,
             training=self.call.layer.training,
             dtype=routed.autocast or routed.x_TM.dtype,
             traffic=modules.traffic,
-            slots=requested_slots(modules, routed.x_TM, self._degrees) if modules.options.rotates else None,
+            slots=requested_slots(modules, routed.x_TM, self._degrees) if modules.limits_rows else None,
             once_FP=self._once_FP,
             exchanges=(modules.dispatch, modules.combine),
             bypass_local=modules.stages.local,
@@ -169,26 +169,37 @@ class ExactCounts:
         assert agreed.counts is not None
         assert agreed.choice is not None
         self.orders.modules = modules
-        plan = self.orders.plan(agreed.counts, agreed.choice)
-        counts = HostRowCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
-        return in_chunks(self.call, self.routed, inputs, plan, counts)
+        counts = agreed.counts
+        return in_chunks(self, inputs, self.orders, counts, agreed.choice, max_tokens=counts.max_tokens)
 
 
-def in_chunks(call: Call, routed: RoutedBatch, inputs: Inputs, plan: Plan, counts: HostRowCounts) -> Decision:
-    """Returns the decision to run a call in chunks (micro-batches) on the pipeline engine.
+def in_chunks(
+    source: CountsSource,
+    inputs: Inputs,
+    orders: SortedSlots,
+    counts: RankCounts,
+    choice: Choice,
+    *,
+    max_tokens: int,
+    kept_device_E: Tensor | None = None,
+) -> Decision:
+    """Plans the chunks (micro-batches) of a call. Returns the decision to run them on the pipeline engine.
 
-    call: the call.
-    routed: its tokens with their routing.
+    source: has the call, and its tokens with their routing.
     inputs: the rows and parameters of the call.
-    plan: the rows that each chunk sends and receives.
-    counts: the row counts, for statistics after the call.
+    orders: sorts the (token, choice) slots of the call for any number of chunks.
+    counts: the row counts.
+    choice: the number of chunks of each pass, and the restore pair.
+    max_tokens, kept_device_E: fields of `HostRowCounts`, the row counts for statistics after the call.
     """
+    call = source.call
+    plan = orders.plan(counts, choice)
     return Decision(
         call=call,
-        routed=routed,
+        routed=source.routed,
         inputs=inputs,
         runner=PipelineRunner(plan),
-        counts=counts,
+        counts=HostRowCounts(counts.on_host(), max_tokens, kept_device_E),
         plan=plan,
         restore=plan.restore if call.modules.options.rotates else None,
     )

@@ -5,7 +5,7 @@ The layer calls its experts as a module, so that hooks run and so that a wrapper
     ExpertsCall.__call__
       layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows
         ExpertsCall._run                 reads the parameters of the experts that the wrapper calls
-          decide                         row counts, number of chunks n, restore pair, runner
+          ExpertsCall.decide             row counts, number of chunks n, restore pair, runner
           run                            the runner computes the layer's output T_O
                                          forward hooks: may replace T_O
       + the shared expert's output       if the shared expert is called as a module, too
@@ -33,24 +33,8 @@ from pmoe.engine.passes.base import AutocastState, Inputs
 from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
-
-def decide(source: CountsSource, modules: LayerModules, inputs: Inputs) -> Decision:
-    """Decides how a routed call runs: row counts, number of chunks, restore pair, and runner.
-
-    The restore pair says how backward gets the experts' input and hidden activation. The runner is the object
-    that computes both passes. All ranks agree on everything that changes the order of collectives. The second
-    pass of an activation checkpoint uses what the ranks agreed on in the first pass.
-
-    A checkpoint raises an error if its two passes save different tensors. Time measurements and comparisons
-    between ranks happen in one pass only, so the checkpoint's hooks are switched off for them.
-
-    source: provides the row counts of the call.
-    modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
-    inputs: the rows and parameters of the call.
-    """
-    with hidden_from_checkpoints():
-        agreed = source.call.replay.once(lambda: source.agree(modules, inputs))
-        return source.decision(modules, inputs, agreed)
+HOOKS = "a hook or a parameter of the experts or the shared expert"
+"""The stage of a call of the experts before `ExpertsCall.decide` and after `run`."""
 
 
 def run(decision: Decision) -> Tensor:
@@ -81,16 +65,16 @@ class ExpertsCall:
         self.decision: Decision | None = None
         # Set to None after its use: this frees what only planning needs.
         self._source: CountsSource | None = source
-        # Whether the error came from `_run`, in which `decide` and `run` have published it for the other
-        # ranks already.
-        self._has_told = False
+        # What this rank does, in words, while it may fail alone: `__call__` then publishes its error.
+        # It is "" where all ranks raise an error together, or where another function publishes it.
+        self._stage = HOOKS
         self._had_grad = False  # whether gradients were enabled in the first run
 
     def __call__(self) -> tuple[Decision, Tensor]:
         """Decides how the call runs, and runs it. Returns the decision, and (T, M): the results of T tokens.
 
-        If a hook raises an error on this rank, the error is published to the other ranks, because they would
-        wait for this rank.
+        If a hook or the plan raises an error on this rank, the error is published to the other ranks, because
+        they would wait for this rank.
 
         Raises ValueError if a forward hook returns something else than a tensor of T rows, or if a wrapper of
         the experts did not call them.
@@ -103,8 +87,8 @@ class ExpertsCall:
             if call.scheduled is not call.modules:
                 y_TM = y_TM + shared_output(call.modules, x_TM).to(y_TM.dtype)
         except BaseException as error:
-            if not self._has_told and call.modules.ranks.size > 1:
-                leave(error, call.modules.ranks, "a hook or a parameter of the experts or the shared expert")
+            if self._stage and call.modules.ranks.size > 1:
+                leave(error, call.modules.ranks, self._stage)
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
             raise ValueError(
@@ -146,24 +130,44 @@ class ExpertsCall:
         if x_TM is not routed.x_TM:
             routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
         inputs = make_inputs(call, routed, experts)
-        try:
-            if self.decision is not None:  # a checkpoint around the experts alone is running them again
-                self._check_second_run()
-                return run(replace(self.decision, routed=routed, inputs=inputs))
-            # A wrapper may call other experts than the first `Experts` module that it holds. PEFT, for
-            # example, trains a copy.
-            modules = call.scheduled
-            if experts is not modules.experts:
-                modules = replace(modules, experts=experts)
-            self._had_grad = torch.is_grad_enabled()
-            assert self._source is not None
-            self.decision = decide(self._source, modules, inputs)
-            self._source = None
-            return run(self.decision)
-        except BaseException:
-            # Only a flag: a stored error would keep its frames, and their tensors, until garbage collection.
-            self._has_told = True
-            raise
+        self._stage = ""
+        if self.decision is None:
+            decision = self.decision = self.decide(experts, inputs)
+        else:  # a checkpoint around the experts alone is running them again
+            self._check_second_run()
+            decision = replace(self.decision, routed=routed, inputs=inputs)
+        y_TM = run(decision)
+        self._stage = HOOKS
+        return y_TM
+
+    def decide(self, experts: Experts, inputs: Inputs) -> Decision:
+        """Decides how the routed call runs: row counts, number of chunks, restore pair, and runner.
+
+        The restore pair says how backward gets the experts' input and hidden activation. The runner is the
+        object that computes both passes. All ranks agree on everything that changes the order of collectives.
+        The second pass of an activation checkpoint uses what the ranks agreed on in the first pass.
+
+        A checkpoint raises an error if its two passes save different tensors. Time measurements and
+        comparisons between ranks happen in one pass only, so the checkpoint's hooks are switched off for
+        them.
+
+        experts: the experts to compute. A wrapper may call other experts than the first `Experts` module that
+            it holds. PEFT, for example, trains a copy.
+        inputs: the rows and parameters of the call.
+        """
+        modules = self.call.scheduled
+        if experts is not modules.experts:
+            modules = replace(modules, experts=experts)
+        source = self._source
+        assert source is not None
+        self._had_grad = torch.is_grad_enabled()
+        with hidden_from_checkpoints():
+            agreed = self.call.replay.once(lambda: source.agree(modules, inputs))
+            self._stage = "the plan of a pass"
+            decision = source.decision(modules, inputs, agreed)
+        self._stage = ""
+        self._source = None
+        return decision
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:

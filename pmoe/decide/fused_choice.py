@@ -26,7 +26,6 @@ from torch import Tensor
 from pmoe.call.call import Call
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
-from pmoe.checkpointing.replay import may_run_again
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.route import cast_dtype
 from pmoe.engine.passes.base import Inputs
@@ -152,7 +151,7 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     is_taken = is_persistent(modules) and refused("one rank's counts", features) is None
     is_taken &= options.num_experts <= MOST_EXPERTS and options.top_k <= MOST_CHOICES
     is_taken &= not is_watched(gate)
-    if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
+    if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or call.may_run_again:
         return None
     gate = cast(TopKGate, gate)
     dtype = cast_dtype(modules, x_TM) or x_TM.dtype

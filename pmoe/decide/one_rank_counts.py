@@ -16,7 +16,7 @@ from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
-from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
+from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.fused_choice import (
     defer_routing,
@@ -26,7 +26,7 @@ from pmoe.decide.fused_choice import (
     may_fuse,
     stacked,
 )
-from pmoe.decide.route import apply_start_callbacks, autocast_dtype, check_num_experts
+from pmoe.decide.route import apply_start_callbacks, autocast_dtype, check_num_experts, needs_gradients
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import Routing
@@ -67,9 +67,12 @@ class OneRankCounts:
         check_num_experts(modules, routes.counts_nE.shape[-1])
         routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
         self.routed = RoutedBatch(
-            x=x, x_TM=x_TM, gated=CheckedRouting(routing=routing), autocast=autocast_dtype(x)
+            x=x,
+            x_TM=x_TM,
+            gated=CheckedRouting(routing=routing),
+            autocast=autocast_dtype(x),
+            needs_grad=needs_gradients(call, x, *modules.gate.parameters()),
         )
-        self._needs_grad = modules.asks_for_gradients(x, *modules.gate.parameters())
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
@@ -111,7 +114,7 @@ class OneRankCounts:
             recv=counts_E,
             recv_device=counts_E,
             max_tokens=self.routed.num_tokens,
-            needs_grad=self._needs_grad,
+            needs_grad=self.routed.needs_grad,
         )
         runner: Runner = OneRankRunner(routes, stacked(own_modules).activation)
         if agreed.steps is not None:
@@ -150,9 +153,9 @@ def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
     """
     modules = call.modules
     dtype = autocast_dtype(x_TM) or x_TM.dtype
+    needs_grad = needs_gradients(call, x_TM, *modules.gate.parameters())
     if not may_fuse(modules, x_TM.device, dtype):
-        return AgreedChoice() if kernels_refusal(modules, x_TM) is None else None
-    needs_grad = modules.asks_for_gradients(x_TM, *modules.gate.parameters())
+        return AgreedChoice() if kernels_refusal(modules, x_TM, needs_grad) is None else None
     if modules.refusal("one rank's counts") is not None or fused_pair(modules) is None:
         return None
     if modules.options.fused == "forward" and needs_grad:
@@ -163,11 +166,12 @@ def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
     return None if isinstance(steps, str) else AgreedChoice(steps=steps)
 
 
-def kernels_refusal(modules: LayerModules, x_TM: Tensor) -> str | None:
+def kernels_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> str | None:
     """Returns why the kernels of `pmoe.runners.one_rank` cannot compute a call; None if they can.
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    needs_grad: whether autograd needs gradients of the call.
     """
     return modules.refusal("one rank") or one_rank.kernel_refusal(
         cast(TopKGate, modules.gate),
@@ -175,7 +179,7 @@ def kernels_refusal(modules: LayerModules, x_TM: Tensor) -> str | None:
         x_TM,
         autocast_dtype(x_TM) or x_TM.dtype,
         ranks=modules.ranks,
-        needs_grad=modules.asks_for_gradients(x_TM, *modules.gate.parameters()),
+        needs_grad=needs_grad,
     )
 
 
@@ -192,7 +196,7 @@ def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, Def
         return deferred.routes, deferred
     with torch.autocast(x_TM.device.type, enabled=False):
         routes = one_rank.route_tokens(cast(TopKGate, call.modules.gate), x_TM, route)
-    if may_run_again(call.layer):
+    if call.may_run_again:
         from pmoe.checkpointing.routing_check import refuse_changed_routing
 
         refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)

@@ -33,7 +33,7 @@ from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.decide.exact_counts import LoadedExchange, in_chunks
 from pmoe.decide.fused_choice import defer_routing, find_steps, kernels_runner, may_fuse
-from pmoe.decide.route import cast_dtype, route_batch, run_gate
+from pmoe.decide.route import cast_dtype, needs_gradients, route_batch, run_gate
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.variants.padding import PaddedCallKey, check_same_calls, make_padding
@@ -41,19 +41,6 @@ from pmoe.gates.base import Routing
 from pmoe.kernels.flashdmoe import RoutingInput
 from pmoe.kernels.route import DeferredRouting
 from pmoe.ordering.sorted import Tokens
-
-
-def kind_of(modules: LayerModules, x_TM: Tensor, dtype: torch.dtype) -> PaddedCallKey:
-    """Returns the values of a padded call that must be equal on all ranks: tokens, dtype, need of gradients.
-
-    On CUDA, ranks compare these values once, in the first call that has them.
-
-    modules: the modules and options of the layer.
-    x_TM: (T, M), the rows.
-    dtype: dtype of the rows that reach the experts.
-    """
-    needs_grad = modules.asks_for_gradients(x_TM, *modules.gate.parameters())
-    return PaddedCallKey(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
 class PaddedCounts:
@@ -81,7 +68,11 @@ class PaddedCounts:
         self._solves = modules.options.solves
         self.routed = route_batch(call, self._ask_gate)
         self._device = self.routed.x_TM.device
-        self._kind = kind_of(modules, self.routed.x_TM, self.routed.dtype)
+        self._kind = PaddedCallKey(
+            num_tokens=self.routed.num_tokens,
+            needs_grad=needs_gradients(call, self.routed.x_TM, *modules.gate.parameters()),
+            dtype=self.routed.dtype,
+        )
         self._pad_for(modules.counted_degrees)
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
@@ -138,10 +129,15 @@ class PaddedCounts:
             return self._by_kernels(inputs, agreed)
         self._pad_for(agreed.choice.degrees)
         orders, kept_E = self._padded(modules)
-        counts = self._device_counts
-        totals = HostRowCounts(counts.on_host(), self._kind.num_tokens, kept_E)
-        plan = orders.plan(counts, agreed.choice)
-        return in_chunks(self.call, self.routed, inputs, plan, totals)
+        return in_chunks(
+            self,
+            inputs,
+            orders,
+            self._device_counts,
+            agreed.choice,
+            max_tokens=self._kind.num_tokens,
+            kept_device_E=kept_E,
+        )
 
     def _by_kernels(self, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by the persistent kernel, which counts the rows within capacity itself.

@@ -15,9 +15,8 @@ from pmoe.call.call import Call
 from pmoe.call.module_calls import described, is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
-from pmoe.call.shape_run import is_shape_run
 from pmoe.call.tensor_kinds import refused_kind
-from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
+from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
@@ -42,8 +41,18 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
     except Exception as error:
         if modules.ranks.size == 1 or call.replay.is_replay:
             raise
-        return _nothing_routed(modules, error)
-    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=autocast)
+        return _nothing_routed(call, error)
+    needs_grad = needs_gradients(call, x_TM, gated.routing.weight)
+    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=autocast, needs_grad=needs_grad)
+
+
+def needs_gradients(call: Call, *tensors: Tensor) -> bool:
+    """Returns whether autograd on this rank needs gradients of parameters of the call, or of ``tensors``.
+
+    tensors: of any shape; the rows, and the routing weights or the parameters of the gate.
+    """
+    has_grad = torch.is_grad_enabled()
+    return call.parameters_need_grad or (has_grad and any(tensor.requires_grad for tensor in tensors))
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
@@ -64,7 +73,7 @@ def apply_start_callbacks(call: Call) -> Tensor:
                 raise
             name = type(callback).__name__
             raise FaultError(Fault.CALLBACK, f"callback {name}.before_moe_start: {error}") from error
-    check_input(call.modules, x)
+    check_input(call.modules, x, call.reference)
     return x
 
 
@@ -75,7 +84,7 @@ def _tokens_of(call: Call) -> Tensor:
     """
     x = call.x
     mask = call.mask
-    check_input(call.modules, x)
+    check_input(call.modules, x, call.reference)
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:-1] or mask.device != x.device:
         raise FaultError(
             Fault.SHAPE,
@@ -110,17 +119,18 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         from pmoe.decide.custom_gate import check_routing, clamped_with_fault
 
         check_routing(modules, routing, x_TM)
-        routing, fault = clamped_with_fault(routing, x_TM, options.num_experts)
+        routing, fault = clamped_with_fault(call, routing, x_TM)
+    keep = _kept(modules, routing, x_TM)
     # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
     # have no exchange.
     checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
-    if checks and routing.logits is not None and not is_shape_run():
+    if checks and routing.logits is not None and routing.logits.numel() and call.checks_values:
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
-        finite = routing.logits.detach().isfinite().all().long()
+        finite = routing.logits.detach().abs().amax().isfinite().long()  # amax of a NaN is NaN
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
     has_changed = None
-    if may_run_again(call.layer):
+    if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing
 
         has_changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
@@ -131,7 +141,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         expert=routing.expert,
         weight=routing.weight,
         l_aux=routing.l_aux,
-        keep=_kept(modules, routing, x_TM),
+        keep=keep,
         token=routing.token,
         mix=routing.mix,
     )
@@ -202,17 +212,14 @@ def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
         )
 
 
-def _nothing_routed(modules: LayerModules, error: Exception) -> RoutedBatch:
+def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
     """Returns an empty batch with an error and its `Fault`, for a rank that could not route its tokens.
 
     A fault is a number that ranks send with their row counts. The rank needs this batch to take part in that
     exchange, which reports the fault to all ranks.
     """
-    like = (
-        torch.empty(0)
-        if modules.reference_parameter is None or modules.reference_parameter.is_meta
-        else modules.reference_parameter
-    )
+    modules = call.modules
+    like = torch.empty(0) if call.reference is None or call.reference.is_meta else call.reference
     routing = Routing(
         expert=torch.empty(0, modules.options.top_k, dtype=torch.int64, device=like.device),
         weight=like.new_empty(0, modules.options.top_k),
@@ -221,7 +228,14 @@ def _nothing_routed(modules: LayerModules, error: Exception) -> RoutedBatch:
     fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
     x_TM = like.new_empty(0, modules.options.d_model)
     gated = CheckedRouting(routing=routing, fault=fault)
-    return RoutedBatch(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(modules, x_TM), failure=error)
+    return RoutedBatch(
+        x=x_TM,
+        x_TM=x_TM,
+        gated=gated,
+        autocast=cast_dtype(modules, x_TM),
+        needs_grad=call.parameters_need_grad,
+        failure=error,
+    )
 
 
 def is_fetched(modules: LayerModules) -> bool:
@@ -233,17 +247,17 @@ def is_fetched(modules: LayerModules) -> bool:
     return any(map(is_watched, modules.experts_module.modules()))
 
 
-def check_input(modules: LayerModules, x: Tensor) -> None:
+def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     """Checks that the input is a plain tensor of the right shape, device and dtype.
 
     modules: the modules and options of the layer.
     x: (..., M); it must be on the device of the parameters. It must have their dtype, unless autocast or
         FSDP's mixed precision casts it.
+    like: a parameter of the layer (`LayerModules.reference_parameter`); None if there is none.
 
     Raises TypeError if x is not a tensor, and FaultError (a ValueError) for the other mistakes.
     """
     d_model = modules.options.d_model
-    like = modules.reference_parameter
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
     is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested

@@ -10,7 +10,7 @@ Letters: N rows, E experts of this rank, I input features and O output features 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -184,6 +184,8 @@ class GradientSum:
     The parameter holds one weight of all E experts of the rank: (E, ...).
 
     parameter: the parameter. The sum has its shape.
+    new: a function that returns uninitialised memory with the dtype and device of a tensor, in a given shape.
+        It provides the sum's memory, unless the sum has another dtype than the parameter.
     contributions: number of additions that will follow. If there are several, a parameter narrower than
         float32 is summed in float32 and rounded once.
     total: the sum so far, of the parameter's shape.
@@ -194,14 +196,15 @@ class GradientSum:
 
     total: Tensor
 
-    def __init__(self, parameter: Tensor, contributions: int) -> None:
+    def __init__(
+        self, parameter: Tensor, contributions: int, new: Callable[..., Tensor] = Tensor.new_empty
+    ) -> None:
         narrow = parameter.dtype in (torch.bfloat16, torch.float16)
         self._dtype = parameter.dtype
-        self.total = torch.empty_like(
-            parameter,
-            dtype=torch.float32 if narrow and contributions > 1 else None,
-            memory_format=torch.contiguous_format,
-        )
+        if narrow and contributions > 1:
+            self.total = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        else:
+            self.total = new(parameter, *parameter.shape)
         self._of_expert = self.total.unbind()
         self._first = True
 
@@ -228,8 +231,10 @@ class GradientSum:
                 self.total.zero_()
             for expert, (grad, rows) in groups.parts(grad_NO, rows_NI):
                 total = self._of_expert[expert]
-                if total.dtype == rows.dtype:
-                    total.addmm_(grad.t(), rows, beta=0.0 if self._first else 1.0)
+                if self._first and total.dtype == rows.dtype:
+                    torch.mm(grad.t(), rows, out=total)
+                elif total.dtype == rows.dtype:
+                    total.addmm_(grad.t(), rows)
                 elif self._first:
                     total.copy_(grad.t() @ rows)
                 else:

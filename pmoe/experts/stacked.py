@@ -377,7 +377,6 @@ class StackedExperts(Experts):
         groups = expert_rows.groups
         (hidden_NG,) = hidden.tensors
         w1, w2, _, b2 = self.weights(expert_rows.parameters)
-        num_rows = grad_NM.shape[0]
         num_hidden = w2.shape[2]
         grad_hidden_NG = expert_rows.new("dT_M", w1.shape[1])
         in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
@@ -397,7 +396,7 @@ class StackedExperts(Experts):
             grad_weight_N = torch.empty_like(weight_N)
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
-                scratch = expert_rows.new("scratch", num_hidden, min(rows, num_rows))
+                scratch = expert_rows.new("scratch", num_hidden, min(rows, grad_NM.shape[0]))
             row_tensors = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
             # A block at a time, so that its rows stay in the cache. grad_bH is the first columns of grad_bG:
             # it comes in as the gradient of the activated hidden, and grad_bG leaves as the gradient of T_M.
@@ -415,7 +414,10 @@ class StackedExperts(Experts):
                     active_bH.copy_(block_bH)
         if b2 is not None and not self.shard.index:
             for expert, (grad, grad_weight) in groups.parts(grad_NM, grad_weight_N):
-                grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmv_(grad, b2[expert])
+                else:
+                    grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))
         out = expert_rows.new("dT_DI", w1.shape[2]) if expert_rows.out is None else expert_rows.out
         expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
         return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))

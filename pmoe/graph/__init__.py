@@ -11,7 +11,9 @@ for which no all-to-all waits, are computed while rows travel. A graph passes th
     ranges            chooses which instructions are cut, and into how many parts (Lancet, section 5)
     plan, split_batch cut the graph at the chosen instructions
     weight_gradients  moves weight gradients beside all-to-alls (Lancet, section 4)
+    reductions        chooses when gradients are handed over to autograd, and so reduced over ranks
     lower             makes the module that runs: it starts all-to-alls early and waits for them late
+    hand_over         lets autograd take each gradient as soon as it is computed
     run               runs all these steps in the first training steps, agreed among ranks
     explain           reports what was chosen
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from pmoe.graph.lower import NUMBERS, has_shape
 
@@ -93,7 +94,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def infer(
-    graph: fx.Graph, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = ()
+    graph: fx.Graph, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = (), sequences: Any = None
 ) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
     """Returns the axis along which each node of the graph is cut, and why some nodes cannot be cut.
 
@@ -102,6 +103,8 @@ def infer(
     cut: the axes of inputs of the graph. Inputs that it leaves out, such as parameters, are not cut: each
         part uses them whole.
     free: inputs whose axis is not known. Each gets the axis that the first operator on it needs.
+    sequences: number of sequences or tokens in the batch, a number or a symbol of the trace. A tensor is cut
+        only along dimensions of which this is a divisor. None allows all dimensions.
 
     Returns (axes, refused)
 
@@ -110,14 +113,14 @@ def infer(
 
     A node that cannot be cut runs once, on the whole batch. Later nodes can still cut its result into parts.
     """
-    inference = _Inference(cut, free)
+    inference = _Inference(cut, free, sequences)
     for node in graph.nodes:
         inference.add(node)
     return inference.axes, inference.refused
 
 
 def follow(
-    body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = ()
+    body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any
 ) -> dict[fx.Node, Any]:
     """Returns the axes of the instructions ``body`` and of their inputs, if the whole body can be cut.
 
@@ -128,10 +131,11 @@ def follow(
         uses them whole.
     free: tensors from before the body whose axis is not known. Each gets the axis that the first operator
         on it needs.
+    sequences: number of sequences or tokens in the batch (`infer`).
 
     Raises RefusedError if an instruction cannot be cut.
     """
-    inference = _Inference(cut, free)
+    inference = _Inference(cut, free, sequences)
     for node in body:
         for source in node.all_input_nodes:
             inference.axes.setdefault(source, cut.get(source))
@@ -159,8 +163,9 @@ class _Inference:
     - results of operators on tensors that are not cut, if one of these tensors is free.
     """
 
-    def __init__(self, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node]) -> None:
+    def __init__(self, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any) -> None:
         self._cut = cut
+        self._sequences = sequences
         self._free = {node for node in free if cut.get(node) is None}
         self.axes: dict[fx.Node, Any] = {}
         self.refused: dict[fx.Node, str] = {}
@@ -225,7 +230,7 @@ class _Inference:
                 self._free.add(node)
             return None
         for combination in self._rule(node)(node):
-            if all(map(self._fits, inputs, combination.inputs)):
+            if all(map(self._fits, inputs, combination.inputs)) and self._has_parts(node, combination):
                 for source, axis in zip(inputs, combination.inputs, strict=True):
                     axes[source] = axis
                     self._free.discard(source)  # a tensor keeps the axis of its first use
@@ -238,6 +243,25 @@ class _Inference:
         if rule is None:
             raise RefusedError(f"{node.target} has no rule")
         return rule
+
+    def _has_parts(self, node: fx.Node, combination: Combination) -> bool:
+        """Returns whether each part of the batch has whole elements of all tensors of a combination.
+
+        A part is a run of sequences. It has none in a dimension that is shorter than the batch, such as the
+        first one of (4, 6) viewed as (2, 2, 6), if the batch has 4 sequences.
+        """
+        results = combination.result if isinstance(combination.result, tuple) else (combination.result,)
+        values = node.meta["val"]
+        values = values if isinstance(values, (tuple, list)) else [values]
+        pairs = [
+            *zip(values, results, strict=False),
+            *((each.meta["val"], axis) for each, axis in zip(tensors(node), combination.inputs, strict=True)),
+        ]
+        return self._sequences is None or all(
+            _divides(self._sequences, value.shape[axis])
+            for value, axis in pairs
+            if isinstance(axis, int) and isinstance(value, Tensor)
+        )
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
@@ -255,6 +279,14 @@ def shape(node: fx.Node) -> tuple[int, ...]:
     """Returns the shape of the tensor that a node computes. A size may be a symbol of the trace."""
     value: Tensor = node.meta["val"]
     return tuple(value.shape)
+
+
+def _divides(divisor: int | torch.SymInt, size: int | torch.SymInt) -> bool:
+    """Returns whether a number is a divisor of a size, for all values of the symbols in both."""
+    if isinstance(divisor, int) and isinstance(size, int):
+        return size % max(divisor, 1) == 0
+    rest: Any = torch.SymInt.__mod__(size, divisor) if isinstance(size, torch.SymInt) else divisor
+    return statically_known_true(rest == 0)
 
 
 def _dims(node: fx.Node) -> range:
@@ -387,6 +419,50 @@ def _norm_backward(node: fx.Node) -> Iterator[Combination]:
         yield Combination(inputs, (dim, *(SUM for _ in node.meta["val"][1:])))
 
 
+@rule_of(aten.convolution.default)
+def _convolution(node: fx.Node) -> Iterator[Combination]:
+    """Yields the ways to cut a convolution into parts: along the batch, or the channels of the result.
+
+    All parts of the batch use the whole weight and bias. Without groups, all parts of the channels use the
+    whole input. A transposed convolution has the channels of the result in dimension 1 of its weight.
+    """
+    _, _, *bias = tensors(node)
+    yield Combination((0, None, *(None for _ in bias)), 0)
+    if _argument(node, "groups") == 1:
+        yield Combination((None, int(_argument(node, "transposed")), *(0 for _ in bias)), 1)
+
+
+@rule_of(aten.convolution_backward.default)
+def _convolution_backward(node: fx.Node) -> Iterator[Combination]:
+    """Yields the one way to cut the gradient of a convolution into parts: along the batch.
+
+    Each part gives summands (`SUM`) of the gradients of weight and bias.
+    """
+    yield Combination((0, 0, None), (0, SUM, SUM))
+
+
+@rule_of(aten.native_group_norm.default)
+def _group_norm(node: fx.Node) -> Iterator[Combination]:
+    """Yields the one way to cut a group norm into parts: along the batch.
+
+    All parts use the whole weight and bias. The call has the size of the batch as an argument, which
+    `pmoe.graph.split_batch` replaces by that of a part.
+    """
+    _, *weights = tensors(node)
+    yield Combination((0, *(None for _ in weights)), (0, 0, 0))
+
+
+@rule_of(aten.native_group_norm_backward.default)
+def _group_norm_backward(node: fx.Node) -> Iterator[Combination]:
+    """Yields the one way to cut the gradient of a group norm into parts: along the batch.
+
+    The result's gradient, the input, mean and rstd are cut. Each part gives summands (`SUM`) of the gradients
+    of weight and bias.
+    """
+    _, _, _, _, *weight = tensors(node)
+    yield Combination((0, 0, 0, 0, *(None for _ in weight)), (0, SUM, SUM))
+
+
 @rule_of(aten.embedding.default)
 def _embedding(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut an embedding into parts: along each dimension of its indices.
@@ -409,8 +485,7 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
     are more tensors than queries, keys and values, such as a mask. The first two results, the output and the
     logsumexp of each query, are cut. The others hold states of random numbers.
     """
-    dropout = _number(node, 3, 0.0)
-    if len(tensors(node)) == 3 and isinstance(dropout, float) and dropout == 0.0:
+    if len(tensors(node)) == 3 and _argument(node, "dropout_p") == 0.0:
         results = len(node.meta["val"])
         for dim in (0, 1):  # dimension 0 is the sequences, 1 the heads
             yield Combination((dim,) * 3, (dim, dim, *(None for _ in range(results - 2))))
@@ -448,16 +523,64 @@ def _along(node: fx.Node) -> Iterator[Combination]:
     yield from _alike(node, [_argument(node, "dim")])
 
 
+@rule_of(aten.flip.default)
+def _flip(node: fx.Node) -> Iterator[Combination]:
+    """Yields the ways to cut a reversal of order into parts: along each dimension that keeps its order."""
+    yield from _alike(node, _argument(node, "dims"))
+
+
+@rule_of(aten.index_select.default)
+def _index_select(node: fx.Node) -> Iterator[Combination]:
+    """Yields the ways to cut a selection by indices into parts: along each other dimension, or the indices.
+
+    Cut along the indices, all parts use the whole source.
+    """
+    source = tensors(node)[0]
+    selected = _argument(node, "dim") % len(shape(source))
+    for dim in _dims(source):
+        yield Combination((None, 0) if dim == selected else (dim, None), dim)
+
+
+@rule_of(aten.index_add.default)
+def _index_add(node: fx.Node) -> Iterator[Combination]:
+    """Yields the ways to cut the addition of slices into parts: along each dimension that is not indexed.
+
+    It is the gradient of a selection by indices. All parts use all indices.
+    """
+    source = tensors(node)[0]
+    indexed = _argument(node, "dim") % len(shape(source))
+    for dim in _dims(source):
+        if dim != indexed:
+            yield Combination((dim, None, dim), dim)
+
+
+@rule_of(aten.repeat.default)
+def _repeat(node: fx.Node) -> Iterator[Combination]:
+    """Yields the ways to cut a repetition into parts: along each dimension that it does not repeat.
+
+    It may put new dimensions in front.
+    """
+    source = tensors(node)[0]
+    repeats = _number(node, 1)
+    offset = len(repeats) - len(shape(source))
+    for dim in _dims(source):
+        if isinstance(repeats[dim + offset], int) and repeats[dim + offset] == 1:
+            yield Combination((dim,), dim + offset)
+
+
 @rule_of(
-    *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.var.correction),
-    aten.argmax.default,
+    *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default),
+    *(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
+    *(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim),
 )
 def _reduce(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a reduction into parts: along each dimension that it does not reduce.
 
     A sum can also be cut along a dimension that it reduces. Each part then gives a summand (`SUM`) of the
-    result.
+    result. If an operator has several results, such as values and indices, all are cut along the same
+    dimension.
     """
+    values = node.meta["val"]
     rank = len(shape(tensors(node)[0]))
     dims = _argument(node, "dim")
     listed = [dims] if isinstance(dims, int) else dims
@@ -465,7 +588,9 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
     for each in _alike(node, removed):
         dim = int(each.inputs[0])  # type: ignore[arg-type]
         num_removed = 0 if _argument(node, "keepdim") else sum(removed_dim < dim for removed_dim in removed)
-        yield Combination(each.inputs, dim - num_removed)
+        result = dim - num_removed
+        is_tuple = isinstance(values, (tuple, list))
+        yield Combination(each.inputs, (result,) * len(values) if is_tuple else result)
     if node.target is aten.sum.dim_IntList:
         for dim in removed:
             yield Combination((dim,), SUM)
@@ -476,10 +601,11 @@ def _view(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a view into parts: pairs of a dimension of the source and one of the result.
 
     Cutting the source along its dimension must give the same elements as cutting the result along the other.
-    This is so if the sizes before each of the two dimensions have equal products. For (4, 6) viewed as (2, 2,
-    6) the pairs are (0, 0) and (1, 2). A dimension of size 1 cannot be cut. ``expand`` can be cut along every
-    dimension that it leaves as it is. Other views can also be cut into summands (`SUM`): the sum of viewed
-    summands is the view of the sum.
+    This is so if the sizes before each of the two dimensions have equal products, and if both dimensions have
+    whole elements of each part, which `infer` checks. For (4, 6) viewed as (2, 2, 6) the pairs are (0, 0),
+    for a batch of 2 sequences, and (1, 2). A dimension of size 1 cannot be cut. ``expand`` can be cut along
+    every dimension that it leaves as it is. Other views can also be cut into summands (`SUM`): the sum of
+    viewed summands is the view of the sum.
     """
     source, result = shape(tensors(node)[0]), shape(node)
     if node.target is aten.expand.default:

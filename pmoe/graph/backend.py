@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 
 from pmoe.graph import capture
+from pmoe.graph.hand_over import GraphInputs
 from pmoe.graph.options import Options
 from pmoe.graph.plan import GraphSplit
 from pmoe.graph.run import GraphRunner
@@ -45,13 +46,20 @@ def backend(
     is_tiny = isinstance(sequences, int) and sequences < 2
 
     cuttings: dict[str, GraphSplit] = {}
+    graph_inputs = GraphInputs.of(module, example_inputs)
 
     def compiler(direction: str) -> Any:
         """Returns the function with which AOTAutograd compiles the graphs of one direction.
 
         direction: "forward", "backward" or "inference".
         """
-        return lambda graph, _inputs: GraphRunner(graph, direction, checked_options, batch, is_tiny, cuttings)
+
+        def compile_graph(graph: fx.GraphModule, _inputs: object) -> GraphRunner:
+            if direction == "forward":
+                graph_inputs.may_stop = not changes_inputs()
+            return GraphRunner(graph, direction, checked_options, batch, is_tiny, cuttings, graph_inputs)
+
+        return compile_graph
 
     compiled: Callable[..., Any] = aot_module_simplified(
         module,
@@ -61,7 +69,15 @@ def backend(
         inference_compiler=compiler("inference"),
         partition_fn=default_partition,
     )
-    return compiled
+    return lambda *inputs: compiled(*graph_inputs.wrapped(inputs))
+
+
+def changes_inputs() -> bool:
+    """Returns whether the graph that AOTAutograd compiles changes an input that needs a gradient in place."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return True  # not known
+    return any(each.mutates_data and each.requires_grad for each in context.fw_metadata.input_info)
 
 
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:

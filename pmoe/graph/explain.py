@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from pmoe.arguments import check_module
 from pmoe.graph import run
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
+from pmoe.graph.lower import run_whole
 from pmoe.graph.options import Options
 from pmoe.graph.run import Key, Program
 from pmoe.graph.weight_gradients import weight_gradients
@@ -55,7 +56,7 @@ class PassSeconds:
         """
         clock = clock_like(boxed)
         begin = clock()
-        results: Sequence[Any] = module.forward(boxed)
+        results = run_whole(module, boxed)
         self.found.append(clock() - begin)
         return results
 
@@ -97,6 +98,8 @@ class Explanation:
                 yield f"{direction}: {each.first} to {each.last} in {parts}"
             for name, count in _moved(program).items():
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
+            for name, count in _reduced(program).items():
+                yield f"{direction}: behind {name or 'the beginning'}: {count} gradients are reduced"
 
     def draw(self, path: str | Path | IO[bytes]) -> None:
         """Draws the predicted timeline of each pass, as traced and as it runs, into a PNG file.
@@ -158,21 +161,29 @@ def _moved(program: Program) -> Counter[str]:
 
     Weight gradients that were moved to a place before the first all-to-all are counted under the name "".
     """
-    free = weight_gradients(program.before)
+    operators = [each for each in program.before if not each.hands_over]
+    before_traced, before_run = _behind(operators), _behind(program.instructions)
+    moved = (name for name in weight_gradients(operators) if before_run[name] != before_traced[name])
+    return Counter(before_run[name] for name in moved)
 
-    def behind(order: list[Instruction]) -> dict[str, str]:
-        """Returns for each instruction, by name, the last all-to-all before it; "" if there is none."""
-        last_message = ""
-        message_before = {}
-        for instruction in order:
-            last_message = instruction.name if instruction.communicates else last_message
-            message_before[instruction.name] = last_message
-        return message_before
 
-    before_traced, before_run = behind(program.before), behind(program.instructions)
-    return Counter(
-        before_run[name] for name in before_run if name in free and before_run[name] != before_traced[name]
-    )
+def _reduced(program: Program) -> Counter[str]:
+    """Counts, for each all-to-all, the gradients of which reductions begin between it and the next.
+
+    Reductions before the first all-to-all count under the name "".
+    """
+    before = _behind(program.instructions)
+    return Counter(before[each.name] for each in program.instructions if each.reduces)
+
+
+def _behind(order: Iterable[Instruction]) -> dict[str, str]:
+    """Returns for each instruction, by name, the last all-to-all before it; "" if there is none."""
+    last_message = ""
+    message_before = {}
+    for instruction in order:
+        last_message = instruction.name if instruction.communicates else last_message
+        message_before[instruction.name] = last_message
+    return message_before
 
 
 def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Span]:
@@ -201,13 +212,15 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
 def _kind(each: Instruction, free: Collection[str]) -> str:
     """Returns the kind of an instruction's bar in the timeline, which gives the bar its colour.
 
-    The kind is "message" for an all-to-all, "experts" or "dense" for other instructions, with "free " in
-    front if no all-to-all waits for the instruction.
+    The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, "experts" or "dense"
+    for other instructions, with "free " in front if no all-to-all waits for the instruction.
 
     each: the instruction.
     free: names of the instructions for which no all-to-all waits.
     """
     if each.communicates:
         return "message"
+    if each.reduces:
+        return "reduction"
     name = "experts" if each.name.startswith("experts") else "dense"
     return f"free {name}" if each.name in free else name

@@ -4,6 +4,7 @@
     communicate                    | all-to-all of rows       |
 
 Each instruction runs on one of two lanes (queues): an all-to-all on "communicate", all others on "compute".
+A reduction of a gradient over ranks is on "communicate" too, because it uses the same link.
 The instructions of the compute lane run in the order of the list. While an all-to-all runs, the compute lane
 goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3).
 `pmoe.planner.simulator.simulate` predicts when each instruction runs.
@@ -31,6 +32,9 @@ class Instruction:
     lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
     num_bytes: bytes that the call allocates for its result.
     is_counts: whether the call is an exchange of row counts.
+    hands_over: whether it is no call of an operator, but hands a gradient over to autograd
+        (`pmoe.graph.hand_over`). If the gradient is reduced over ranks, its lane is `COMMUNICATE` and its
+        seconds are those of the reduction.
     """
 
     name: str
@@ -40,11 +44,17 @@ class Instruction:
     lane: str = COMPUTE
     num_bytes: int = 0
     is_counts: bool = False
+    hands_over: bool = False
 
     @property
     def communicates(self) -> bool:
         """Whether the instruction is an all-to-all, of rows or of row counts."""
-        return self.lane == COMMUNICATE
+        return self.lane == COMMUNICATE and not self.hands_over
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the instruction hands over a gradient that is then reduced over ranks."""
+        return self.lane == COMMUNICATE and self.hands_over
 
     @property
     def ends_stage(self) -> bool:
@@ -66,11 +76,11 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """Returns the predicted seconds of a pass in which the compute lane waits for all-to-alls.
+    """Returns the predicted seconds of a pass in which the compute lane waits for the link.
 
-    The compute lane is the queue of all instructions except all-to-alls.
+    The compute lane is the queue of all instructions except all-to-alls and reductions.
     """
-    busy = sum(each.seconds for each in instructions if not each.communicates)
+    busy = sum(each.seconds for each in instructions if each.lane == COMPUTE)
     return total_seconds(instructions) - busy
 
 

@@ -7,6 +7,9 @@
                               experts
 
 The start is put where the operator was. The wait is put before the first instruction that reads the result.
+A backward pass also stops where a gradient is handed over to autograd (`pmoe.graph.hand_over`): its code is
+that of a generator, and yields there.
+
 A MoELayer's operators are called as plain Python functions, which saves the cost of torch's dispatcher. Each
 value, inputs included, is freed after its last use, as autograd does.
 """
@@ -17,8 +20,8 @@ import linecache
 import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +29,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.graph import _BoxedCodeGen
 
 from pmoe.graph import messages, operators
+from pmoe.graph.reductions import Gradient
+
+T = TypeVar("T")
 
 OPS = torch.ops.pmoe_graph
 STARTS: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -151,16 +157,36 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
     return sums if len(first.users) == len(second.users) == len(sums) else None
 
 
-def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
+def boxed(tensor: Tensor) -> list[Tensor]:
+    """Returns a list that holds a tensor. The tensor can be taken out of it, so that no reference is left."""
+    return [tensor]
+
+
+def hand_over(number: int, box: list[Tensor]) -> None:
+    """Stands for the place at which a pass hands over a gradient. `lowered` makes it a ``yield``.
+
+    number: position of the gradient among the results of the graph.
+    box: a list that holds the gradient.
+    """
+
+
+def _yields(body: list[str]) -> list[str]:
+    """Returns the lines of generated code, with a ``yield`` in place of each call of `hand_over`."""
+    call = f"{hand_over.__module__}.{hand_over.__name__}".replace(".", "_")
+    return [line.replace(f" = {call}(", " = yield (") for line in body]
+
+
+def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.GraphModule:
     """Returns a module that runs the calls of ``module`` in another order, and splits each all-to-all.
 
     An all-to-all becomes a start and a wait, so that other calls can run between them.
 
     order: the calls of the graph (`calls_of`) in the new order. Each must come after the calls whose results
-        it reads.
+        it reads. Gradients among them are results of the graph that are handed over there.
 
     The new module takes its arguments in one list and empties the list, so that each argument can be freed
-    after its last use.
+    after its last use. If gradients are handed over, the module returns a generator. The generator yields for
+    each gradient its number and a list that holds it, and returns all results, gradients in these lists.
     """
     graph = fx.Graph()
     new = {}
@@ -186,7 +212,13 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
                 new[node] = graph.call_function(operator.getitem, (value(node.args[0]), node.args[1]))  # type: ignore[arg-type]
         return new[node]
 
+    results: Any = module.graph.output_node().args[0]
+    boxes: dict[int, fx.Node] = {}
     for node in order:
+        if isinstance(node, Gradient):
+            box = boxes[node.number] = graph.call_function(boxed, (value(results[node.number]),))
+            graph.call_function(hand_over, (node.number, box)).meta["label"] = node.instruction
+            continue
         args = fx.node.map_arg(node.args, value)
         kwargs = fx.node.map_arg(node.kwargs, value)
         if communicates(node):
@@ -197,13 +229,46 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
             new[node].meta = dict(node.meta)
         else:
             new[node] = graph.node_copy(node, value)
-    output = module.graph.output_node()
     # An all-to-all whose result nobody uses must also have ended when the pass ends.
     for node in list(started):
         value(node)
-    graph.output(fx.node.map_arg(output.args[0], value))
+    graph.output([boxes.get(at) or fx.node.map_arg(result, value) for at, result in enumerate(results)])
     graph.set_codegen(_BoxedCodeGen())
+    if boxes:
+        graph.on_generate_code(lambda _: _yields)
     return fx.GraphModule(module, graph)
+
+
+def handed_over(module: fx.GraphModule) -> list[int]:
+    """Returns the numbers of the gradients that a lowered module hands over, in this order."""
+    calls = module.graph.find_nodes(op="call_function", target=hand_over)
+    return [node.args[0] for node in calls]
+
+
+def run_whole(module: fx.GraphModule, arguments: list[Any]) -> list[Any]:
+    """Runs a lowered module to its end, and returns its results.
+
+    arguments: in a list that the run empties.
+    """
+    results: Any = module.forward(arguments)
+    if isinstance(results, Generator):
+        results = _value_of(results)
+    return unboxed(results)
+
+
+def _value_of(steps: Generator[Any, None, T]) -> T:
+    """Runs a generator to its end, and returns its value."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+
+def unboxed(results: Iterable[Any]) -> list[Any]:
+    """Returns the results of a lowered module, each gradient taken out of its list (`boxed`)."""
+    return [each.pop() if isinstance(each, list) else each for each in results]
 
 
 def failed_at(module: fx.GraphModule, error: BaseException) -> str:

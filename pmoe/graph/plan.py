@@ -87,7 +87,8 @@ class GraphSplit:
         self._batch = batch = next(batches, None)
         self._routes = routes(module.graph)
         free = module.graph.find_nodes(op="placeholder") if self._routes else []
-        self._axes, self._refused = infer(module.graph, cut, free)
+        num_sequences = batch.meta["val"].shape[0] if batch else None
+        self._axes, self._refused = infer(module.graph, cut, free, num_sequences)
         if batch:
             _put_last(module.graph, self._refused)
         elif self._routes:
@@ -172,9 +173,10 @@ class GraphSplit:
             if range_:
                 body = self.calls[begin : end + 1]
                 with_results = [each for node in body for each in (node, *filter(is_result, node.users))]
-                axes |= follow(with_results, _tokens(body), free)
+                tokens: Any = body[0].args[0]
+                axes |= follow(with_results, _tokens(body), free, tokens.meta["val"].shape[0])
                 own_range = replace(range_, first=label(body[0]), last=label(body[-1]))
-                ranges[own_range] = body[0].args[0]  # type: ignore[assignment]
+                ranges[own_range] = tokens
         return cut(self._module, ranges, axes)
 
     def _layers(self) -> list[tuple[int, int]]:

@@ -18,33 +18,40 @@ other shapes without the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from pmoe.comm.agreement import digest, from_first, gathered, same
+from pmoe.comm.failures import leave
 from pmoe.comm.ranks import Ranks
 from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
+from pmoe.graph.hand_over import GradientSteps, GraphInputs, pending
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
     OPS,
     calls_of,
     communicates,
     failed_at,
+    handed_over,
+    is_result,
     label,
     lowered,
     merge_weight_gradients,
     name_all,
+    run_whole,
 )
 from pmoe.graph.operators import LAYERS, modules_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
+from pmoe.graph.reductions import Gradient, by_source, places_in, plan_hand_overs
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
 """Operators by which tracing checks that row counts are not negative. They are removed from graphs."""
@@ -62,8 +69,11 @@ class Program:
         is True.
     plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
     costs: costs of the graph with these ranges cut, by the `label` of each call.
-    is_agreed: whether all ranks have rank 0's plan and costs, from which the order of the calls follows.
+    is_agreed: whether all ranks have rank 0's plan, costs and places, from which the order of the calls
+        follows.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
+    places: when a backward graph hands each gradient over, by name (`hand_over_places`).
+    reductions: seconds in which each gradient is reduced over ranks, by name; {} if none is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
     watch: a function that `explain` sets to time passes. If it is set, it is called with the module and its
@@ -76,6 +86,8 @@ class Program:
     costs: dict[str, Cost] = field(default_factory=dict)
     is_agreed: bool = False
     limit: float = 0.0
+    places: dict[str, int] = field(default_factory=dict)
+    reductions: dict[str, float] = field(default_factory=dict)
     before: list[Instruction] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     watch: Callable[[fx.GraphModule, list[Any]], Sequence[Any]] | None = None
@@ -114,6 +126,7 @@ class GraphRunner:
         batch: Sequence[int],
         is_tiny: bool,
         cuttings: dict[str, GraphSplit],
+        graph_inputs: GraphInputs,
     ) -> None:
         """Prepares a graph: removes checks, merges weight gradients, labels calls, finds where it can be cut.
 
@@ -125,6 +138,7 @@ class GraphRunner:
             operators.
         cuttings: where the graphs that were compiled together can be cut, by direction. A backward graph
             reads the forward graph's entry, and each graph adds its own.
+        graph_inputs: the inputs of the forward graph, whose gradients a backward graph hands over.
         """
         for node in reversed(list(module.graph.nodes)):
             if node.target in CHECKS:
@@ -147,9 +161,15 @@ class GraphRunner:
             sequences = inputs[batch[0]].meta["val"].shape[0] if batch else 0
             self.cutting = GraphSplit(module, {inputs[position]: 0 for position in batch}, sequences)
         cuttings[direction] = self.cutting
+        self._inputs = graph_inputs
+        # The name of each gradient that is handed over in the graph, by its number among the results.
+        self._names: dict[int, str] = {}
+        if direction == "backward":
+            self._names = graph_inputs.names_of(module, self.program.key[1], self._hand_over_order)
         self._is_tiny = is_tiny
         self._run: Any = None
         self._costs: Costs | None = None
+        self._link: Callable[[float], float] | None = None
 
     @property
     def ranks(self) -> Ranks | None:
@@ -162,6 +182,9 @@ class GraphRunner:
 
         boxed: the arguments, in a list that the run empties, so that each can be freed after its last use.
 
+        A backward graph only begins to run here. Its results stand for gradients (`PendingGradient`), and it
+        runs on where autograd asks for one of them. In the steps that measure and agree, it runs to its end.
+
         Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again,
         with rank, operator call and layer in the message.
         """
@@ -173,6 +196,7 @@ class GraphRunner:
         if program.key[0] != "backward":
             for layer in program.key[1]:
                 check_ranks(modules_of(layer))
+        may_stop = program.watch is None
         if self._run is None:
             if ranks is not None and not program.is_agreed:
                 program.steps += 1
@@ -182,15 +206,51 @@ class GraphRunner:
                     if self._costs is not None and ranks.rank == 0:
                         self._costs.save()
                     return results
-            module = self.cutting.cut(program.plan)
-            self._run = lowered(module, self._ordered(module))
-        watch = program.watch
+                may_stop = False  # the forward pass of this step did not know the order of the gradients yet
+            self._lower()
+        if self._names and may_stop:
+            pending_results = pending(self.module, boxed, self._steps(boxed))
+            if pending_results is not None:
+                return pending_results
         try:
-            return self._run.forward(boxed) if watch is None else watch(self._run, boxed)
+            return run_whole(self._run, boxed) if program.watch is None else program.watch(self._run, boxed)
         except RuntimeError as error:
-            rank = 0 if ranks is None else ranks.rank
-            where = f"{failed_at(self._run, error)} of the {program.key[0]} graph"
-            raise type(error)(f"pmoe: rank {rank} failed in {where}: {error}") from error
+            raise self._failure(error) from error
+
+    def _steps(self, boxed: list[Any]) -> GradientSteps:
+        """Runs the graph, and yields each gradient where it is handed over: its number, and its box.
+
+        boxed: the arguments, in a list that the run empties.
+        """
+        arguments = list(boxed)
+        boxed.clear()
+        try:
+            yield from self._run.forward(arguments)
+        except GeneratorExit:
+            # Another node of the backward pass has failed, such as a hook. This rank sends no more rows.
+            if self.ranks is not None:
+                error = RuntimeError("autograd left the backward graph before its end, because of an error")
+                leave(error, self.ranks, "")
+            raise
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: RuntimeError) -> RuntimeError:
+        """Returns an error of the graph with this rank, the operator call and its layer in the message."""
+        rank = 0 if self.ranks is None else self.ranks.rank
+        where = f"{failed_at(self._run, error)} of the {self.program.key[0]} graph"
+        return type(error)(f"pmoe: rank {rank} failed in {where}: {error}")
+
+    def _lower(self) -> None:
+        """Makes the module that runs, from the plan and the costs of the program."""
+        module = self.cutting.cut(self.program.plan)
+        self._run = lowered(module, self._ordered(module))
+
+    def _hand_over_order(self) -> list[int]:
+        """Returns the numbers of the gradients in the order in which they are handed over; [] if unknown."""
+        if self._run is None and (self.ranks is None or self.program.is_agreed):
+            self._lower()
+        return [] if self._run is None else handed_over(self._run)
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
         """Runs the first training step: measures the graph cut in several ways, then runs it as traced.
@@ -219,6 +279,7 @@ class GraphRunner:
             for lag in lags(k):
                 costs_of_plan[RangePlan(names, tuple(replace(each, lag=lag) for each in ranges_of_k))] = costs
         program.costs, results = self._profiled(ranks, self.module, boxed)
+        program.reductions = self._reduction_seconds()
         if is_backward and ranks.rank == 0:
             _, order, _, limit = self._fastest(self.module, program.costs)
             program.plan = RangePlan(seconds=total_seconds(order))
@@ -249,10 +310,30 @@ class GraphRunner:
                 module = self.cutting.cut(program.plan)
                 program.costs, results = self._profiled(ranks, module, boxed)
                 return results
-        proposal = (program.costs, program.limit)
-        program.costs, program.limit = from_first(ranks, proposal, stage="agreeing on the costs of a graph")
+        if self._names and ranks.rank == 0:
+            module = self.cutting.cut(program.plan)
+            _, order, *_ = self._fastest(module, program.costs)
+            program.places = places_in(order, gradients_of(module, self._names))
+        proposal = (program.costs, program.limit, program.reductions, program.places)
+        proposal = from_first(ranks, proposal, stage="agreeing on the costs of a graph")
+        program.costs, program.limit, program.reductions, program.places = proposal
         program.is_agreed = True
         return None
+
+    def _reduction_seconds(self) -> dict[str, float]:
+        """Returns the predicted seconds in which each gradient is reduced over ranks, by name.
+
+        In a ring of W ranks, each rank sends 2 (W - 1) / W times the bytes of a gradient. The fixed cost of a
+        message is left out, because gradients share messages.
+        """
+        link = self._link
+        num_ranks = self._inputs.group.size
+        if not self._names or link is None or num_ranks == 1:
+            return {}
+        sent = 2 * (num_ranks - 1) / num_ranks
+        return {
+            name: link(sent * num_bytes) - link(0) for name, num_bytes in self._inputs.reduced_bytes.items()
+        }
 
     def _profiled(
         self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
@@ -264,16 +345,21 @@ class GraphRunner:
         """
         tensor = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
         self._costs = costs_of(tensor.device)
-        profiled = Profiled(module, self._costs, link_of(ranks, tensor.device, tensor.dtype))
+        self._link = link_of(ranks, tensor.device, tensor.dtype)
+        profiled = Profiled(module, self._costs, self._link)
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)
         return profiled.found, results
 
-    def _ordered(self, module: fx.GraphModule) -> list[fx.Node]:
-        """Returns the calls of a module in the order of least predicted time within the memory limit."""
+    def _ordered(self, module: fx.GraphModule) -> list[fx.Node | Gradient]:
+        """Returns the calls of a module in the order of least predicted time within the memory limit.
+
+        Gradients that are handed over stand among them.
+        """
         program = self.program
         program.before, program.instructions, *_ = self._fastest(module, program.costs)
-        by_name = {label(node): node for node in calls_of(module)}
+        by_name: dict[str, fx.Node | Gradient] = {label(node): node for node in calls_of(module)}
+        by_name |= {each.instruction: each for each in gradients_of(module, self._names)}
         return [by_name[each.name] for each in program.instructions]
 
     def _fastest(
@@ -281,7 +367,8 @@ class GraphRunner:
     ) -> tuple[list[Instruction], list[Instruction], int, float]:
         """Finds the fastest predicted order of a module's calls with a peak memory within the limit.
 
-        Orders that move weight gradients beside all-to-alls are compared with the module's own order.
+        Orders that move weight gradients beside all-to-alls are compared with the module's own order. In
+        each, gradients are handed over at the places that make it fastest, or at those that ranks agreed on.
 
         costs: the cost of each call and input, by label.
 
@@ -292,20 +379,43 @@ class GraphRunner:
             the peak bytes of the fastest order
             the limit in bytes
         """
+        program = self.program
+        gradients = gradients_of(module, self._names)
+        reductions = program.reductions
         before = instructions_of(module, costs)
         inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
         input_bytes = {name: costs[name].num_bytes for name in inputs if name in costs}
         results = [label(each) for each in module.graph.output_node().all_input_nodes]
         kept = [costs[name].view_of or name for name in results if name in costs]
-        limit = self.program.limit or self.options.limit(peak_bytes(before, kept, input_bytes))
+        limit = program.limit or self.options.limit(peak_bytes(before, kept, input_bytes))
         orders = [before]
         if self.options.weight_gradients and self.ranks is not None:
-            assigned = weight_gradients.assign(before)
-            orders.append(weight_gradients.placed(before, assigned))
-            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, input_bytes=input_bytes))
+            listed = partial(weight_gradients.listed, before, limit=limit, kept=kept, input_bytes=input_bytes)
+            orders += [weight_gradients.placed(before, weight_gradients.assign(before)), listed()]
+            if reductions:
+                orders.append(listed(reductions=by_source(gradients, reductions)))
         fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
-        fastest = min(fitting or orders[:1], key=total_seconds)
+        agreed_places = program.places if program.is_agreed else None
+        fastest = plan_hand_overs(fitting or orders[:1], gradients, reductions, agreed_places)
+        before = plan_hand_overs([before], gradients, reductions, agreed_places)
         return before, fastest, peak_bytes(fastest, kept, input_bytes), limit
+
+
+def gradients_of(module: fx.GraphModule, names: Mapping[int, str]) -> list[Gradient]:
+    """Returns the gradients that a backward graph hands over, each with the call that computes it.
+
+    module: the graph, possibly in parts.
+    names: the name of each of these gradients, by its number among the results.
+    """
+    results: Any = module.graph.output_node().args[0]
+    return [Gradient(name, number, _source(results[number])) for number, name in names.items()]
+
+
+def _source(node: fx.Node) -> str:
+    """Returns the label of the call that computes a result of a graph; "" if it is an input of the graph."""
+    if is_result(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return label(node) if node.op == "call_function" else ""
 
 
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:

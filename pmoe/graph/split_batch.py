@@ -39,6 +39,12 @@ SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, ate
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
 """Operators whose second argument is the sizes of the result. No size may be -1."""
 
+COUNTED: dict[object, int] = {
+    aten.native_group_norm.default: 3,
+    aten.native_group_norm_backward.default: 5,
+}
+"""Operators with the length of dimension 0 of their first tensor among their arguments, and its position."""
+
 VIEWS = (
     *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
     *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default),
@@ -440,6 +446,11 @@ class _Cutter:
             with self.graph.inserting_before(copied):
                 sizes[axis] = self._call(aten.sym_size.int, new_nodes[source], self.axes[source])
             copied.args = (copied.args[0], sizes, *copied.args[2:])
+        if node.target in COUNTED and self.axes[node.all_input_nodes[0]] == 0:
+            first, place = node.all_input_nodes[0], COUNTED[node.target]
+            with self.graph.inserting_before(copied):
+                length = self._call(aten.sym_size.int, new_nodes[first], 0)
+            copied.args = (*copied.args[:place], length, *copied.args[place + 1 :])
         if used_E is not None:
             copied.args = (*copied.args[:3], used_E, *copied.args[4:])
         new_nodes[node] = copied

@@ -144,6 +144,7 @@ def listed(
     limit: float = float("inf"),
     kept: Collection[str] = (),
     input_bytes: Mapping[str, int] | None = None,
+    reductions: Mapping[str, float] | None = None,
 ) -> list[Instruction]:
     """Returns the instructions in the order of a list schedule, found by simulating both lanes.
 
@@ -156,8 +157,10 @@ def listed(
     limit: bytes. While results take more, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
     input_bytes: bytes of each input of the graph, by name.
+    reductions: seconds of the reduction over ranks that follows an instruction, by its name. While the link
+        is idle, weight gradients that a reduction waits for run before anything else.
     """
-    return _List(instructions, limit, kept, input_bytes or {}).run()
+    return _List(instructions, limit, kept, input_bytes or {}, reductions or {}).run()
 
 
 class _List:
@@ -173,6 +176,8 @@ class _List:
         num_bytes    bytes of each piece of memory, by the name of the instruction or input that owns it
         limit        while more bytes are held, weight gradients that free memory run first
         held         bytes that are held now
+        reductions   seconds of the reduction that follows an instruction, by its name
+        reduced      names of the weight gradients that a reduction waits for
         messages     names of the all-to-alls that are left, the next one last
         now          time of the compute lane, in seconds
         link_free    when the communicate lane is free, in seconds
@@ -187,7 +192,12 @@ class _List:
     """
 
     def __init__(
-        self, instructions: Listing, limit: float, kept: Collection[str], input_bytes: Mapping[str, int]
+        self,
+        instructions: Listing,
+        limit: float,
+        kept: Collection[str],
+        input_bytes: Mapping[str, int],
+        reductions: Mapping[str, float],
     ) -> None:
         self.by_name = {instruction.name: instruction for instruction in instructions}
         assert len(self.by_name) == len(instructions), "names must be distinct"
@@ -206,6 +216,11 @@ class _List:
         self.messages = [
             instruction.name for instruction in reversed(instructions) if instruction.communicates
         ]
+        self.reductions = reductions
+        self.reduced = set(reductions) & self.free
+        for instruction in reversed(instructions):
+            if instruction.name in self.reduced:
+                self.reduced.update(self.free.intersection(instruction.waits))
         self.now = 0.0
         self.link_free = 0.0
         self.end: dict[str, float] = {}
@@ -225,6 +240,8 @@ class _List:
                 self._take(self.messages.pop())
             elif self.held > self.limit and self._freeing():
                 self._take(max(sorted(self.pool), key=self._freed))
+            elif self.link_free <= self.now and not self.reduced.isdisjoint(self.pool):
+                self._take(min(self.reduced & self.pool, key=self.place.__getitem__))
             elif self.chain:
                 self._take(heapq.heappop(self.chain)[1])
             else:
@@ -306,6 +323,8 @@ class _List:
         else:
             self.now += instruction.seconds
             self.end[name] = self.now
+        if name in self.reductions:
+            self.link_free = max(self.now, self.link_free) + self.reductions[name]
         self.held += instruction.num_bytes - self._freed(name)
         self.uses.subtract(set(instruction.holds))
         self.sorter.done(name)

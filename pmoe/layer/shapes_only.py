@@ -58,7 +58,7 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
     """
     for callback in modules.callbacks:
         x = callback.before_moe_start(x)
-    check_input(modules, x)
+    check_input(modules, x, modules.reference_parameter)
     operands: list[Tensor] = []
     for module in (modules.experts, modules.gate, modules.shared_expert, modules.shared_gate):
         operands += () if module is None else module.parameters()

@@ -25,11 +25,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.ordering.base import Order
+
+MAX_INT16 = 2**15 - 1
 
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
@@ -141,9 +144,13 @@ def sort_rows(
     key = expert if block is None else block * num_experts + expert
     if keep_TK is not None:
         key = torch.where(keep_TK.reshape(-1), key, 2 * (n + m) * num_experts)
-    slot = key.argsort(stable=True)
-    position = torch.empty_like(slot)
-    position[slot] = torch.arange(slot.numel(), device=slot.device)
+    if type(key) is Tensor and key.device.type == "cpu" and 2 * (n + m) * num_experts <= MAX_INT16:
+        # numpy sorts keys of 16 bits digit by digit, in a fifth of the time of torch's sort. The copy lies in
+        # memory of torch, so that its bytes are counted.
+        slot = torch.from_numpy(np.argsort(key.to(torch.int16).numpy(), kind="stable")).clone()
+    else:
+        slot = key.argsort(stable=True)
+    position = torch.empty_like(slot).scatter_(0, slot, torch.arange(slot.numel(), device=slot.device))
     return SortedRows(slot=slot, position=position)
 
 
@@ -184,6 +191,13 @@ class SortedOrder(Order):
             out.copy_(F.embedding_bag(row_SK.view(-1), rows_NM, first_T, mode="sum"))
         elif row_SK.shape[1] == 1:
             torch.index_select(rows_NM, 0, row_SK.view(-1), out=out)
-        else:
+        elif rows_NM.is_cuda or rows_NM.element_size() < 4:
             chosen = rows_NM.index_select(0, row_SK.view(-1)).view(*row_SK.shape, rows_NM.shape[1])
             torch.sum(chosen, dim=1, out=out)
+        else:
+            # A choice at a time: each copy is a K-th as large, and is added while it is in the cache. Numbers
+            # of two bytes would be rounded after each addition, so they are summed together above.
+            first_S, *others = row_SK.unbind(1)
+            torch.index_select(rows_NM, 0, first_S, out=out)
+            for row_S in others:
+                out.add_(rows_NM.index_select(0, row_S))

@@ -227,7 +227,7 @@ def _forward_work(
     weights = 3 * (forward.received + forward.sent) * sizes.weight_size
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
-        held.summing + _one_choice_rows(sizes, forward),
+        held.summing + _summed_rows(sizes, call, forward),
         held.computing + _graph(sizes, backward),
         held.first + shared,
         held.leaving,
@@ -257,7 +257,7 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
     largest = max(
         held.computing + max(products, _graph(sizes, backward)),
-        held.summing + _one_choice_rows(sizes, backward),
+        held.summing + _summed_rows(sizes, call, backward),
         held.first + _shared_gradients(sizes, call),
         held.leaving,
     )
@@ -317,15 +317,23 @@ def _graph(sizes: LayerSizes, backward: PassRows) -> int:
     return _block_rows(sizes, backward) * sizes.columns.graph * max(sizes.element_size, WIDE)
 
 
-def _one_choice_rows(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of a copy of the largest chunk's rows, which is made to sum the rows of each token.
+def _summed_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
+    """Returns the bytes of the copy of rows that is made to sum the rows of each token.
 
-    The copy is in the order of tokens. Chunks are summed one after another, so only the largest counts. With
-    top_k = 1 there is nothing to sum, and the result is 0.
+    The copy has rows of one chunk in the order of tokens. Chunks are summed one after another, so only the
+    largest counts. On the CPU, rows of four bytes or more are added choice by choice, so the copy has one row
+    for each token of a chunk. With top_k = 1 there is nothing to sum, and the result is 0.
 
+    call: numbers of rows of the call.
     rows: numbers of rows of the pass.
     """
-    return max(rows.extent.home, default=0) * sizes.d_model * sizes.element_size * (sizes.top_k > 1)
+    if sizes.top_k == 1:
+        return 0
+    num_rows = max(rows.extent.home, default=0)
+    picked = call.choices > sizes.top_k
+    if sizes.element_size >= WIDE and not sizes.columns.staged and not picked:
+        num_rows = min(num_rows, -(-call.tokens // rows.num_chunks))
+    return num_rows * sizes.d_model * sizes.element_size
 
 
 def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:

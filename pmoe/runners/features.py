@@ -68,8 +68,8 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
     # A layer in a graph of torch.compile(model, backend="pmoe"). The backend chooses chunks itself.
     "whole graph": frozenset(
-        {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
-        | {F.KEEPS_ITSELF, F.OTHER_GATE}
+        {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.GRADIENTS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY}
+        | {F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE}
     ),
     # ---- sources of row counts
     "padded counts": frozenset(
@@ -104,6 +104,5 @@ def refused(component: str, features: Iterable[Feature]) -> Feature | None:
     component: the key of the entry: the name of a runner, a source of row counts or a prediction.
     features: the features of the layer.
     """
-    requested = frozenset(features)
-    supported = SUPPORTED[component]
-    return next((feature for feature in Feature if feature in requested and feature not in supported), None)
+    missing = frozenset(features) - SUPPORTED[component]
+    return next((feature for feature in Feature if feature in missing), None) if missing else None

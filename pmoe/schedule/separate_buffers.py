@@ -18,6 +18,11 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     The dispatch all-to-alls (S) of all chunks are issued first. All received rows are kept, so issuing an S
     later would save no memory, and in this order the link never idles while an S remains.
 
+    MPipeMoE alternates S with the combine all-to-alls (R), as in Fig. 7a: S0 S1 R0 S2 R1 S3 R2 R3. On these
+    lanes that is never faster. Swap an R and the S behind it: S ends earlier, and R ends no later than S did
+    before. Of the computation, only the sums of tokens (O) wait for R, and they come after all experts.
+    `bench/bench_alternate.py` simulates and measures both orders.
+
     Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
     Those of all chunks but the last are computed in one task, because small products are slow. Those of the
     last chunk are computed at the end, while the last combine all-to-all (R) runs.

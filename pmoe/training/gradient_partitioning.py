@@ -124,6 +124,7 @@ class Timetable:
     inside: i -> range that is sent during MoE pass i, while its experts compute.
     beside: i -> range that is sent during dense part i, the dense modules before MoE pass i. The last dense
         part comes after the last MoE pass.
+    pieces: ranges that are sent in this order, each as soon as its gradients exist.
     end: tensors, (number of elements,), that are sent after the whole backward pass.
 
     Backward in the order of time, from left to right:
@@ -136,6 +137,7 @@ class Timetable:
 
     inside: dict[int, GradientRange] = field(default_factory=dict)
     beside: dict[int, GradientRange] = field(default_factory=dict)
+    pieces: Sequence[GradientRange] = ()
     end: Sequence[Tensor]
 
 
@@ -159,6 +161,21 @@ def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
         begin = end
     left = [buffers.part(begin, buffers.ends[-1]).memory] if begin < buffers.ends[-1] else []
     return Timetable(inside=inside, beside=beside, end=left)
+
+
+PIECE_BYTES = 4 << 20
+"""Bytes of gradients that share one all-reduce in `pieces_of`."""
+
+
+def pieces_of(buffers: GradientBuffers) -> Timetable:
+    """Returns a timetable that sends gradients in the order of the buffers, `PIECE_BYTES` at a time.
+
+    All gradients must have one dtype and device.
+
+    buffers: the flat memory of all gradients.
+    """
+    ends = [*range(PIECE_BYTES, buffers.ends[-1], PIECE_BYTES), buffers.ends[-1]]
+    return Timetable(pieces=[buffers.part(begin, end) for begin, end in pairwise([0, *ends])], end=())
 
 
 def find_partition(

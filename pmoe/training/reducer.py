@@ -8,6 +8,10 @@ Gradients are sent at two kinds of places in the backward pass, where the link b
 `pmoe.planner.gradient_partition` chooses how many bytes are sent at which place. The first step sends
 everything after backward. At its end all ranks agree on the partition
 (`pmoe.training.gradient_partitioning`), which is used from the second step on.
+
+If the layers are in a graph of ``torch.compile(model, backend="pmoe")``, there are no such places. The plan
+of the graph then says when each gradient is made known (`pmoe.graph.reductions`), and gradients are sent as
+soon as a piece of them is complete.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ from pmoe.training.gradient_partitioning import (
     LayerBackward,
     Timetable,
     find_partition,
+    pieces_of,
     timetable_of,
 )
+from pmoe.warn import warn_once
 
 
 class GradientReducer:
@@ -68,7 +74,9 @@ class GradientReducer:
 
     After the first `finish`, the attribute ``partition`` is the partition in use, with predicted seconds. It
     stays None, and everything is sent after backward, if ranks make gradients in different orders or
-    gradients have several dtypes.
+    gradients have several dtypes. It also stays None for layers in a graph of ``torch.compile(model,
+    backend="pmoe")``: the plan of the graph says when gradients are sent. A ``partition`` of the caller is
+    then not used, and a warning says so.
 
     Raises ValueError if the model has no dense parameter, or has a dense parameter that is a DTensor. Raises
     TypeError if ``partition`` is not a `Partition`, None or False.
@@ -111,7 +119,7 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(lambda _, at=at: current().gradient_is_ready(at))
             for at, parameter in enumerate(self.parameters)
         ]
-        self._carried = [CarriedGradients(current, at) for at in range(len(self.layers))]
+        self._carried = [CarriedGradients(current, at, self.ranks) for at in range(len(self.layers))]
         for layer, carried in zip(self.layers, self._carried, strict=True):
             layer.gradients = carried
 
@@ -172,20 +180,35 @@ class GradientReducer:
         seen: the record of the first step.
         buffers: the flat memory of all gradients.
         """
-        if self._wanted is False or not seen.layers or len(buffers.memories) > 1 or self.ranks.size == 1:
+        if self._wanted is False or len(buffers.memories) > 1 or self.ranks.size == 1:
+            return False
+        if not seen.layers and not self._is_in_graph():
             return False
         mine = (seen.order, [(each.layer, each.num_made) for each in seen.layers])
         return all(each == mine for each in gathered(self.ranks, mine, stage="comparing gradients"))
+
+    def _is_in_graph(self) -> bool:
+        """Returns whether the last call of a layer was a part of a graph of torch.compile."""
+        return any(layer.ran is not None and layer.ran.path == "whole graph" for layer in self.layers)
 
     def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
         """Returns which ranges of gradients later steps send at which point of backward. Collective.
 
         The ranges follow from the caller's partition. If the caller gave none, a partition is computed now
-        from the times of the first step.
+        from the times of the first step. If the layers are in a graph, the ranges follow from the order in
+        which the graph makes gradients.
 
         seen: the record of the first step.
         buffers: the flat memory of all gradients.
         """
+        if not seen.layers:
+            if self._wanted is not None:
+                warn_once(
+                    "partition is not used, because the model's layers are in a graph of "
+                    'torch.compile(model, backend="pmoe"), whose plan says when gradients are sent: leave '
+                    "partition out"
+                )
+            return pieces_of(buffers)
         if isinstance(self._wanted, Partition):
             _check_partition(self._wanted, len(seen.layers))
             self.partition = self._wanted
@@ -284,12 +307,14 @@ class CarriedGradients:
     step: a function without arguments. It returns the object of the reducer's current training step: a
         `FirstStep`, a `PartitionedStep`, or a `BackwardStep` that does nothing.
     at: index of the layer among the model's MoE layers.
+    ranks: the ranks over which gradients are reduced.
     t_gar: predicted seconds of the all-reduce that runs during this layer's backward pass. The layer counts
         them when it chooses its number of chunks.
     """
 
     step: Callable[[], BackwardStep]
     at: int
+    ranks: Ranks
     t_gar: float = 0.0
 
     def begins(self) -> None:
@@ -379,10 +404,17 @@ class PartitionedStep(BackwardStep):
         self._works: list[dist.Work] = []
         self._ready: set[int] = set()
         self._num_layers = 0
+        self._num_pieces = 0
 
     def gradient_is_ready(self, at: int) -> None:
         self._buffers.take(at)
         self._ready.add(at)
+        # In their order, which is the same on all ranks, whatever the order of the gradients.
+        for piece in self._timetable.pieces[self._num_pieces :]:
+            if not self._ready.issuperset(piece.parameters):
+                break
+            self._num_pieces += 1
+            self._works.append(self._all_reduce(piece.memory))
 
     def layer_begins(self, layer: int) -> None:
         self._check_ready(self._timetable.inside.get(self._num_layers))
@@ -407,6 +439,8 @@ class PartitionedStep(BackwardStep):
             if at not in self._ready:
                 self._buffers.take(at)
         if self._ranks.group is not None:
+            pieces = self._timetable.pieces[self._num_pieces :]
+            self._works += [self._all_reduce(piece.memory) for piece in pieces]
             self._works += [self._all_reduce(memory) for memory in self._timetable.end]
         for work in self._works:
             work.wait()

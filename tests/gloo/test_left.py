@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.comm import failures, meeting
 from pmoe.comm.group_record import MOST_OPEN, GroupRecord
+from pmoe.engine.plan import make_plan
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
 
@@ -126,6 +128,27 @@ def test_after_an_error_in_the_middle_of_a_pass_every_rank_raises_until_the_grou
             assert "global rank 0 raised PlantedError: out of memory" in (steps[1] or steps[2])
         assert by_part["others"] == [""]
         assert by_part["again"] == ["", ""]
+
+
+def plan_job(rank: int, world: int) -> list[str]:
+    """Two steps, of which rank 0 cannot plan the first."""
+
+    def failing(*_: Any) -> Any:
+        raise PlantedError("out of memory")
+
+    layer = build(group=dist.new_group(list(range(world))), pipeline=2)
+    step(layer, rank)
+    with mock.patch.object(make_plan, "_cut", failing if rank == 0 else make_plan._cut):
+        steps = [error_of(lambda: step(layer, rank))]
+    return [*steps, error_of(lambda: step(layer, rank))]
+
+
+def test_a_plan_that_one_rank_cannot_make_is_told_to_all() -> None:
+    with Pool(2, TIMEOUT_SECONDS) as pool:
+        first, second = pool.run(plan_job, timeout=100)
+    assert first[0] == "PlantedError: out of memory"
+    assert "PlantedError in the plan of a pass of MoELayer 1: out of memory" in first[1]
+    assert "global rank 0 raised PlantedError: out of memory" in second[0]
 
 
 def together_job(rank: int, world: int) -> list[str]:

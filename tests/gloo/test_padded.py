@@ -213,7 +213,7 @@ def capturing_job(rank: int, world: int) -> str:
     """Returns the error of a layer without padding, before anything is sent. The padded layer raises none."""
     plain, layer = build(world), build(world, pad_to_capacity=True)
     expected = layer(tokens(rank))
-    with mock.patch.object(begin, "is_captured", lambda _: True):
+    with mock.patch.object(begin, "is_for_graph", lambda _: True):
         with pytest.raises(RuntimeError) as raised, counted_collectives() as calls:
             plain(tokens(rank))
         assert not calls and torch.equal(layer(tokens(rank)), expected)

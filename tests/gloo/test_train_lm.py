@@ -514,6 +514,33 @@ experts ends above the dense model, by up to 0.02.
 """
 
 
+def test_the_number_of_micro_batches_is_measured_unless_it_is_given(capsys):
+    assert parse_arguments([]).pipeline is True
+    assert [parse_arguments(["--pipeline", text]).pipeline for text in ("4", "True", "false")] == [
+        4,
+        True,
+        False,
+    ]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--pipeline", "two"])
+    assert "invalid pipeline value: 'two'" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match=r"--pipeline \(0\) must be at least 1"):
+        check_arguments(parse_arguments(["--pipeline", "0"]), 2)
+
+
+@pytest.mark.slow
+def test_the_first_step_finds_the_number_of_micro_batches_once_for_all_layers(tmp_path, monkeypatch):
+    """At the default sizes of a rank: 2,048 tokens, two layers with 32 experts."""
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path / "cache"))
+    sizes = "--d-model 128 --d-hidden 512 --layers 4 --heads 4 --context 128 --batch 32 --num-experts 32"
+    start(2, tmp_path / "out", *sizes.split(), "--steps", 2, "--final-eval-bytes", 4096).finish()
+    (stored,) = (tmp_path / "cache").glob("degrees*")
+    (table,) = json.loads(stored.read_text())["tables"].values()
+    ((lowest, highest, num_searches, _),) = table["ranges"]
+    assert lowest <= 2048 <= highest
+    assert num_searches == 1
+
+
 def test_small_experts_end_below_the_small_dense_model_after_the_same_bytes(tmp_path):
     sizes = """
         --d-model 32 --d-hidden 64 --layers 2 --heads 2 --context 16 --batch 32 --num-experts 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import warnings
@@ -15,6 +16,7 @@ import torch
 import pmoe
 from pmoe.choose import part_of_batch, search, trials
 from pmoe.engine.buffers.arena import DevicePool
+from pmoe.engine.plan import make_plan
 from pmoe.engine.variants import trial
 from pmoe.measure import profile
 from pmoe.warn import GIVEN
@@ -186,6 +188,27 @@ def test_if_all_that_is_predicted_to_be_fast_is_too_large_the_other_choices_are_
     assert "n=1 " in warned and not second["warned"]
     for got in ranks(2).run(predicted_job, 0.0):
         assert "n=16 with communicate/recompute: about" in got["error"]
+
+
+def plan_job(rank: int, world: int) -> dict[str, Any]:
+    """As `job`, but rank 1 runs out of memory in the first plan of a trial."""
+    plan = make_plan.make_plan
+    calls = itertools.count()
+
+    def failing(*given: Any) -> Any:
+        if rank == 1 and next(calls) == 0:
+            raise ERRORS["torch"]
+        return plan(*given)
+
+    with mock.patch.object(make_plan, "make_plan", failing):
+        return job(rank, world, "torch", None, float("inf"), {})
+
+
+def test_a_plan_that_fails_in_a_trial_drops_the_choice_and_training_goes_on() -> None:
+    first, second = ranks(2).run(plan_job)
+    assert first["ran"] == second["ran"] and not first["error"] and not second["error"]
+    assert first["same"] and second["same"]
+    assert len(first["warned"]) == 1
 
 
 def test_errors_of_other_kinds_are_none_of_memory() -> None:

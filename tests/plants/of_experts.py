@@ -32,8 +32,8 @@ EXPERTS = (
         name="experts-of-the-first-in-a-wrapper",
         breaks="where a wrapper calls other experts than the first that it holds, the first compute",
         file="pmoe/decide/experts_call.py",
-        old="                modules = replace(modules, experts=experts)\n",
-        new="                pass\n",
+        old="            modules = replace(modules, experts=experts)\n",
+        new="            pass\n",
         tests="tests/unit/test_called.py -k instead_of_the_first",
     ),
     Plant(
@@ -56,8 +56,8 @@ EXPERTS = (
         name="routing-gradient-without-bias",
         breaks="the gradient of a routing weight lacks <dy, b2>",
         file=STACKED,
-        old="                grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))\n",
-        new="                pass\n",
+        old="                    grad_weight.addmv_(grad, b2[expert])\n",
+        new="                    pass\n",
         tests=TESTS,
     ),
     Plant(
@@ -88,8 +88,8 @@ EXPERTS = (
         name="gradient-of-the-last-chunk",
         breaks="each chunk's weight gradient replaces the one before",
         file="pmoe/experts/products.py",
-        old="total.addmm_(grad.t(), rows, beta=0.0 if self._first else 1.0)\n",
-        new="total.addmm_(grad.t(), rows, beta=0.0)\n",
+        old="                    total.addmm_(grad.t(), rows)\n",
+        new="                    total.addmm_(grad.t(), rows, beta=0.0)\n",
         tests=TESTS,
     ),
     Plant(

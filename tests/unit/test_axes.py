@@ -14,12 +14,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from pmoe.graph.axes import RULES, SUM, Axis, _is_pointwise, _pointwise, infer, tensors
-from pmoe.graph.split_batch import MADE, SIZED, joined_rows, rows_of_part
+from pmoe.graph.lower import name_all
+from pmoe.graph.plan import GraphSplit, RangePlan
+from pmoe.graph.ranges import Range
+from pmoe.graph.split_batch import COUNTED, MADE, SIZED, joined_rows, rows_of_part
 
 aten = torch.ops.aten
 
 A, B, X = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 6, 2)
 IDS = torch.randint(0, 6, (4, 2))
+
+IMAGES = torch.randn(4, 2, 5, 5)
 
 QKV = tuple(torch.randn(4, 2, 6, 8) for _ in range(3))
 
@@ -76,6 +81,47 @@ CASES: dict[str, Callable[[], Any]] = {
     "select, backward": lambda: (lambda g: aten.select_backward(g, [4, 3, 6], 1, 2), A),
     "slice, backward": lambda: (lambda g: aten.slice_backward(g, [4, 9], 1, 1, 7, 1), A),
     "gelu, backward": lambda: (lambda g, x: aten.gelu_backward(g, x), A, A + 1),
+    "convolution": lambda: (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1, stride=2),
+        *(IMAGES, torch.randn(6, 2, 3, 3), torch.randn(6)),
+    ),
+    "convolution of one dimension": lambda: (F.conv1d, torch.randn(4, 2, 8), torch.randn(6, 2, 3)),
+    "convolution in groups": lambda: (
+        lambda x, w: F.conv2d(x, w, groups=2),
+        *(torch.randn(4, 4, 5, 5), torch.randn(6, 2, 3, 3)),
+    ),
+    "convolution, transposed": lambda: (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2),
+        *(IMAGES, torch.randn(2, 6, 3, 3), torch.randn(6)),
+    ),
+    "convolution, backward": lambda: (
+        lambda g, x, w: aten.convolution_backward(
+            g, x, w, [6], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3
+        ),
+        *(torch.randn(4, 6, 5, 5), IMAGES, torch.randn(6, 2, 3, 3)),
+    ),
+    "max of a dimension": lambda: (lambda x: x.max(1), X),
+    "max of a dimension, kept": lambda: (lambda x: x.max(-1, keepdim=True), X),
+    "min of a dimension": lambda: (lambda x: x.min(1), X),
+    "index select": lambda: (lambda x, i: x.index_select(1, i), X, torch.tensor([5, 0, 0, 3])),
+    "index add": lambda: (
+        lambda x, i, y: x.index_add(1, i, y),
+        *(X, torch.tensor([5, 0, 3, 1]), torch.randn(4, 4, 2)),
+    ),
+    "repeat": lambda: (lambda x: x.repeat(3, 1, 2, 1), X),
+    "flip": lambda: (lambda x: x.flip(1, -1), X),
+    "group norm": lambda: (
+        lambda x, w, b: aten.native_group_norm(x, w, b, x.shape[0], 4, 10, 2, 1e-5),
+        *(torch.randn(4, 4, 10), torch.randn(4), torch.randn(4)),
+    ),
+    "group norm without a weight": lambda: (lambda x: F.group_norm(x, 2), torch.randn(4, 4, 5, 2)),
+    "group norm, backward": lambda: (
+        lambda g, x, m, r, w: aten.native_group_norm_backward(g, x, m, r, w, 4, 4, 10, 2, [True] * 3),
+        *(torch.randn(4, 4, 10), torch.randn(4, 4, 10), torch.randn(4, 2), torch.rand(4, 2), torch.randn(4)),
+    ),
+    "std": lambda: (lambda x: x.std(1), X),
+    "std of all but the batch": lambda: (lambda x: x.std((1, 2), correction=0, keepdim=True), X),
+    "variance and mean": lambda: (lambda x: torch.var_mean(x, 1), X),
     "new zeros": lambda: (lambda x: x.new_zeros((4, 3)), A),
 }
 
@@ -113,6 +159,9 @@ def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
             if half is not None and node.target in MADE:
                 sizes = [size // 2 if dim == axes["result"] else size for dim, size in enumerate(args[1])]
                 args = (args[0], sizes, *args[2:])
+            if half is not None and node.target in COUNTED:
+                place = COUNTED[node.target]
+                args = (*args[:place], args[0].shape[0], *args[place + 1 :])
             return node.target(*args, **torch.fx.node.map_arg(node.kwargs, value))
 
         node.meta["val"] = values[node] = run(None, {})
@@ -139,6 +188,127 @@ def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
                 torch.testing.assert_close(joined, expected)
             tried += 1
     assert tried
+
+
+def results(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def cut_graph(
+    function: Callable[..., Any], given: Sequence[Tensor], batch: int, k: int
+) -> tuple[GraphSplit, torch.fx.GraphModule]:
+    """The graph of a function whose first ``batch`` arguments hold the batch, and the same in k parts."""
+    module = make_fx(function, tracing_mode="fake")(*given)
+    name_all(module.graph)
+    inputs = module.graph.find_nodes(op="placeholder")
+    split = GraphSplit(module, dict.fromkeys(inputs[:batch], 0), given[0].shape[0])
+    whole = Range(split.names[0], split.names[-1], k, k)
+    return split, split.cut(RangePlan(split.names, (whole,)))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "images": lambda: (
+        lambda x, w, b, g: F.group_norm(F.conv2d(x, w, b, padding=1), 2, g, g).relu().amax((2, 3)),
+        *(IMAGES, torch.randn(6, 2, 3, 3), torch.randn(6), torch.randn(6)),
+    ),
+    "images, transposed": lambda: (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2).flip(-1).max(2),
+        *(IMAGES, torch.randn(2, 6, 3, 3)),
+    ),
+    "standardized": lambda: (lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), X),
+    "chosen": lambda: (
+        lambda x, i: x.index_select(1, i).repeat(1, 2, 1).max(2).values,
+        *(X, torch.tensor([5, 0, 0, 3])),
+    ),
+    "heads": lambda: (lambda x: x.view(4, 3, 2, 2).transpose(1, 2).reshape(4, -1).softmax(-1), X),
+}
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cut_graph_gives_what_the_whole_one_gives(name: str, k: int) -> None:
+    function, *given = MODELS[name]()
+    split, module = cut_graph(function, given, 1, k)
+    assert not split._refused
+    assert len(split.names) < len([node for node in module.graph.nodes if node.op == "call_function"])
+    for got, expected in zip(results(module(*given)), results(function(*given)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_a_gradient_of_images_is_the_sum_of_those_of_the_parts(k: int) -> None:
+    def backward(grad: Tensor, *given: Tensor) -> list[Tensor]:
+        def loss(x: Tensor, w: Tensor, b: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+            return F.group_norm(F.conv2d(x, w, b, padding=1), 2, scale, shift).max(1).values
+
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in given]
+            return list(torch.autograd.grad(loss(*leaves), leaves, grad))
+
+    vectors = [torch.randn(6) for _ in range(3)]
+    given = (torch.randn(4, 5, 5), IMAGES, torch.randn(6, 2, 3, 3), *vectors)
+    split, module = cut_graph(backward, given, 2, k)
+    assert not split._refused
+    for got, expected in zip(module(*given), backward(*given), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_view_with_fewer_elements_than_the_batch_has_sequences_is_not_cut(k: int) -> None:
+    """(4, 6) as (2, 2, 6) has two elements in dimension 0, which cannot be those of 4 sequences."""
+    function = lambda x: x.exp().view(2, 2, 6).cos().view(4, 6).sin()  # noqa: E731
+    module = make_fx(function, tracing_mode="fake")(A)
+    (x,) = module.graph.find_nodes(op="placeholder")
+    axes, refused = infer(module.graph, {x: 0}, sequences=4)
+    assert [str(node.target) for node in refused] == ["aten.view.default"]
+    exp, view, _, back, sin = (node for node in module.graph.nodes if node.op == "call_function")
+    assert axes[exp] == 0 and axes[view] is None and axes[back] in (0, None)
+    name_all(module.graph)
+    split = GraphSplit(module, {x: 0}, 4)
+    names = split.names
+    cut = split.cut(RangePlan(names, (Range(names[0], names[0], k, k),)))
+    torch.testing.assert_close(cut(A), function(A))
+
+
+def test_a_view_is_cut_if_both_dimensions_have_whole_parts() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.view(24, 2).exp().view(4, 6, 2).cos()
+
+    split, module = cut_graph(function, [X], 1, 4)
+    assert not split._refused
+    torch.testing.assert_close(module(X), function(X))
+    _, refused = infer(split._module.graph, {next(iter(split._module.graph.nodes)): 0}, sequences=8)
+    assert refused
+
+
+def efficient_attention(dropout: float, bias: bool) -> torch.fx.Node:
+    """A call of the operator, which has no kernel on the CPU."""
+    graph = torch.fx.Graph()
+    values = [torch.empty(4, 2, 8, 8, device="meta") for _ in range(4)]
+    inputs = [graph.placeholder(name) for name in ("query", "key", "value", "mask")]
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["val"] = value
+    target = aten._scaled_dot_product_efficient_attention.default
+    attn_bias = inputs[3] if bias else None
+    node = graph.call_function(target, (*inputs[:3], attn_bias, True, dropout))
+    node.meta["val"] = target(*values[:3], values[3] if bias else None, True, dropout)
+    return node
+
+
+def test_efficient_attention_is_cut_unless_it_has_dropout_or_a_mask() -> None:
+    """Its argument 3 is the mask, its argument 5 the dropout."""
+    node = efficient_attention(0.0, False)
+    (rule,) = {RULES[node.target]}
+    assert [each.inputs for each in rule(node)] == [(0, 0, 0), (1, 1, 1)]
+    for combination in rule(node):
+        axis = combination.inputs[0]
+        halves_of_inputs = [each.meta["val"].chunk(2, axis) for each in tensors(node)]
+        parts = [node.target(*half, None, True, 0.0) for half in zip(*halves_of_inputs, strict=True)]
+        for at in (0, 1):  # the output, and the logsumexp of each query
+            joined = torch.cat([each[at] for each in parts], combination.result[at])
+            assert joined.shape == node.meta["val"][at].shape
+    for dropout, bias in ((0.1, False), (0.0, True)):
+        assert not list(rule(efficient_attention(dropout, bias)))
 
 
 def traced(function: Callable[..., Any], *given: Tensor) -> torch.fx.Graph:

@@ -14,6 +14,7 @@ RESULTS = ROOT / "bench" / "results"
 NUMBERS = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DEGREES = (1, 2, 4, 8, 16)
+PASSES = ("forward", "backward", "step")
 PAIRS = [
     f"{t_di}/{t_m}" for t_di in ("keep", "offload", "communicate") for t_m in ("keep", "offload", "recompute")
 ]
@@ -129,6 +130,30 @@ def test_other_measured_numbers_are_the_stored_ones() -> None:
     assert f"takes {100 * share:.1f} % of a step" in text
 
 
+def test_the_table_of_alternating_all_to_alls_is_the_stored_one() -> None:
+    """Fig. 7a of MPipeMoE beside all dispatches first: the same bytes, and never faster beyond the noise."""
+    document = json.loads((RESULTS / "alternate_modelled.json").read_text("utf-8"))
+    rows = [row for row in document["rows"] if row["order"] == "alternating"]
+    expected = [
+        [f"{row['link']:g}", str(row["n"]), *(told(row[f"{part} ratio"], 2) for part in PASSES)]
+        for row in rows
+    ]
+    assert table_below(NUMBERS, "`python bench/bench_alternate.py`") == expected
+    noise = max(abs(row["step ratio"] - 1) for row in rows if row["n"] == 2)  # the orders are equal there
+    different = [row["step ratio"] for row in rows if row["n"] > 2]
+    assert min(different) >= 1 - noise
+    low = min(row["min"] for row in document["simulated"])
+    high = max(row["max"] for row in document["simulated"])
+    text = " ".join(NUMBERS.split())
+    assert f"the ratio is {low:.2f} to {high:.2f}" in text
+    peaks = document["peak_bytes"]
+    assert len({peaks[f"n=4, {order}"] for order in ("S first", "alternating", "alternating, G too")}) == 1
+    assert f"the same bytes ({peaks['n=4, S first'] / 1e6:.1f} MB with n = 4)" in text
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    assert f"takes {low:.2f} to {high:.2f} times as long as all S first" in page
+    assert f"[{min(different):.2f} to {max(different):.2f} times](numbers.md#overlap)" in page
+
+
 # ---- the README's two tables, a part of those
 
 
@@ -181,3 +206,23 @@ def test_the_table_of_live_searches_is_the_stored_one() -> None:
         live_row("pipeline=True", "pipeline=True"),
         live_row("both True", "pipeline=True, memory_reuse=True"),
     ]
+
+
+def test_the_table_of_reductions_beside_a_graph_is_the_stored_one() -> None:
+    pieces = json.loads((RESULTS / "lancet_reductions.json").read_text(encoding="utf-8"))["pieces"]
+    columns = [
+        pieces[ratio]["ways"][way] for ratio in ("3x", "5x") for way in ("eager", "at the end", "planned")
+    ]
+    names = {
+        "step": "step ms",
+        "backward pass": "backward ms",
+        "backward pass without reduction": "not reduced ms",
+        "link in the backward pass": "link in it ms",
+        "exposed reduction": "exposed reduction ms",
+        "its bound": "its bound ms",
+        "exposed all-to-alls": "exposed all-to-all ms",
+        "both exposed together": "together ms",
+    }
+    rows = [[name, *(f"{each[key]:,.0f}" for each in columns)] for name, key in names.items()]
+    lancet = (ROOT / "docs" / "lancet.md").read_text(encoding="utf-8")
+    assert table_below(lancet, "`python bench/bench_lancet_reductions.py --ratio 3 5`") == rows

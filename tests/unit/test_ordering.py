@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pmoe.engine.variants.send_once import carriers
 from pmoe.gates.capacity import expert_capacity, within_capacity
-from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
+from pmoe.ordering.sorted import SortedOrder, chunk_bounds, count_rows, sort_rows
 from pmoe.schedule.tasks import piece_of
 
 NONE_LOCAL = range(0, 0)
@@ -201,3 +201,23 @@ def test_a_token_goes_once_to_a_rank_in_the_row_of_its_first_kept_choice() -> No
     carrier, carries = carriers(ranks, None)
     assert carrier.tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]
     assert carries.tolist() == [[True, True, False], [True, False, False], [True, True, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+def test_rows_of_a_token_are_summed_in_the_order_of_its_choices(top_k: int, dtype: torch.dtype) -> None:
+    """Rows of four bytes or more are added one by one, so no copy is larger than the result."""
+    torch.manual_seed(0)
+    rows_NM = torch.randn(300 * top_k, 64).to(dtype)
+    row_SK = torch.randperm(300 * top_k).view(300, top_k)
+    wide = dtype if dtype.itemsize >= 4 else torch.float32
+    expected = torch.zeros(300, 64, dtype=wide)
+    for choice in range(top_k):
+        expected += rows_NM[row_SK[:, choice]].to(wide)
+    out = torch.empty(300, 64, dtype=dtype)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        SortedOrder().restore(rows_NM, row_SK, out)
+    assert torch.equal(out, expected.to(dtype))
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    if dtype.itemsize >= 4:
+        assert largest <= out.nbytes

@@ -381,7 +381,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     @contextlib.contextmanager
     def captured(gate: nn.Module | None = None) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(begin, "is_captured", lambda _: True)
+            patch.setattr(begin, "is_for_graph", lambda _: True)
             if gate is not None:
                 patch.setattr(gate, "forward", lambda *_: pytest.fail("the gate was run"))
             yield

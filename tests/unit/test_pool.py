@@ -78,6 +78,25 @@ def test_what_a_graph_still_holds_no_other_pass_gets(reuse: object, device: Devi
         assert all(torch.equal(y, was) for y, was in zip(outputs, before, strict=True))
 
 
+def test_the_output_and_the_gradients_lie_in_the_pool_as_long_as_they_are_used(device: DevicePool) -> None:
+    """From malloc, each step would get new pages, which the system fills with zeros first."""
+    layer, x = build(), tokens(0)
+    y = layer(x)
+    y.square().sum().backward()
+    w1, w2 = layer.experts.w1.grad, layer.experts.w2.grad
+    assert w1 is not None and w2 is not None
+    used = [y, w1, w2]
+    del x
+    assert device._own.bytes_in_use == sum(tensor.nbytes for tensor in used)
+    was = [tensor.detach().clone() for tensor in used]
+    other = tokens(1)
+    gradients(layer, other, layer(other))
+    assert all(torch.equal(tensor, before) for tensor, before in zip(used, was, strict=True))
+    del y, w1, w2, used, other
+    layer.zero_grad(set_to_none=True)
+    assert device._own.bytes_in_use == 0
+
+
 def test_threads_share_the_pool(device: DevicePool) -> None:
     layers = [build(pipeline=2, memory_reuse="S4") for _ in range(3)]
 

@@ -32,13 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pmoe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MOST_FUNCTIONS = 210
+MOST_FUNCTIONS = 209
 """Functions of pmoe that a forward and a backward pass of the traced layer execute."""
 
-MOST_LINES = 1169
+MOST_LINES = 1152
 """Lines of pmoe that they execute."""
 
-MOST_CHANGES = 53
+MOST_CHANGES = 40
 """Calls before `run`, in their order, that are in another file than the call before."""
 
 MOST_PARALLEL = 0.01

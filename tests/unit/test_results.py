@@ -23,6 +23,7 @@ RUN = tuple(f"pmoe/{name}" for name in FOLDERS)
 KERNELS = ("cuda", "pmoe/kernels", "pmoe/runners")
 DEPENDS = {
     "alone": KERNELS,
+    "alternate": (*RUN, "pmoe/planner"),
     "beside": KERNELS,
     "choices": (*RUN, "pmoe/planner", "pmoe/measure"),
     "cluster": (*RUN, "pmoe/planner", "pmoe/measure"),

@@ -366,3 +366,26 @@ def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(pair: Restore,
         loss_of(layer, layer(tokens(23, dtype=dtype))).backward()
         assert len(seen.forward) == n
         seen.assert_restored(n == n_backward)
+
+
+# ---- limits of received rows
+
+
+@pytest.mark.parametrize(
+    "options, is_limited",
+    [
+        ({}, False),
+        ({"memory_reuse": "S4"}, False),
+        ({"memory_reuse": "S4", "bypass_local": False}, True),
+        ({"memory_reuse": "S1"}, True),
+    ],
+    ids=str,
+)
+def test_one_rank_limits_rows_only_if_it_sends_or_offloads_them(
+    options: dict[str, Any], is_limited: bool
+) -> None:
+    layer = build(pipeline=2, **options)
+    layer(tokens())
+    assert layer.row_counts is not None
+    assert layer.row_counts.depth == ({2: 0} if is_limited else {})
+    assert layer.ran is not None and layer.ran.forward == 2

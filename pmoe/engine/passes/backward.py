@@ -8,7 +8,7 @@ the parameters, which no rank waits for: it runs while the gradients of rows are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,8 +82,9 @@ class Backward(Pass):
         self.regroup = saved.regroup or self.regroup  # with send_once=True forward computed it, not the plan
         wanted = saved.inputs.like(saved.wanted)
         additions = self.schedule.num_weight_gradients
-        self.sums = gradient_sums(self.parameters, wanted.parameters, additions)
-        self.shared_sums = gradient_sums(saved.inputs.shared_parameters, wanted.shared_parameters, 1)
+        new = self.pool.new
+        self.sums = gradient_sums(self.parameters, wanted.parameters, additions, new)
+        self.shared_sums = gradient_sums(saved.inputs.shared_parameters, wanted.shared_parameters, 1, new)
         self.grad_shared_weight: Tensor | None = None
         self.grad_hooks: list[Tensor | None] = [None] * len(saved.inputs.hook_parameters)
         self.rows: dict[Unit, Tensor] = {}
@@ -282,12 +283,13 @@ class Backward(Pass):
 
 
 def gradient_sums(
-    parameters: Sequence[Tensor], wanted: Sequence[Any], contributions: int
+    parameters: Sequence[Tensor], wanted: Sequence[Any], contributions: int, new: Callable[..., Tensor]
 ) -> list[GradientSum | None]:
     """Returns a `GradientSum` for each parameter that needs a gradient, and None for the others.
 
     wanted: for each parameter, whether it needs a gradient.
     contributions: how many tasks will add to each sum.
+    new: the function that allocates the sums (`GradientSum`). They become the parameters' gradients.
     """
     pairs = zip(parameters, wanted, strict=True)
-    return [GradientSum(parameter, contributions) if wants else None for parameter, wants in pairs]
+    return [GradientSum(each, contributions, new) if wants else None for each, wants in pairs]

@@ -260,7 +260,8 @@ class Pass:
         self.source_TM = source_TM
         self.keep = keep
         self.stages = plan.modules.stages
-        self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
+        self.pool = pool(source_TM.device).device
+        self.result_TM = self.pool.new(source_TM, *source_TM.shape)
         self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in pass_plan.chunks])
         slots = [length(chunk.slots) // plan.top_k for chunk in pass_plan.chunks]
         self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
@@ -278,16 +279,14 @@ class Pass:
         # On a GPU each lane is a stream, and torch's allocator knows only the stream that allocated a buffer.
         # So all buffers that a collective or a copy uses are allocated on the compute lane, most of them in
         # this function. They are freed when the pass ends, after the compute lane has waited for the others.
-        self.pool = pool(source_TM.device).device
         self.arena = Arena(self.pool, self.schedule, self.sizes, source_TM)
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
-        keeps_what_arrives = self.sizes.keeps_what_arrives
         for i, chunk in enumerate(pass_plan.chunks):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or (keeps_what_arrives and not self.sizes.extent.regrouped[i]):
+            if not rotates or (self.sizes.keeps_what_arrives and not self.sizes.extent.regrouped[i]):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not rotates:
             rows_sent = sum(chunk.num_sent for chunk in pass_plan.chunks)

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, cuts, without_own
-from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
 from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
 from pmoe.engine.plan.regroup_chunks import join_chunks
@@ -153,8 +152,7 @@ class SortedSlots:
         when it runs the forward pass a second time. The operations may differ: if trials of several numbers
         of chunks have already sorted the pairs in one of the two runs, only the other run sorts them.
         """
-        with publishing_failures(self.modules.grid.all, "the plan of a pass"):
-            return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
+        return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
         """Returns the numbers of chunks of both passes, cut finer until all chunks fit into their buffers.
@@ -168,7 +166,7 @@ class SortedSlots:
 
         choice: the number of chunks of each pass before they are cut finer, and which tensors are kept.
         counts: the exchanged row counts. Their ``depth`` says how often a number of chunks must be cut finer
-            (`pmoe.comm.counts.cuts`); it is empty if chunks have buffers of their own.
+            (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:
@@ -234,7 +232,6 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     num_pieces = orders.num_pieces(n)
     slots = orders.slots(n)
     token_bounds = chunk_bounds(tokens.count, n)
-    travelling = orders.sent(n)
     grid = modules.grid
     bypass_local = modules.stages.local
     rank = grid.all.rank
@@ -300,6 +297,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         kept = slots.slot[: int(shared.send.sum())]
         weights = _weight_journey(kept, orders.expert_TK, send, recv, fine, modules)
         once = orders.number_rows(n, weights, shared, fine)
+    travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
     token = row_slot if top_k == 1 else row_slot // top_k
     return PassPlan(

@@ -1,0 +1,323 @@
+"""Hands each gradient to autograd as soon as its operator has run, inside the backward graph.
+
+Autograd calls a compiled backward graph as one node, which returns all gradients at once. A data-parallel
+wrapper reduces a gradient when autograd adds it to ``grad``, so it could not begin before the graph has
+ended. Here the node returns at once, with tensors that stand for the gradients (`PendingGradient`), and one
+more node of each input (`HandOver`) runs the graph on until the gradient of this input exists:
+
+    node                      runs
+    backward graph            nothing: returns pending gradients
+    HandOver of the head      the graph up to the gradient of the head
+    AccumulateGrad, hooks     adds it to ``grad``; DistributedDataParallel starts to reduce it
+    HandOver of a block       the graph up to the gradient of the block
+    ...
+
+Autograd runs `HandOver` nodes in the reverse of the order in which the forward pass makes them, and
+AccumulateGrad nodes before any other. So hooks run between two calls of the same graph, where an eager
+backward pass would run them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.marks import is_expert
+from pmoe.graph.operators import LAYERS
+
+Box = list[Tensor]
+"""Type of a list with one gradient, or without it after the gradient has been handed over."""
+
+GradientSteps = Iterator[tuple[int, Box]]
+"""Type of a pass that runs on at each ``next`` and yields a gradient: the number of a result, and its box."""
+
+
+class GradientPass:
+    """A backward pass that runs on demand, up to the gradient that is asked for.
+
+    steps: the pass.
+    """
+
+    def __init__(self, steps: GradientSteps) -> None:
+        self._steps = steps
+        self._ready: dict[int, Box] = {}
+        # On a GPU, nodes for inputs on the CPU run in another thread.
+        self._lock = threading.Lock()
+
+    def run_to(self, number: int) -> Box:
+        """Runs the pass until a gradient exists, and returns its box.
+
+        number: the number of the gradient among the results of the graph.
+        """
+        with self._lock, torch.no_grad(), torch._C._DisableAutocast():
+            while number not in self._ready:
+                gradient, box = next(self._steps)
+                self._ready[gradient] = box
+            return self._ready[number]
+
+    def finish(self) -> None:
+        """Runs the rest of the pass.
+
+        Not all gradients may be asked for, but all ranks must send the same messages.
+        """
+        with self._lock, torch.no_grad(), torch._C._DisableAutocast():
+            for _ in self._steps:
+                pass
+
+
+class PendingGradient(Tensor):
+    """Stands for a gradient of a pass that has not computed it yet. Each operator on it computes it first.
+
+    running: the pass, referred to weakly. If a node of autograd fails, autograd keeps the tensors of others
+        until its next backward pass, but the pass must end at once.
+    number: the number of the gradient among the results of the graph.
+    """
+
+    running: weakref.ref[GradientPass]
+    number: int
+
+    @staticmethod
+    def of(running: GradientPass, number: int, example: Tensor, sizes: Sequence[int]) -> PendingGradient:
+        """Returns a tensor that stands for a gradient.
+
+        example: a tensor with the dtype and the device of the gradient.
+        sizes: its shape.
+        """
+        pending: PendingGradient = Tensor._make_wrapper_subclass(
+            PendingGradient, sizes, dtype=example.dtype, device=example.device
+        )
+        pending.running = weakref.ref(running)
+        pending.number = number
+        return pending
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(
+            PendingGradient, lambda each: each.computed_box()[0], (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def computed_box(self) -> Box:
+        """Runs the pass until the gradient exists, and returns its box."""
+        running = self.running()
+        if running is None:
+            raise RuntimeError(
+                "a gradient of a compiled graph must be read in the backward pass that returns it"
+            )
+        return running.run_to(self.number)
+
+
+def computed(gradient: Any) -> Any:
+    """Returns a gradient that has been computed, for one that may be pending.
+
+    No reference to the result is kept, so that AccumulateGrad need not copy it. A gradient that holds
+    others, as a DTensor holds a local one, is made again with these computed.
+    """
+    if isinstance(gradient, PendingGradient):
+        return gradient.computed_box().pop()
+    if is_traceable_wrapper_subclass(gradient):
+        names, context = gradient.__tensor_flatten__()
+        parts = {name: getattr(gradient, name) for name in names}
+        if any(isinstance(part, PendingGradient) for part in parts.values()):
+            parts = {name: computed(part) for name, part in parts.items()}
+            return type(gradient).__tensor_unflatten__(parts, context, gradient.size(), gradient.stride())
+    return gradient
+
+
+class HandOver(torch.autograd.Function):
+    """The identity. Its backward pass runs the graph behind it until the gradient exists."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return computed(gradient)
+
+
+# ---- the inputs of a compiled function
+
+
+@dataclass
+class GraphInputs:
+    """The inputs of a compiled forward graph, whose gradients its backward graph hands over.
+
+    names: a name for each result of the backward graph, equal on all ranks that trace the same code.
+    owners: for each result of the backward graph, the number of the input of which it is the gradient.
+    may_stop: whether the backward graph may stop at gradients. False if the graph changes an input that needs
+        a gradient: torch forbids to change the result of a `HandOver`.
+    layers: numbers of the layers in the graph that communicate; () before the backward graph is compiled.
+    order: returns the numbers of the results in the order in which they will be handed over; [] before it is
+        known.
+    group: the ranks over which the gradients of the last call are reduced; a single rank if they are not.
+    reduced_bytes: bytes of the gradients of the dense part, by name.
+    """
+
+    names: Sequence[str]
+    owners: Sequence[int]
+    may_stop: bool = True
+    layers: Sequence[int] = ()
+    order: Callable[[], Sequence[int]] = list
+    group: Ranks = field(default_factory=Ranks.single)
+    reduced_bytes: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(module: fx.GraphModule, inputs: Sequence[Any]) -> GraphInputs:
+        """Returns the record of a graph's inputs.
+
+        module: the graph as torch.compile traced it.
+        inputs: examples of its inputs.
+        """
+        owners = list[int]()
+        names = list[str]()
+        placeholders = module.graph.find_nodes(op="placeholder")
+        for number, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+            for suffix in _parts(value):
+                owners.append(number)
+                names.append(node.name + suffix)
+        return GraphInputs(names, owners)
+
+    def names_of(
+        self, module: fx.GraphModule, layers: Sequence[int], order: Callable[[], Sequence[int]]
+    ) -> dict[int, str]:
+        """Returns the names of the gradients of a backward graph, by their numbers among its results.
+
+        Returns {} if the graph must not stop at gradients, or if it is not known whose gradients they are.
+
+        module: the backward graph.
+        layers, order: what the graph says of itself (see the attributes), stored here.
+        """
+        results: Any = module.graph.output_node().args[0]
+        if not self.may_stop or len(results) != len(self.names):
+            return {}
+        self.layers = layers
+        self.order = order
+        return {
+            number: self.names[number]
+            for number, result in enumerate(results)
+            if isinstance(result, fx.Node) and isinstance(result.meta.get("val"), Tensor)
+        }
+
+    def wrapped(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Returns the inputs of a call, each that needs a gradient as the result of a `HandOver`.
+
+        Autograd runs `HandOver` nodes in the reverse of the order in which they are made here.
+        """
+        if not (self.may_stop and torch.is_grad_enabled()):
+            return inputs
+        self._see_reductions(inputs)
+        # Before the order is known, inputs that are used last come first, as in an eager backward pass.
+        place_of = {self.owners[number]: place for place, number in enumerate(self.order())}
+        order = sorted(range(len(inputs)), key=lambda number: (place_of.get(number, len(inputs)), -number))
+        result = list(inputs)
+        for number in reversed(order):
+            if isinstance(inputs[number], Tensor) and inputs[number].requires_grad:
+                result[number] = HandOver.apply(inputs[number])  # type: ignore[no-untyped-call]
+        return result
+
+    def _see_reductions(self, inputs: Sequence[Any]) -> None:
+        """Stores over which ranks the gradients of this call are reduced, and their bytes.
+
+        `DistributedDataParallel` or `pmoe.GradientReducer` may reduce those of the dense part.
+        """
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        reducers: list[Any] = [LAYERS[layer].gradients for layer in self.layers]
+        groups = (getattr(reducer, "ranks", None) for reducer in reducers)
+        self.group = next(filter(None, groups), Ranks.single())
+        if wrapper is not None:
+            self.group = Ranks(wrapper.process_group)
+        self.reduced_bytes = {
+            name: inputs[owner].nbytes
+            for name, owner in zip(self.names, self.owners, strict=True)
+            if isinstance(inputs[owner], nn.Parameter)
+            and inputs[owner].requires_grad
+            and not is_expert(inputs[owner])
+        }
+
+
+def _parts(value: object) -> list[str]:
+    """Returns a suffix for each value that AOTAutograd passes to a graph in place of one input.
+
+    It passes a tensor that holds others, such as a DTensor, as these tensors and its other attributes.
+    """
+    if not is_traceable_wrapper_subclass(value):
+        return [""]
+    names, _ = value.__tensor_flatten__()
+    return [f".{name}{suffix}" for name in names for suffix in _parts(getattr(value, name))]
+
+
+# ---- the results of a backward graph that has not run yet
+
+
+def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSteps) -> list[Any] | None:
+    """Returns the results of a backward graph that has not run: pending gradients in place of gradients.
+
+    Must be called in a backward pass of autograd. What is left of ``steps`` runs at the end of that pass.
+
+    module: the graph.
+    arguments: its arguments, from which sizes are read that are symbols in the graph.
+    steps: the graph's pass.
+
+    Returns None if a size does not follow from the arguments, or if a result is neither a tensor nor one of
+    the arguments.
+    """
+    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    running = GradientPass(steps)
+    results = list[Any]()
+    known: dict[Any, int] | None = None
+    for number, result in enumerate(module.graph.output_node().args[0]):  # type: ignore[arg-type]
+        example = result.meta.get("val") if isinstance(result, fx.Node) else None
+        if isinstance(example, Tensor):
+            sizes: Any = example.shape
+            if any(isinstance(size, torch.SymInt) for size in sizes):
+                known = _known_sizes(inputs) if known is None else known
+                sizes = [_size(each, known) for each in sizes]
+            if None in sizes:
+                return None
+            results.append(PendingGradient.of(running, number, example, sizes))
+        elif result is None or result in inputs:
+            results.append(inputs.get(result))
+        else:
+            return None
+    # The callback is the only reference to the pass, until the backward pass has ended or failed.
+    torch.autograd.Variable._execution_engine.queue_callback(running.finish)
+    return results
+
+
+def _known_sizes(inputs: Mapping[fx.Node, Any]) -> dict[Any, int]:
+    """Returns the values of symbols, and of expressions of symbols, that are sizes in a graph's inputs.
+
+    inputs: the argument for each input.
+    """
+    known: dict[Any, int] = {}
+    for node, argument in inputs.items():
+        example = node.meta.get("val")
+        pairs = [(example, argument)]
+        if isinstance(example, Tensor):
+            pairs = list(zip(example.shape, argument.shape, strict=True))
+        known |= {size.node.expr: int(value) for size, value in pairs if isinstance(size, torch.SymInt)}
+    return known
+
+
+def _size(size: int | torch.SymInt, known: Mapping[Any, int]) -> int | None:
+    """Returns the value of a size; None if it does not follow from ``known`` (`_known_sizes`)."""
+    if isinstance(size, int):
+        return size
+    value = size.node.expr.subs(known)
+    return int(value) if value.is_number else None

@@ -1,0 +1,259 @@
+"""Chooses when a backward graph hands gradients over, so that reductions fit between all-to-alls.
+
+A data-parallel wrapper starts to reduce gradients over ranks when they are handed over to autograd
+(`pmoe.graph.hand_over`). Reductions use the link of the all-to-alls:
+
+    compute      | head | experts      | block        | experts      | block
+    communicate         | S |  head  | R |         | S |  block   | R |         | block |
+
+The plan is FSMoE's gradient partition (section 5) for a whole graph: a gradient takes the first gap on the
+link in which its reduction ends before the next all-to-all begins (step 1), or a later all-to-all waits for a
+part of it, if the pass is predicted to be faster so (step 2).
+
+The place of a gradient is the number of all-to-alls that begin before it is handed over. Places are equal on
+all ranks: all-to-alls and reductions may use the same process group, whose collectives must begin in the same
+order on all ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, timeline, total_seconds
+
+SHARES = (1.0, 0.5, 0.0, -math.inf)
+"""Shares of a reduction that must fit into a gap on the link. The plan with the fastest pass is taken.
+
+1 delays no all-to-all, 0 takes any gap, and -inf hands each gradient over as soon as it exists.
+"""
+
+
+TIE = 1.01
+"""Ratio of the predicted seconds of two passes up to which they count as equal."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient that a backward graph returns.
+
+    name: the name of its parameter or input, equal on all ranks.
+    number: its position among the results of the graph.
+    source: the name of the instruction that computes it; "" if it is an input of the graph.
+    """
+
+    name: str
+    number: int
+    source: str
+
+    @property
+    def instruction(self) -> str:
+        """The name of the instruction that hands the gradient over."""
+        return f"gradient of {self.name}"
+
+
+def plan_hand_overs(
+    orders: Sequence[Sequence[Instruction]],
+    gradients: Sequence[Gradient],
+    seconds: Mapping[str, float],
+    agreed: Mapping[str, int] | None = None,
+) -> list[Instruction]:
+    """Returns a pass that hands gradients over: the fastest order, with the best places for them.
+
+    Predictions are not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally
+    fast. Of the places in one order, those are then taken that delay all-to-alls least; of the orders, the
+    one in which reductions begin earliest on average.
+
+    orders: instructions of the pass in different orders.
+    gradients: the gradients that the pass returns.
+    seconds: of the reduction of each gradient, by name. Gradients that it leaves out are not reduced.
+    agreed: the places of the gradients, by name, if ranks agreed on them.
+    """
+    passes = [_in_order(order, gradients, seconds, agreed) for order in orders]
+    tie = TIE if seconds else 1.0
+    return min(_fastest(passes, tie), key=_seconds_to_reductions)
+
+
+def _in_order(
+    order: Sequence[Instruction],
+    gradients: Sequence[Gradient],
+    seconds: Mapping[str, float],
+    agreed: Mapping[str, int] | None,
+) -> list[Instruction]:
+    """Returns a pass in one order with gradients handed over (`plan_hand_overs`)."""
+    if agreed is not None:
+        return with_hand_overs(order, gradients, agreed, seconds)
+    shares = SHARES if seconds else SHARES[-1:]
+    tried = [hand_over_places(order, gradients, seconds, share) for share in shares]
+    return _fastest([with_hand_overs(order, gradients, each, seconds) for each in tried], TIE)[0]
+
+
+def _fastest(passes: Sequence[list[Instruction]], tie: float) -> list[list[Instruction]]:
+    """Returns the passes that take at most ``tie`` times as long as the fastest of them, in their order."""
+    took = [total_seconds(each) for each in passes]
+    return [each for each, total in zip(passes, took, strict=True) if total <= tie * min(took)]
+
+
+def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
+    """Returns the sum over all reductions of their predicted start, in seconds from the start of the pass."""
+    return sum(ran.start for ran in timeline(order) if ran.task.reduces)
+
+
+def hand_over_places(
+    order: Sequence[Instruction], gradients: Sequence[Gradient], seconds: Mapping[str, float], share: float
+) -> dict[str, int]:
+    """Returns the place of each gradient, by name: how many all-to-alls begin before it is handed over.
+
+    A gradient that is reduced gets the first place at which the share of its reduction fits between the
+    all-to-alls before and behind it, in the timeline of the pass without reductions. Gradients choose in the
+    order in which they are computed. What fits nowhere is handed over behind the last all-to-all.
+
+    order: the instructions of the pass, in order.
+    gradients: the gradients that the pass returns.
+    seconds: of the reduction of each gradient, by name. Gradients that it leaves out are not reduced, and are
+        handed over as soon as they exist.
+    share: of a reduction, that must fit; 1 for all of it.
+    """
+    begun = 0
+    earliest = {"": 0}
+    end = {"": 0.0}
+    messages = []
+    for ran in timeline(order):
+        begun += ran.task.communicates
+        earliest[ran.task.name] = begun
+        end[ran.task.name] = ran.end
+        if ran.task.communicates:
+            messages.append(ran)
+    result = {gradient.name: earliest[gradient.source] for gradient in gradients}
+    waiting = sorted(
+        (gradient for gradient in gradients if gradient.name in seconds),
+        key=lambda each: (end[each.source], each.number),
+    )
+    link_free = 0.0
+    for place in range(len(messages) + 1):
+        until = messages[place].start if place < len(messages) else math.inf
+        left = []
+        for gradient in waiting:
+            begin = max(link_free, end[gradient.source])
+            needed = share * seconds[gradient.name] if seconds[gradient.name] else 0.0
+            if earliest[gradient.source] <= place and until - begin >= needed:
+                result[gradient.name] = place
+                link_free = begin + seconds[gradient.name]
+            else:
+                left.append(gradient)
+        waiting = left
+        if place < len(messages):
+            link_free = max(link_free, messages[place].start) + messages[place].task.seconds
+    return result
+
+
+def with_hand_overs(
+    order: Iterable[Instruction],
+    gradients: Sequence[Gradient],
+    place_of: Mapping[str, int],
+    seconds: Mapping[str, float],
+) -> list[Instruction]:
+    """Returns a pass with one more instruction for each gradient, which hands it over at its place.
+
+    Between the two all-to-alls of its place, a gradient is handed over as early as it exists. If it does not
+    exist in time, what computes it moves ahead of the second all-to-all.
+
+    order: the instructions of the pass, in order.
+    gradients: the gradients that the pass returns.
+    place_of: the place of each gradient, by name: how many all-to-alls begin before it. Gradients that it
+        leaves out are handed over behind the last all-to-all.
+    seconds: of the reduction of each gradient, by name. Gradients that it leaves out are not reduced.
+
+    Raises ValueError if a gradient waits for an all-to-all behind its place. The graphs of two ranks then
+    differ.
+    """
+    by_name = {each.name: each for each in order}
+    # Gradients that are not handed over yet, the one with the lowest place first.
+    left = [(place_of.get(each.name, math.inf), at, each) for at, each in enumerate(gradients)]
+    heapq.heapify(left)
+    open_gradients = dict[str, list[Gradient]]()  # by source: the place has come, the source may not have run
+    result: dict[str, Instruction] = {}
+    begun = 0
+
+    def hand_over(gradient: Gradient) -> None:
+        """Adds the instruction that hands a gradient over."""
+        waits = (gradient.source,) if gradient.source else ()
+        result[gradient.instruction] = Instruction(
+            name=gradient.instruction,
+            waits=waits,
+            holds=waits,
+            seconds=seconds.get(gradient.name, 0.0),
+            lane=COMMUNICATE if gradient.name in seconds else COMPUTE,
+            hands_over=True,
+        )
+
+    def take(each: Instruction, gradient: Gradient | None) -> None:
+        """Adds an instruction behind those that it waits for, then gradients that wait for it.
+
+        gradient: the gradient that must be handed over next; None if the instruction is taken in order.
+        """
+        if each.name in result:
+            return
+        if gradient is not None and each.communicates:
+            raise ValueError(
+                f"the gradient of {gradient.name} must not wait for {each.name}, the all-to-all number "
+                f"{begun + 1} of the backward graph, because it does not on rank 0. Build the same model "
+                "with the same options on all ranks"
+            )
+        for name in each.waits:
+            take(by_name[name], gradient)
+        result[each.name] = each
+        for waiting in open_gradients.pop(each.name, ()):
+            hand_over(waiting)
+
+    def open_place() -> None:
+        """Lets gradients be handed over whose place begins now."""
+        while left and left[0][0] <= begun:
+            gradient = heapq.heappop(left)[-1]
+            if gradient.source and gradient.source not in result:
+                open_gradients.setdefault(gradient.source, []).append(gradient)
+            else:
+                hand_over(gradient)
+
+    open_place()
+    for each in by_name.values():
+        if each.communicates:
+            for gradient in [gradient for waiting in open_gradients.values() for gradient in waiting]:
+                take(by_name[gradient.source], gradient)
+            begun += 1
+        take(each, None)
+        if each.communicates:
+            open_place()
+    for *_, gradient in sorted(left, key=lambda each: each[1]):
+        hand_over(gradient)
+    return list(result.values())
+
+
+def by_source(gradients: Iterable[Gradient], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns the seconds of reductions by the instruction that computes the gradient.
+
+    gradients: the gradients that the pass returns.
+    seconds: of the reduction of each gradient, by its name.
+    """
+    result: dict[str, float] = {}
+    for gradient in gradients:
+        if gradient.source and gradient.name in seconds:
+            result[gradient.source] = result.get(gradient.source, 0.0) + seconds[gradient.name]
+    return result
+
+
+def places_in(order: Iterable[Instruction], gradients: Sequence[Gradient]) -> dict[str, int]:
+    """Returns the place of each gradient in a pass, by name: how many all-to-alls begin before it.
+
+    order: the instructions of the pass, with those that hand over ``gradients``.
+    """
+    by_instruction = {gradient.instruction: gradient.name for gradient in gradients}
+    begun = 0
+    result = {}
+    for each in order:
+        begun += each.communicates
+        if each.name in by_instruction:
+            result[by_instruction[each.name]] = begun
+    return result

@@ -32,10 +32,11 @@ OTHER = "other"
 
 @dataclass
 class Allocation:
-    """One piece of memory.
+    """A block of memory that was allocated for tensors.
 
     num_bytes: its size.
-    begin, end: seconds since the first event. end is None if it was still held when `watched` ended.
+    begin, end: seconds since the first recorded event, at which it was allocated and freed. end is None if it
+        was not freed before `watched` ended.
     name: the name that `mark` gave it.
     """
 
@@ -47,16 +48,20 @@ class Allocation:
 
 @dataclass
 class Allocations:
-    """All allocations within `watched`. It is filled when the block ends.
+    """All allocations within a `watched` block. The object is filled when the block ends.
 
-    moments: seconds at which `moment` was called, by name.
+    found: the allocations, in the order in which they were made.
+    moments: seconds since the first recorded event at which `moment` was called, by name.
     """
 
     found: list[Allocation] = field(default_factory=list)
     moments: dict[str, float] = field(default_factory=dict)
 
     def live_bytes(self, names: Collection[str] | None = None) -> list[tuple[float, int]]:
-        """Returns (seconds, bytes held from then on) pairs of the allocations with these names, or of all."""
+        """Returns the bytes in use over time, as (seconds, bytes from then on) pairs.
+
+        names: names of the allocations that count; None counts all.
+        """
         changes = []
         for each in self.found:
             if names is None or each.name in names:
@@ -69,26 +74,37 @@ class Allocations:
         return steps
 
     def peak_bytes(self, without: Collection[str] = ()) -> int:
-        """Returns the most bytes that were held at once, without the allocations with the given names."""
+        """Returns the most bytes that were in use at once.
+
+        without: names of allocations that do not count.
+        """
         names = {each.name for each in self.found} - set(without)
         return max(held for _, held in self.live_bytes(names))
 
 
 def mark(tensor: Tensor, name: str) -> None:
-    """Names the memory of a tensor, unless it has a name already. It is cheap if nothing is watching."""
+    """Gives a name to the memory of a tensor, unless it has a name already.
+
+    Without a `watched` block around the call it does almost nothing.
+    """
     with torch.profiler.record_function(f"{MARK}|{tensor.untyped_storage().data_ptr()}|{name}"):
         pass
 
 
 def moment(name: str) -> None:
-    """Records the time under ``name``."""
+    """Records the present time under ``name``, in the `Allocations` of the `watched` block around the
+    call.
+    """
     with torch.profiler.record_function(f"{MARK}|moment|{name}"):
         pass
 
 
 @contextmanager
 def watched(device_type: str = "cpu") -> Iterator[Allocations]:
-    """Records everything that is allocated on devices of this type within the block."""
+    """Records everything that is allocated on devices of this type within the block.
+
+    Yields an `Allocations`, which is filled when the block ends.
+    """
     seen = Allocations()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -98,7 +114,7 @@ def watched(device_type: str = "cpu") -> Iterator[Allocations]:
 
 
 def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:
-    """Fills ``seen`` with the allocations that the profiler's events tell of."""
+    """Fills ``seen`` with the allocations that are among the profiler's events."""
     live: dict[int, Allocation] = {}
     origin = events[0].start_time_ns if events else 0
     for event in events:
@@ -141,9 +157,9 @@ def freed_late(seconds: float = 5e-3) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of one forward and backward, beyond those held before it.
+    """Bytes that one forward and backward pass needs in addition to those that were in use before.
 
-    peak: most bytes held at once.
+    peak: most bytes in use at once.
     without_gradients: the same without the gradients of the parameters.
     seconds: time of the step, including the cost of recording.
     """
@@ -156,14 +172,15 @@ class StepMemory:
 GRADIENTS = "parameters' gradients"
 
 MakeInputs = Callable[[], tuple[Tensor, Tensor]]
-"""Function that returns x and dy of a step."""
+"""A function that returns the input x of a step and the gradient dy of the module's output."""
 
 
 def step_memory(module: nn.Module, make_inputs: MakeInputs) -> StepMemory:
-    """Runs (x, dy) = make_inputs(), module(x) and its backward, and counts the bytes.
+    """Runs one forward and backward pass of a module, and returns the bytes that it needed.
 
-    x, y, dy and the gradients are held until the end. Inputs that make_inputs allocates are counted; inputs
-    that existed before are not. On CUDA the counts are those of torch's allocator.
+    The inputs are (x, dy) = make_inputs(). x, y, dy and the gradients stay allocated until the end. Inputs
+    that make_inputs allocates are counted; inputs that existed before are not. On CUDA the counts are those
+    of torch's allocator.
     """
     device = next(module.parameters()).device
     module.zero_grad(set_to_none=True)

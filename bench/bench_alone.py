@@ -44,13 +44,13 @@ from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.measure.timing import in_turns
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 4_000_000
-"""Cycles for which the device sleeps first, 2 ms at 2 GHz, while the host enqueues the work.
+"""Cycles for which the device sleeps before timed work: 2 ms at 2 GHz.
 
-So device time is measured.
+Meanwhile the host enqueues the work, so that the measured time is that of the device, not of the host.
 """
 
 SONIC_FORWARD, SONIC_BACKWARD = 598e12, 588e12
@@ -61,7 +61,10 @@ They are of another GPU and not measured here.
 MAX_KERNELS = 6
 
 LIMIT = 2.0**-6
-"""Largest relative difference between the bfloat16 results of both ways: a few roundings of 2^-9 each."""
+"""Largest relative difference that is accepted between the bfloat16 results of both ways.
+
+It corresponds to a few roundings of 2^-9 each.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,15 @@ class Scenario:
 
     @property
     def forward_flop(self) -> int:
-        """FLOP of a forward pass. Example: 1 row, M = 2, H = 3 -> products of 2 x 6 and 3 x 2 -> 24 + 12 =
-        36.
+        """Floating-point operations of a forward pass.
+
+        Example: 1 row, M = 2, H = 3 -> products of 2 x 6 and 3 x 2 -> 24 + 12 = 36.
         """
         return 6 * self.tokens * self.top_k * self.d_model * self.d_hidden
 
     @property
     def saved_bound_bytes(self) -> int:
-        """Upper bound of the bytes that autograd should keep: 2 T M + 4 T K H + 16 T K + 4 T E."""
+        """The most bytes that autograd should keep between the passes: 2 T M + 4 T K H + 16 T K + 4 T E."""
         slots = self.tokens * self.top_k
         rows = 2 * self.tokens * self.d_model + 4 * slots * self.d_hidden
         return rows + 16 * slots + 4 * self.tokens * self.experts
@@ -96,21 +100,21 @@ QUICK = Scenario(4096, 1024, 512, 16, 4)
 
 @contextlib.contextmanager
 def with_kernels() -> Iterator[None]:
-    """Makes the layer use pmoe's kernels, whatever the registry measured, so that their speed is known."""
+    """Makes layers in the block use pmoe's kernels, even if the registry measured that others are faster."""
     with PRODUCTS.forcing(PMOE):
         yield
 
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Makes the layer use the pipeline with F.grouped_mm."""
-    refusal = alone.kernel_refusal
-    alone.kernel_refusal = lambda *_, **__: "the benchmark wants the path of all layers"
+    """Makes layers in the block use the pipeline with F.grouped_mm instead of pmoe's kernels."""
+    refusal = one_rank.kernel_refusal
+    one_rank.kernel_refusal = lambda *_, **__: "the benchmark wants the path of all layers"
     try:
         with PRODUCTS.forcing(GROUPED_MM):
             yield
     finally:
-        alone.kernel_refusal = refusal
+        one_rank.kernel_refusal = refusal
 
 
 WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
@@ -120,7 +124,7 @@ WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 
 class Step:
-    """Forward and backward of one layer, in either way."""
+    """Forward and backward of one layer, with pmoe's kernels or without them."""
 
     def __init__(self, scenario: Scenario) -> None:
         torch.manual_seed(0)
@@ -147,15 +151,20 @@ class Step:
         return list(torch.autograd.grad(y, self.of, self.grad))
 
     def parts(self) -> list[Callable[[], object]]:
-        """Returns two functions: forward, and the backward of that forward."""
+        """Returns two functions, to be called in order: one runs forward, the other the backward of that
+        forward.
+        """
         kept: list[Tensor] = []
         return [lambda: kept.append(self.forward()), lambda: self.backward(kept[0])]
 
 
 def refusal(step: Step) -> str | None:
-    """Returns why the kernels cannot compute this layer, or None. Measures their products first."""
+    """Returns the reason why the kernels of one rank cannot compute this layer; None if they can.
+
+    If the kernels' products have not been measured yet, they are measured first.
+    """
     gate, experts = step.layer.gate, step.layer.experts
-    return alone.kernel_refusal(
+    return one_rank.kernel_refusal(
         gate, experts, step.x.detach(), torch.bfloat16, ranks=step.layer.ranks, needs_grad=True
     )
 
@@ -164,9 +173,9 @@ def refusal(step: Step) -> str | None:
 
 
 def check(step: Step) -> dict[str, float]:
-    """Returns the relative difference between both ways' results, by name.
+    """Returns the relative differences between the results with and without the kernels, by name.
 
-    Raises SystemExit over the limit.
+    Raises SystemExit if a difference is larger than `LIMIT`.
     """
     results: dict[str, list[Tensor]] = {}
     for name, way in WAYS.items():
@@ -185,7 +194,7 @@ def check(step: Step) -> dict[str, float]:
 
 
 def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
-    """Returns (forward, backward) times of each way. Every way runs once a round."""
+    """Returns the times of (forward, backward), with and without the kernels. Both run once in each round."""
 
     def timed(name: str) -> list[float]:
         with WAYS[name]():
@@ -217,9 +226,11 @@ def saved_bytes(step: Step) -> int:
 
 
 def peaks(step: Step) -> dict[str, int]:
-    """Returns the most bytes, beyond those held before, in forward, in both passes, and between them.
+    """Returns the most bytes that a pass and a step allocate, in addition to those before.
 
-    The output counts as held between them.
+    Keys: "forward_peak_bytes", "peak_bytes" of both passes, and "held_bytes", those in use between the
+        passes, with
+    the output.
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -235,7 +246,7 @@ def peaks(step: Step) -> dict[str, int]:
 
 
 def device_work(function: Callable[[], object]) -> list[dict[str, Any]]:
-    """Returns the kernels, copies and memsets of a call in order, with their microseconds."""
+    """Returns the kernels, copies and memsets that a call started, in order, with their microseconds."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         kept = function()
@@ -253,7 +264,7 @@ def short(name: str) -> str:
 
 
 def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns (content of the file, rows of the table)."""
+    """Measures one scenario. Returns (content of the result file, rows of the printed table)."""
     differences = check(step)
     torch.cuda.empty_cache()
     timings = time_in_turn(step, rounds)

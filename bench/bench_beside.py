@@ -41,7 +41,7 @@ from pmoe.kernels.grouped_gemm.launch import beside_communication
 from pmoe.measure.timing import in_turns
 
 LEAD_CYCLES = 600_000
-"""Cycles for which the device sleeps first: 0.3 ms at 2 GHz.
+"""Cycles for which the device sleeps before timed work: 0.3 ms at 2 GHz.
 
 Meanwhile the holder starts and the host enqueues the timed work.
 """
@@ -51,7 +51,11 @@ Run = Callable[[], object]
 
 
 def on_few(run: Run, multiprocessors: int) -> Run:
-    """Returns the same product on SPARE blocks only."""
+    """Returns a function that runs the same product on `SPARE` multiprocessors only, as the holder.
+
+    run: the product, on all multiprocessors.
+    multiprocessors: number of multiprocessors of the device.
+    """
 
     def held() -> object:
         with beside_communication(multiprocessors - SPARE):
@@ -69,7 +73,7 @@ def leaving_room(run: Run) -> Run:
 
 
 class Beside:
-    """Two streams: ``run`` is timed on the current one, the other kernel runs on ``side``."""
+    """Runs a timed kernel on the current stream, and another kernel on a second stream at the same time."""
 
     def __init__(self) -> None:
         self.side, self.flush = torch.cuda.Stream(), flush_buffer()
@@ -78,7 +82,11 @@ class Beside:
         return [torch.cuda.Event(enable_timing=True) for _ in range(3)]
 
     def held(self, run: Run, holder: Run) -> list[float]:
-        """Returns [seconds of ``run``, 1.0 if the holder ended after it and 0.0 if not]."""
+        """Times a product that starts while the holder runs on the other stream.
+
+        Returns [seconds of ``run``, 1.0 if the holder ended after ``run``, else 0.0]. With 0.0 the holder did
+        not occupy its multiprocessors all the time.
+        """
         begin, end, over = self._events()
         self.flush.zero_()
         self.side.wait_stream(torch.cuda.current_stream())
@@ -94,9 +102,9 @@ class Beside:
         return [begin.elapsed_time(end) / 1e3, float(end.elapsed_time(over) > 0)]
 
     def late(self, run: Run, short: Run) -> list[float]:
-        """Returns [seconds from the begin of ``run`` to the end of ``short``].
+        """Times a short kernel that starts on the other stream while a product runs.
 
-        ``short`` starts a little later.
+        Returns [seconds from the start of the product ``run`` to the end of ``short``].
         """
         begin, _, over = self._events()
         self.flush.zero_()
@@ -114,7 +122,7 @@ class Beside:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Returns the measured times of each way, and those of the short kernel alone."""
+    """Returns the measured times of each of the three ways, and those of the short kernel alone."""
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     path, _ = grouped_gemm.launch.path(DEVICE)
     assert path is not None

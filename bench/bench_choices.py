@@ -39,13 +39,14 @@ from bench.timing import OUT, Timing, table, write_json
 from pmoe.planner.degree import DEGREES
 
 MEDIAN_REGRET, WORST_REGRET = 0.05, 0.10
-"""Largest median regret and largest single regret that are acceptable."""
+"""The largest median of the regrets, and the largest single regret, that are acceptable."""
 
 BATCHES = (1024, 2048, 4096, 8192, 16384)
 BATCH_CASE = Case("by batch size", link=1.0, latency=0.02)
 PAPER = ((0, 2), (8192, 4), (22528, 8))
-"""(tokens, n): from so many tokens on, this n is the fastest in MPipeMoE, V.F (GPT-XL, 64 GPUs;
-without n = 1).
+"""(number of tokens, n): from this number of tokens on, n is the fastest in MPipeMoE, section V.F.
+
+The paper measured GPT-XL on 64 GPUs, without n = 1.
 """
 
 CHOSEN = (("pipeline=True", "o", "#aa3377"), ('pipeline="solve"', "x", "#ee6677"))
@@ -58,14 +59,19 @@ QUICK = Setting(rows=2048, d_model=32, d_hidden=64, num_experts=4)
 
 
 def regret(result: Result, name: str) -> tuple[str, float]:
-    """Returns (name of the fastest candidate, regret of the chooser) by median times."""
+    """Returns (name of the fastest candidate, regret of a chooser), by median times.
+
+    The regret is (time of the layer that chose) / (time of the fastest candidate) - 1.
+
+    name: name of the chooser, such as "pipeline=True".
+    """
     steps = {run: times["step"] for run, times in result.times.items()}
     best = min(result.chosen[name].finalists, key=lambda run: steps[run].median)
     return best, steps[best].speedup_over(steps[name]) - 1
 
 
 def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
-    """Returns one row of the table for each chooser."""
+    """Returns the rows of the printed table for one case: one row for each chooser."""
     rows = []
     for name, chosen in result.chosen.items():
         best, more = regret(result, name)
@@ -89,12 +95,12 @@ def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
 
 
 def stored(result: Result) -> dict[str, Any]:
-    """Returns a result as JSON data. A Timing has a form of its own there."""
+    """Returns the result of a case as data that JSON can hold."""
     return {**vars(result), "chosen": {name: asdict(chosen) for name, chosen in result.chosen.items()}}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns one row for each chooser and one for all: whether the regret is acceptable."""
+    """Returns one row for each chooser, and one for all, which say whether the regret is acceptable."""
     found = []
     for name in [*dict.fromkeys(row["chooser"] for row in rows), "all"]:
         own = [row for row in rows if name in (row["chooser"], "all")]
@@ -116,7 +122,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def batch_rows(found: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns one row for each batch size: the fastest n, the chosen n, and milliseconds of every n and both
+    """Returns one row for each batch size.
+
+    A row has the fastest n, the n that the choosers took, and the milliseconds of every n and of both
     choosers.
     """
     return [
@@ -137,8 +145,9 @@ def best_degree(times: Mapping[str, Timing]) -> int:
 def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
     """Draws the picture beside MPipeMoE's Fig. 12.
 
-    Left: speed of every n over the batch size, and of the choosers (dashed). Right: the fastest n in the
-    paper, the fastest n here, and the chosen n.
+    Left: the speed of every n by batch size; that of the choosers is dashed. Right: the fastest n in the
+        paper,
+    the fastest n here, and the chosen n.
     """
     plt = plotting()
 

@@ -54,22 +54,27 @@ from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
 PAIRS = (KEEP, *STRATEGIES.values())
 WORLD, PART, CORES = 4, 2, 2
 SCREENING, FINALISTS = 2, 3
-"""Rounds in which all candidates run, and number of the fastest that are timed again.
+"""Rounds in which all candidates are timed, and number of the fastest ones that are timed again.
 
-The planned one is timed again with them.
+The planned candidate is timed again, too.
 """
 AS_PREDICTED, NEAR_BEST = 0.15, 0.05
-"""Largest acceptable error of the prediction, and excess of the planned way's step over the fastest's."""
+"""The acceptable error of a prediction, and the acceptable loss by a plan, as fractions.
+
+The first is that of the predicted time of a step. The second is how much longer a step of the planned
+candidate may take than one of the fastest candidate.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster of WORLD ranks.
+    """A cluster of WORLD ranks, with links as fast as these ratios say.
 
     machines: number of machines.
-    link: seconds of a step's four flat all-to-alls between machines / seconds of its products.
-    latency: latency of a message between machines / seconds of a forward's products.
-    inside: rate of the link inside machines / rate between machines. The link inside has no latency.
+    link: seconds that a step's four flat all-to-alls take between machines, over the seconds of the step's
+        products.
+    latency: latency of a message between machines, over the seconds of the products in forward.
+    inside: rate of the link inside machines, over the rate between machines. The link inside has no latency.
     """
 
     name: str
@@ -95,10 +100,10 @@ CASES = (
 
 @dataclass(frozen=True)
 class Links:
-    """Links of the modelled cluster.
+    """The links of the modelled cluster.
 
-    inter, intra: bytes a second of a rank, between machines and inside a machine.
-    latency: seconds of a message between machines.
+    inter, intra: rate of a rank in bytes a second, between machines and inside a machine.
+    latency: seconds that each message between machines takes in addition to its bytes.
     """
 
     inter: float
@@ -113,30 +118,30 @@ class Links:
 
 
 def computation(link: Any, setting: Setting, rounds: int) -> dict[str, float]:
-    """Returns median seconds of each pass's products of this many rows, on ranks that have a core each."""
+    """Returns the median seconds of the experts' products in each pass, on ranks with a core each."""
     found = measure({"": products_alone(setting)}, rounds)[""]
     return {part: timing.median for part, timing in found.items()}
 
 
 def profile_part(link: Any, links: Links, ranks_per_machine: int) -> Profile:
-    """Returns the profile of PART ranks, ``ranks_per_machine`` of them on a machine."""
+    """Returns the profile of PART ranks, of which ``ranks_per_machine`` are on each machine."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_machine)
     links.set_on(link)
     return measure_profile(Ranks(), "cpu")
 
 
 def pin_to_core(core: int) -> None:
-    """Pins this process to a core, with the threads that it has."""
+    """Makes all threads that this process has run on one core."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {core})
 
 
 Choice = tuple[str, int, int, Restore]
-"""All-to-all, ESP degree, n and pair of a candidate."""
+"""A candidate: (name of the all-to-all, ESP degree, n, restore pair)."""
 
 
 class Subject:
-    """Layers of each all-to-all and ESP degree, and a step of each candidate."""
+    """Layers to measure: one for each all-to-all and ESP degree (number of ranks that share each expert)."""
 
     def __init__(self, setting: Setting, local: int, ways: Sequence[tuple[str, int]]) -> None:
         self.layers, self.inputs = {}, {}
@@ -151,9 +156,10 @@ class Subject:
             self.layers[dispatch, esp], self.inputs[dispatch, esp] = layer, even_batch(layer, setting.rows)
 
     def step(self, choice: Choice) -> dict[str, float]:
-        """Returns the times of the second of two steps.
+        """Returns the times of a step with one candidate: of the second of two steps, as in training.
 
-        The first one follows another layer's buffers, unlike in training.
+        Before the first step, another layer's step has used the memory pool, so that the first step
+        allocates.
         """
         dispatch, esp, n, pair = choice
         layer, (x, dy) = self.layers[dispatch, esp], self.inputs[dispatch, esp]
@@ -169,8 +175,8 @@ class Subject:
 class Result:
     """Times of a case.
 
-    screened: a step's time of every candidate.
-    measured: times of the fastest candidates and the planned one, on an otherwise idle machine.
+    screened: times of a step with every candidate, from a few rounds.
+    measured: times of the fastest candidates and of the planned one, on an otherwise idle machine.
     """
 
     screened: dict[Choice, Timing]
@@ -199,7 +205,12 @@ def run_whole(
 
 
 def file_for(case: Case, profile: Profile, links: Links, shared: int) -> str:
-    """Returns the text of the file with what the profile lacks, or has for ranks with a core each."""
+    """Returns the text of the cluster's file: what `pmoe plan --cluster` needs and the profile lacks.
+
+    The profile was measured on ranks with a core each. The file has the times of ranks that share a core.
+
+    shared: number of ranks that share a core.
+    """
     lines = [f"machines = {case.machines}", f"ranks_per_machine = {case.local}", "memory_bytes = 4e9"]
     tables = {"compute": times(profile.compute, shared), "copy": times(profile.slower_copy, shared)}
     if (
@@ -223,9 +234,9 @@ def loaded(text: str, profile: Profile | None) -> Cluster:
 
 
 def planned(cluster: Cluster, setting: Setting) -> list[Advice]:
-    """Returns all candidates with their predicted steps, the fastest first.
+    """Returns all candidates with the predicted seconds of a step, the fastest first.
 
-    The budget is the ranks' memory.
+    A candidate must fit into the memory of a rank.
     """
     return plan_ways(
         cluster,
@@ -316,9 +327,10 @@ outside = { alpha_seconds = 1e-5, beta_seconds = 2e-11 }
 
 
 def plan_many() -> tuple[float, list[Advice]]:
-    """Returns (seconds, planned ways) for 4,096 ranks, from the file's text on.
+    """Plans a layer for 4,096 ranks, and measures how long that takes.
 
-    The seconds include the effect of each rate on the answer.
+    Returns (seconds, the planned candidates). The seconds are those of reading the cluster's file, of
+    planning, and of computing how much the answer changes with each rate.
     """
     start = time.perf_counter()
     cluster = loaded(MANY, None)

@@ -63,9 +63,9 @@ from pmoe.measure.timing import in_turns
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 3_000_000
-"""Cycles for which the device sleeps first, 1.5 ms at 2 GHz, while the host enqueues the work.
+"""Cycles for which the device sleeps before timed work: 1.5 ms at 2 GHz.
 
-So device time is measured.
+Meanwhile the host enqueues the work, so that the measured time is that of the device, not of the host.
 """
 
 RANKS = (1, 2, 4)
@@ -73,7 +73,7 @@ N_C = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20)
 CHUNK_COLUMNS = (256, 512, 1024, 2048)
 SWEEP_ROUNDS = 5
 GOAL = 1.10
-"""Goal for (fused pair / "in place"), for W of 2 and more."""
+"""Largest acceptable ratio of the time of the fused kernels to that of "in place", for W of 2 and more."""
 
 LIMIT = 2.0**-6
 """Largest relative difference between bfloat16 results: a few roundings of 2^-9 each."""
@@ -83,7 +83,7 @@ Times = list[float]
 
 
 class Scenario:
-    """One model's experts and tokens, and its products with rows in place."""
+    """The experts and tokens of one model, and its two products on rows that are sorted already."""
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
@@ -109,7 +109,7 @@ class Scenario:
         return grouped_gemm.product(self.active_NH, self.w2, self.ends_E, scale=self.weight_N)
 
     def output(self) -> Tensor:
-        """Returns (T, M): the sums of the rows of each token, in float32."""
+        """Returns (T, M), in float32: for each of the T tokens the sum of its rows; M = d_model."""
         out_NM = self.second_product()
         return sum(
             (out_NM[place_T].float() for place_T in self.position_TK.t()), torch.zeros(1, device=DEVICE)
@@ -127,7 +127,7 @@ class Scenario:
 
 
 class Fused:
-    """The same products by W virtual ranks."""
+    """The two products of a scenario as W virtual ranks compute them by the fused kernels."""
 
     def __init__(self, scenario: Scenario, num_ranks: int) -> None:
         self.scenario, model = scenario, scenario.model
@@ -155,7 +155,7 @@ class Fused:
 
     @property
     def n_c(self) -> list[int]:
-        """Values of n_c in the sweep. At least as many blocks compute as communicate."""
+        """The numbers of communicating blocks of a rank that the sweep tries: at most half of the blocks."""
         return [count for count in N_C if 2 * count <= self.launcher.blocks]
 
     def divide(self, dispatch: Division, combine: Division) -> None:
@@ -186,9 +186,9 @@ class Fused:
 
 
 def check(scenario: Scenario, fused: Fused) -> float:
-    """Returns the relative difference between the pair's output and that of rows in place.
+    """Returns the relative difference between the output of the fused kernels and that of rows in place.
 
-    Raises SystemExit over the limit.
+    Raises SystemExit if it is larger than `LIMIT`.
     """
     fused.divide(Division(4), Division(4))
     fused.dispatch()
@@ -206,9 +206,12 @@ def check(scenario: Scenario, fused: Fused) -> float:
 def in_turn(
     runs: Mapping[Any, Callable[[], Sequence[Callable[[], object]]]], rounds: int, flush: Tensor
 ) -> dict[Any, list[Times]]:
-    """Returns milliseconds of the parts of every run, one sample a round.
+    """Times several runs, which take turns. Returns for each run the milliseconds of its parts in each round.
 
-    Every run takes place once a round, and each round begins with another run.
+    Every run takes place once in each round, and each round begins with another run.
+
+    runs: by name, a function that returns the parts of a run: functions to be called one after the other.
+    flush: buffer that is overwritten before each run, to empty the L2 cache.
     """
 
     def timed(parts: Callable[[], Sequence[Callable[[], object]]]) -> Times:
@@ -222,8 +225,10 @@ def in_turn(
 
 @dataclass(frozen=True)
 class Sweep:
-    """Median milliseconds of the sweep: of the dispatching kernel by n_c, of the combining one by (n_c,
-    columns).
+    """Median milliseconds of both fused kernels, for each way to divide the blocks of a rank.
+
+    dispatch: of the dispatching kernel, by n_c, the number of communicating blocks.
+    combine: of the combining kernel, by (n_c, number of columns that are sent at a time).
     """
 
     dispatch: dict[int, float]
@@ -257,14 +262,18 @@ def sweep(fused: Fused, rounds: int, flush: Tensor) -> Sweep:
 
 
 def timing(samples: Sequence[Times], part: int | None = None) -> Timing:
-    """Returns seconds of one part, or of all parts together."""
+    """Returns the seconds of one part of a run, or of all parts together, as a `Timing` over the rounds.
+
+    samples: for each round, the milliseconds of each part.
+    part: index of the part; None adds all parts.
+    """
     return Timing(tuple((sum(taken) if part is None else taken[part]) / 1e3 for taken in samples))
 
 
 def measure(
     scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (row of the table, further content of the file)."""
+    """Measures one scenario on W virtual ranks. Returns (row of the table, further content of the file)."""
     fused = Fused(scenario, num_ranks)
     apart = check(scenario, fused)
     swept = sweep(fused, min(rounds, SWEEP_ROUNDS), flush)
@@ -312,7 +321,7 @@ def measure(
 
 
 def missed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the goals that a row misses."""
+    """Returns, as texts, the goals that the rows of the table do not reach."""
     return [
         f"{row['model']}, W = {row['W']}: {row['x in place']:.3f} x in place, goal {GOAL}"
         for row in rows

@@ -70,19 +70,20 @@ class Setting:
 
     @property
     def rows(self) -> int:
-        """Routed rows of each rank. Routing is even, so S, R and the gathered rows of one rank have the same
-        number.
+        """Number of routed rows of each rank.
+
+        Routing is even, so S, R and the gathered rows of one rank have the same number of rows.
         """
         return self.tokens * self.top_k
 
     @property
     def between_bytes(self) -> int:
-        """Bytes that a rank sends to the other node in a pass: S and R of the rows that leave their node."""
+        """Bytes that a rank sends to the other node in a pass, by S and R."""
         return 2 * self.rows * (NODES - 1) // NODES * self.row_bytes
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that a rank sends inside its node in a pass: AG and RS of all rows."""
+        """Bytes that a rank sends to the other rank of its node in a pass, by AG and RS."""
         return 2 * self.rows * (RANKS_PER_NODE - 1) * self.row_bytes
 
 
@@ -98,7 +99,10 @@ def make_layer(setting: Setting, mesh: DeviceMesh) -> tuple[pmoe.MoELayer, Tenso
 
 
 class Step:
-    """Runs forward and backward of the layer in one way. Returns this rank's times of both."""
+    """Runs forward and backward of the layer with one of the three ways to order communication.
+
+    Returns this rank's times of both passes.
+    """
 
     def __init__(self, setting: Setting, mesh: DeviceMesh) -> None:
         self.layer, self.x, self.dy = make_layer(setting, mesh)
@@ -113,10 +117,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a pass without overlap on links without limit, the mean of the ranks.
+    """Seconds of the tasks of a pass if none overlaps another and links have no limit: means over the ranks.
 
     tasks: seconds by direction and kind of task.
-    outside: seconds of each direction outside of its schedule.
+    outside: for each direction, the seconds of the pass that are not part of any task.
     """
 
     tasks: dict[str, dict[str, float]]
@@ -124,14 +128,15 @@ class Work:
 
     @property
     def experts(self) -> float:
-        """Seconds of C in forward."""
+        """Seconds of the experts in forward (kind C)."""
         return self.tasks["forward"][Kind.COMPUTE.value]
 
 
 def measure_work(step: Step, rounds: int) -> Work:
-    """Returns medians over rounds at n = 1, means over ranks.
+    """Measures the seconds of each kind of task, without overlap: medians over rounds, means over ranks.
 
-    Ranks compute at the same time, on fewer cores.
+    The steps have one chunk (n = 1). All ranks compute at the same time and share the machine's cores, so
+    that products take as long as in the other runs.
     """
     samples: dict[tuple[str, str], list[float]] = {}
     for turn in counted(range(rounds + 1), "tasks alone, round"):
@@ -164,9 +169,11 @@ def measure_work(step: Step, rounds: int) -> Work:
 
 
 def run_seconds(n: int, variant: str, cost: Callable[[str, Kind], float]) -> dict[str, float]:
-    """Returns the simulator's times of the passes and the step.
+    """Returns the times that the simulator predicts for forward, backward and the step.
 
-    cost: seconds of a kind of task in a direction, of all chunks together.
+    n: number of chunks.
+    variant: way to order communication: two lanes, one lane, or in sequence.
+    cost: cost(direction, kind) is the seconds of all tasks of a kind, of all chunks together.
     """
     stages = Stages(local=False, remote=True, sharded=True, one_lane=variant != "two lanes")
     found = {}
@@ -185,18 +192,20 @@ BETWEEN, INSIDE = (Kind.DISPATCH, Kind.COMBINE), (Kind.ALL_GATHER, Kind.REDUCE_S
 
 
 def ideal_cost(direction: str, kind: Kind) -> float:
-    """Returns the cost of a kind of task in units of the experts' forward.
+    """Returns the cost of a kind of task in units of the seconds that the experts' forward takes.
 
-    S, R, AG and RS cost half a unit each, so each sort of communication costs 1. The experts' backward costs
-    2.
+    S, R, AG and RS cost half a unit each, so that communication between nodes and inside nodes cost 1 each.
+    The experts' backward costs 2.
     """
     return 0.5 if kind in (*BETWEEN, *INSIDE) else float(kind in (Kind.COMPUTE, Kind.WGRAD))
 
 
 def measured_cost(work: Work, between: float, inside: float) -> Callable[[str, Kind], float]:
-    """Returns costs from measured times. Tasks of the compute lane cost what they cost without overlap.
+    """Returns a function cost(direction, kind) from measured times, for `run_seconds`.
 
-    between, inside: seconds of a pass's messages on each sort of link.
+    Computing tasks cost the seconds that they took without overlap.
+
+    between, inside: seconds of a pass's messages on the link between nodes and inside nodes.
     """
 
     def cost(direction: str, kind: Kind) -> float:
@@ -214,7 +223,7 @@ def measured_cost(work: Work, between: float, inside: float) -> Callable[[str, K
 
 @dataclass(frozen=True)
 class Result:
-    """Results of rank 0."""
+    """The measurements, as rank 0 has them."""
 
     work: Work
     work_afterwards: Work
@@ -238,7 +247,7 @@ def runs_of(degrees: list[int]) -> list[tuple[int, str]]:
 
 
 def recorded(step: Step, n: int, variant: str, runs: int = 3) -> list[Span]:
-    """Returns the spans of a step: of several steps, the one with the median time."""
+    """Runs several steps, and returns the recorded tasks of the step with the median time."""
     found = []
     for _ in range(runs):
         with recording() as journal:
@@ -288,7 +297,8 @@ def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
     """Returns one row of the table for each n: milliseconds, ratios one lane / two lanes, and two
     predictions.
 
-    The predictions are the ideal, and the simulator's with the measured costs of all tasks.
+    The first prediction is the ideal one; the second is the simulator's, with the measured costs of all
+    tasks.
     """
     between = result.times["between nodes alone"]["forward"].median
     inside = result.times["inside nodes alone"]["forward"].median
@@ -317,7 +327,10 @@ def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
 
 
 def summary(result: Result, degrees: list[int]) -> dict[str, Any]:
-    """Returns ratios of medians to two lanes, for forward and step, each variant at its best n."""
+    """Returns the ratio of each variant's median time to that of two lanes, each at its best n.
+
+    It has one ratio for forward and one for the step.
+    """
     found: dict[str, Any] = {}
     for part in ("forward", "step"):
         at = {variant: best(result, degrees, variant, part) for variant in VARIANTS[:2]}

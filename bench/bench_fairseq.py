@@ -74,7 +74,10 @@ class Recorded:
 
 
 class Stopwatch:
-    """Seconds of each step by owner and function. A watched function that another calls has its own time."""
+    """Measures the seconds of each step by owner and function.
+
+    The time of a watched function that another watched function calls counts for the called one only.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[tuple[str, str], float]] = []
@@ -83,7 +86,12 @@ class Stopwatch:
         self._since = 0.0
 
     def watch(self, owner: str, place: Any, name: str, label: str) -> None:
-        """Replaces the function ``name`` of a class or module with a timed one."""
+        """Replaces the function ``name`` of a class or module by a timed one.
+
+        owner: who is credited: the plugin, MoELayer or fairseq.
+        place: the class or module.
+        label: name of the function in the report.
+        """
         function = vars(place)[name]
         is_class_method = isinstance(function, classmethod)
         inner: Callable[..., Any] = function.__func__ if is_class_method else function
@@ -104,7 +112,7 @@ class Stopwatch:
         setattr(place, name, classmethod(timed) if is_class_method else timed)
 
     def _switch(self) -> None:
-        """Credits the time since the last switch to the function that ran."""
+        """Credits the time since the last call of this method to the function that ran during it."""
         now = time.perf_counter()
         if self._running:
             self._seconds[self._running[-1]] += now - self._since

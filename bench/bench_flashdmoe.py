@@ -47,7 +47,10 @@ PATHS = {"pipeline": ("pipeline", "one rank"), "COMET": ("fused",), "persistent"
 
 
 def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[str, Any]]:
-    """Returns rows of the table. Raises SystemExit if a way falls back or gives another result."""
+    """Measures a layer of one rank by its three ways. Returns rows of the table.
+
+    Raises SystemExit if one of the ways is not used, or gives another result.
+    """
     model, x = scenario.model, scenario.x_TM.clone().requires_grad_()
     layers: dict[str, pmoe.MoELayer] = {}
     for name, way in WAYS.items():
@@ -90,7 +93,11 @@ def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[
 
 
 def measure_ranks(scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor) -> dict[str, Any]:
-    """Returns a row of the table. Raises SystemExit if the two ways give different results."""
+    """Measures forward of W virtual ranks by the persistent kernel, and by COMET's. Returns a row of the
+    table.
+
+    Raises SystemExit if the two give different results.
+    """
     fused, model = Fused(scenario, num_ranks), scenario.model
     x, weight, expert = (
         each.chunk(num_ranks) for each in (scenario.x_TM, scenario.weight_TK, scenario.expert_TK)

@@ -29,7 +29,7 @@ from pmoe.gates import GATES, Gate, Routing
 from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, count_rows, sort_rows
 
 TARGET = 0.05
-"""Goal: largest time of gate and order, as a share of the layer's forward."""
+"""Goal: the time of gate and ordering is at most this fraction of the layer's forward."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def route(gate: Gate, x: Tensor) -> Routing:
 
 
 def order(routing: Routing, num_tokens: int, num_experts: int) -> SortedRows:
-    """Returns the slots in sorted order, with dropped ones last."""
+    """Returns the slots of a routing in sorted order; dropped slots come last. A slot is a (token, choice)
+    pair.
+    """
     local = range(0, num_experts)
     tokens = Tokens(routing.expert.shape[0] if routing.token is None else num_tokens, routing.token)
     count_rows(routing.expert, routing.keep, 1, num_experts, tokens)
@@ -64,7 +66,7 @@ def order(routing: Routing, num_tokens: int, num_experts: int) -> SortedRows:
 
 
 class ThereAndBack:
-    """Gathers rows for the experts and sums them to tokens again. The experts are identities."""
+    """Gathers rows for the experts and sums each token's rows, as in a layer whose experts change nothing."""
 
     def __init__(self, routing: Routing, x: Tensor, order: SortedRows) -> None:
         top_k = routing.expert.shape[1]
@@ -77,9 +79,9 @@ class ThereAndBack:
         self.rows, self.out = x.new_empty(order.slot.numel(), x.shape[1]), x.new_empty(size, x.shape[1])
 
     def __call__(self, weighted: bool = False) -> Tensor:
-        """Returns the tokens' sums (T, M).
+        """Returns the sum of each token's rows, (T, M): T tokens, M = d_model.
 
-        weighted: apply the routing weights too. In a layer the experts apply them.
+        weighted: multiplies each row by its routing weight, which in a layer the experts do.
         """
         mix, routing = self.routing.mix, self.routing
         x = self.x if mix is None else mix.dispatch.t() @ self.x
@@ -93,9 +95,9 @@ class ThereAndBack:
 
 @torch.no_grad()
 def check(name: str, setting: Setting) -> None:
-    """Raises AssertionError unless the timed parts give the result of a loop over tokens and experts.
+    """Raises AssertionError unless the timed code gives the result of a loop over tokens and experts.
 
-    The experts are identities.
+    The experts return their input unchanged.
     """
     torch.manual_seed(0)
     small = Setting(tokens=12, d_model=8, d_hidden=8, num_experts=4, top_k=setting.top_k)

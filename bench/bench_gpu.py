@@ -64,7 +64,10 @@ class Scenario:
 
     @property
     def forward_flop(self) -> int:
-        """FLOP of a forward pass. Example: 1 row, M = 2, H = 3 -> 2 products of 6 multiply-adds -> 24."""
+        """Floating-point operations of a forward pass.
+
+        Example: 1 row, M = 2, H = 3 -> 2 products of 6 multiply-adds -> 24.
+        """
         return 4 * self.tokens * self.top_k * self.d_model * self.d_hidden
 
 
@@ -76,7 +79,7 @@ SCENARIOS = (
 
 
 def one_launch(rows: Tensor) -> bool:
-    """Returns whether torch has one product for all experts that does not read row counts on the host."""
+    """Returns whether torch has one product for all experts that does not need row counts on the host."""
     major, _ = torch.cuda.get_device_capability(rows.device)
     return rows.dtype == torch.bfloat16 and major in (9, 10)
 
@@ -87,7 +90,7 @@ def one_launch(rows: Tensor) -> bool:
 def results(
     run: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, grad: Tensor
 ) -> list[Tensor]:
-    """Returns the output and the gradients of x and of ``parameters``."""
+    """Runs forward and backward. Returns the output and the gradients of x and of ``parameters``."""
     x = x.detach().requires_grad_()
     y = run(x)
     found = torch.autograd.grad(y, [x, *parameters], grad)
@@ -97,7 +100,7 @@ def results(
 def check(
     scenario: Scenario, layer: pmoe.MoELayer, plain: PlainMoE, x: Tensor, grad: Tensor
 ) -> dict[str, Any]:
-    """Returns the largest error of each tensor over all variants, beside the plain layer's.
+    """Returns the largest error of each tensor among all variants, and the error of the plain layer.
 
     Raises SystemExit if an error exceeds its limit: FLOAT32_ERROR, or in bfloat16 twice the plain layer's
     error.
@@ -124,7 +127,7 @@ def check(
 
 
 def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
-    """Returns functions that turn ``layer`` into each variant."""
+    """Returns, by name of a variant, a function that sets the layer's options to it."""
 
     def configure(n: int, bypass_local: bool) -> Callable[[], None]:
         def set_both() -> None:
@@ -140,7 +143,10 @@ def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
 
 
 def path_of(model: nn.Module, configure: Callable[[], None], x: Tensor) -> str:
-    """Returns the name of the runner that computes the call; "" for a plain layer."""
+    """Returns the name of the runner that computes the layer's call; "" for a plain layer.
+
+    configure: sets the options of a variant.
+    """
     if not isinstance(model, pmoe.MoELayer):
         return ""
     configure()
@@ -152,7 +158,7 @@ def path_of(model: nn.Module, configure: Callable[[], None], x: Tensor) -> str:
 
 
 def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns (content of the file, rows of the table) of one scenario."""
+    """Measures one scenario. Returns (content of the result file, rows of the table)."""
     torch.manual_seed(0)
     layer = pmoe.MoELayer(
         scenario.d_model,

@@ -64,7 +64,7 @@ def without_copies(pair: Restore) -> Restore:
 
 
 class Passes:
-    """Forward and backward of one layer with any pair."""
+    """Forward and backward of one layer, with any restore pair."""
 
     def __init__(self, sizes: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -91,8 +91,9 @@ class Passes:
         return forward, seconds_of(self.device, lambda: kept[0].backward(self.dy))
 
     def peak(self, pair: Restore) -> tuple[int, int]:
-        """Returns (peak bytes that torch.cuda counted in a step beyond those before it, predicted peak
-        bytes).
+        """Measures one step with a pair. Returns (measured peak bytes, predicted peak bytes).
+
+        The measured bytes are those that torch.cuda counted in the step, in addition to those before it.
         """
         self.step(pair)
         self.x.grad = None
@@ -109,7 +110,15 @@ class Passes:
 
 
 def copy_seconds(found: Profile, pair: Restore, sizes: argparse.Namespace, size: int) -> list[float]:
-    """Returns the seconds of all copies in forward, to the host, and in backward, from the host."""
+    """Returns the seconds of all copies in forward, to the host, and of all in backward, from the host.
+
+    They are computed from the bytes that the restore pair offloads and from measured rates.
+
+    found: profile with the measured rates of copies.
+    pair: the restore pair, which says what is offloaded.
+    sizes: sizes of the layer and the batch, from the command line.
+    size: bytes of an element.
+    """
     columns = sizes.d_model * (pair.dispatched == "offload") + sizes.d_hidden * (pair.hidden == "offload")
     total = sizes.tokens * columns * size
     return [line.beta_seconds * total for line in (found.copy_out, found.copy_in)]

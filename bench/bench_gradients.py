@@ -84,9 +84,17 @@ def make_model(setting: Setting) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of rank 0.
+    """The measurements, as rank 0 has them.
 
-    predicted: exposed seconds by the partition: plain, and after both of its steps.
+    bytes_per_second: rate of the link.
+    dense_bytes: bytes of the dense gradients.
+    times: for each kind of steps, the times of a step.
+    predicted: exposed seconds that the partition of gradients predicts: with plain all-reduces, and after
+        each of the two steps in which the partition is computed.
+    pieces: bytes of gradients that are sent beside dense parts, inside MoE layers, and at the end.
+    difference: largest difference between gradients of partitioned and of plain all-reduces, over the largest
+        gradient of the same parameter.
+    load: load of the machine when the benchmark began.
     """
 
     bytes_per_second: float
@@ -157,7 +165,10 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str) -> Result:
 
 
 def _rate(link: Any, setting: Setting, x: Tensor) -> float:
-    """Sets and returns the rate at which a layer's two all-to-alls take ``link_share`` of its computation."""
+    """Limits the link so that a layer's two all-to-alls take ``link_share`` of its forward computation.
+
+    Returns the rate in bytes a second.
+    """
     link.set_rate(INFINITE)
     layer = make_model(setting)[0].moe
     layer.switches = Switches(sequential=True)

@@ -75,9 +75,9 @@ from pmoe.kernels import grouped_gemm
 
 DENSE = 8192
 LEAD_CYCLES = 600_000
-"""Cycles for which the device sleeps first: 0.3 ms at 2 GHz.
+"""Cycles for which the device sleeps before timed work: 0.3 ms at 2 GHz.
 
-Meanwhile the host enqueues the work, so that device time is measured.
+Meanwhile the host enqueues the work, so that the measured time is that of the device, not of the host.
 """
 
 SHARED: dict[str, Literal["none", "B", "A"]] = {"alone": "none", "share B": "B", "share A": "A"}
@@ -90,9 +90,10 @@ LIMIT = 2.0**-8
 
 
 def check(case: Case) -> float:
-    """Returns the relative error of the sample.
+    """Returns the relative error of a sample of the result's rows, against float64.
 
-    Raises SystemExit if it exceeds LIMIT, or if the difference from the rival's result exceeds twice LIMIT.
+    Raises SystemExit if it exceeds `LIMIT`, or if the whole result differs from that of F.grouped_mm by more
+    than twice `LIMIT`.
     """
     result = case.run()
     got, expected = case.exact(result)
@@ -134,7 +135,7 @@ class Ceilings:
 def measure(
     case: Case, ceilings: Ceilings, by_bound: bool, rounds: int
 ) -> tuple[dict[str, Any], dict[str, Timing]]:
-    """Returns (row of the table, samples)."""
+    """Measures one product. Returns (row of the table, times by way)."""
     error = check(case)
     runs: dict[str, Callable[[], object]] = {"pmoe": case.run, "dense": ceilings.dense}
     if ceilings.path == "sm_90a":
@@ -169,7 +170,7 @@ def measure(
 
 
 def missed(model: Model, row: Mapping[str, Any]) -> list[str]:
-    """Returns the goals that a row misses."""
+    """Returns, as texts, the goals that a row of the table does not reach."""
     if not row["plain"]:
         return []
     shares = {"x rival": 1.0, "of bound" if model.by_bound else "of dense": SHARE}
@@ -198,7 +199,9 @@ SHOWN = (
 def measure_model(
     model: Model, num_rows: int, ceilings: Ceilings, rounds: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns (content of the file, goals that were missed)."""
+    """Measures the products of one model. Returns (content of the result file, goals that were not
+    reached).
+    """
     torch.manual_seed(0)
     routed = Routed(model, num_rows)
     tile = tile_of(ceilings.path)

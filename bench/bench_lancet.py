@@ -56,7 +56,10 @@ from pmoe.planner.timeline import draw
 DEGREES = (1, 2, 4, 8)
 WHOLE = "whole graph"
 WARM_UP = 4
-"""Steps in which a compiled model measures, agrees on a plan and orders its instructions."""
+"""Number of steps of a compiled model that are not timed.
+
+In them it measures costs, agrees on a plan with the other ranks, and orders its instructions.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,9 @@ class Setting:
 
 
 class Waits:
-    """Seconds for which this rank has waited: for the link, and for gloo, whose other rank may be late.
+    """Measures the seconds for which this rank waits for the modelled link, and those for gloo.
+
+    gloo may be late because the other rank is.
 
     Only the thread that makes this object counts. Other threads wait for works that have a future.
     """
@@ -111,7 +116,10 @@ class Waits:
 class Way:
     """One way to run the model, and its measurements.
 
-    graphs: its compiled graphs, by direction.
+    graphs: its compiled graphs, one for each direction; none if the model is not compiled.
+    first_seconds: seconds of its first step.
+    link, forward_link: for each step, the seconds of waiting for the link: in all, and in forward.
+    peer: for each step, the seconds of waiting for gloo.
     """
 
     model: ByteGPT
@@ -124,7 +132,7 @@ class Way:
 
 
 class Rank:
-    """All models of one rank, and a step of each."""
+    """All ways to run the model on one rank, and a step of each."""
 
     def __init__(self, setting: Setting, folder: str) -> None:
         os.environ["PMOE_CACHE"] = folder
@@ -160,7 +168,11 @@ class Rank:
             self.ways[name].graphs = [Ordered.of(each) for each in RUNNERS.values()]
 
     def add_plan(self, name: str, plans: dict[str, tuple[RangePlan, bool]]) -> None:
-        """Adds the compiled model once more, with other plans."""
+        """Adds the compiled model a second time, as a way of its own whose graphs follow other plans.
+
+        name: name of the new way.
+        plans: for each direction the plan, and whether weight gradients are moved.
+        """
         whole = self.ways[WHOLE]
         for each in whole.graphs:
             each.program.watch = None
@@ -179,7 +191,10 @@ class Rank:
         way.link.clear(), way.forward_link.clear(), way.peer.clear()
 
     def timed(self, rounds: int) -> dict[str, dict[str, Any]]:
-        """Returns seconds of each way's step and its parts. One more step measures gradients and memory."""
+        """Times steps of all ways, which take turns. Returns the seconds of each way's step and of its parts.
+
+        One more step of each way measures its gradients and its memory.
+        """
         times = interleaved({name: lambda name=name: self.step(name) for name in self.ways}, rounds)
         plain, found = list(self.ways.values())[0], dict[str, dict[str, Any]]()
         for name, way in self.ways.items():
@@ -209,7 +224,7 @@ class Rank:
         return found
 
     def timelines(self, name: str, title: str) -> dict[str, Any]:
-        """Returns the times at which the instructions of one step ran, as panels of a drawing."""
+        """Records when the instructions of one step of a way ran. Returns the panels of a drawing."""
         way, panels = self.ways[name], dict[str, Any]()
         watches = [PassTimeline(each.instructions) for each in way.graphs]
         kept, way.graphs = way.graphs, []
@@ -231,9 +246,10 @@ def layer_name(n: int) -> str:
 
 
 def slowed(link: Any, setting: Setting) -> tuple[float, float]:
-    """Sets the link's rate for the ratio. Returns (seconds of a layer's experts in forward, bytes a second).
+    """Limits the link so that all-to-alls take --ratio times as long as experts in forward.
 
-    Both are rank 0's.
+    Returns (seconds of a layer's experts in forward, rate of the link in bytes a second), as rank 0 measured
+    them.
     """
     link.set_rate(INFINITE)
     layer = next(each for each in setting.model().modules() if isinstance(each, pmoe.MoELayer))
@@ -255,7 +271,10 @@ def slowed(link: Any, setting: Setting) -> tuple[float, float]:
 
 
 def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture: str) -> dict[str, Any]:
-    """Measures the compiled model beside the layer's pipeline, then timelines and the cost of the runtime."""
+    """Measures the compiled model beside the layer's own pipeline.
+
+    Then it records timelines of both, and measures the cost of the runtime.
+    """
     rank = Rank(setting, folder)
     seconds, rate = slowed(link, setting)
     for n in DEGREES:
@@ -296,7 +315,10 @@ def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture:
 
 
 def many_plans(link: Any, setting: Setting, folder: str, rounds: int, count: int) -> dict[str, Any]:
-    """Measures steps of plans, chosen and others: predicted and measured seconds of their graphs."""
+    """Measures steps with several plans of the graphs. Returns their predicted and measured seconds.
+
+    The plans are the one that the backend chose, and others.
+    """
     rank = Rank(setting, folder)
     slowed(link, setting)
     rank.add(WHOLE, backend="pmoe")
@@ -349,7 +371,7 @@ def told(name: str, found: dict[str, Any]) -> None:
 
 
 def keep(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Stores a piece in the file, beside the pieces that it has."""
+    """Stores the results of one command in the result file, beside those of other commands."""
     pieces = {}
     with contextlib.suppress(OSError, ValueError):
         pieces = json.loads(path.read_text()).get("pieces", {})

@@ -40,7 +40,7 @@ CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5, 'fused="persistent"': 1
 
 
 def operations(n: int) -> list[str]:
-    """Returns the operations of a forward pass in n chunks that launch something."""
+    """Returns the names of the operations of a forward pass in n chunks that compute or copy."""
     print(f"n = {n}", file=sys.stderr, flush=True)
     torch.manual_seed(0)
     layer = pmoe.MoELayer(16, 32, num_experts=8, top_k=2, pipeline=n)
@@ -50,7 +50,10 @@ def operations(n: int) -> list[str]:
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    """Returns the operations of a call that compute or copy, without those that another one calls."""
+    """Returns the names of the operations of a call that compute or copy.
+
+    Operations that are called by another operation of the list are not counted.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         call()
     found: list[str] = []

@@ -60,7 +60,7 @@ CLOCKS: dict[str, Callable[[], float]] = {
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations by file, and the views among them."""
+    """Counts the dispatched operations by file of pmoe, and how many of them are views."""
 
     def __init__(self, package: str) -> None:
         super().__init__()
@@ -76,7 +76,9 @@ class Counting(TorchDispatchMode):
 
 
 def owner_of(frame: FrameType | None, package: str) -> str | None:
-    """Returns the innermost file of the package on the stack, by its path in the package."""
+    """Returns the path, in the package, of the innermost file of the package on the stack; None if none
+    is.
+    """
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(package):
@@ -86,7 +88,10 @@ def owner_of(frame: FrameType | None, package: str) -> str | None:
 
 
 class Clocked:
-    """Seconds by the innermost file of the package that runs. It is the function of ``sys.setprofile``."""
+    """Adds up the seconds that each file of the package takes, as a function for ``sys.setprofile``.
+
+    A moment counts for the innermost file of the package on the stack, or for "autograd" if there is none.
+    """
 
     def __init__(self, package: str) -> None:
         self.package, self.seconds = package, collections.Counter[str]()
@@ -107,7 +112,7 @@ class Clocked:
 
 
 class Subject:
-    """Layers of one version of pmoe."""
+    """The layers of one version of pmoe, which are measured."""
 
     def __init__(self, root: str) -> None:
         sys.path.insert(0, root)
@@ -123,7 +128,9 @@ class Subject:
         self.dy = torch.randn(TOKENS, D_MODEL)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the tasks, operations, views and operations by file of each case and pass."""
+        """Returns, for each case and pass, the numbers of tasks, operations, views, and operations by
+        file.
+        """
         return {name: self._facts(name) for name in CASES}
 
     def _facts(self, case: str) -> dict[str, Any]:
@@ -150,7 +157,7 @@ class Subject:
         return found
 
     def times(self, calls: int) -> dict[str, Any]:
-        """Returns the median seconds of so many calls, of each case and pass, by clock."""
+        """Returns the median seconds of a number of calls, for each case, pass and clock."""
         samples: dict[str, Any] = {
             case: {name: {clock: [] for clock in CLOCKS} for name in PASSES} for case in CASES
         }
@@ -165,7 +172,10 @@ class Subject:
         }
 
     def shares(self, calls: int) -> dict[str, Any]:
-        """Returns, for each case and pass, each file's share of the time."""
+        """Returns, for each case and pass, the share of a call's time that each file takes.
+
+        The times are those under ``sys.setprofile``.
+        """
         found: dict[str, Any] = {}
         for case in CASES:
             clocked = {name: Clocked(self.package) for name in PASSES}
@@ -210,8 +220,9 @@ def timed(samples: dict[str, list[float]]) -> Iterator[None]:
 
 
 def all_travel(pmoe: Any, options: dict[str, Any]) -> Any:
-    """Returns a layer whose rows all travel: by the constructor of older versions or the switch of newer
-    ones.
+    """Returns a layer that sends all rows, also those to its own rank, in any version of pmoe.
+
+    Older versions have an argument of the constructor for this, newer ones a switch.
     """
     sizes = (D_MODEL, D_HIDDEN, 1, 1)
     try:
@@ -223,7 +234,12 @@ def all_travel(pmoe: Any, options: dict[str, Any]) -> Any:
 
 
 def serve(root: str) -> None:
-    """Answers each line of stdin, [what, arguments], with one line."""
+    """Runs in a measuring process: reads requests from stdin, and prints the answers.
+
+    A request is a line with a JSON list: the name of a method of `Subject`, and its arguments.
+
+    root: folder of the version of pmoe.
+    """
     subject = Subject(root)
     subject.times(WARMUP)
     for line in sys.stdin:
@@ -235,7 +251,7 @@ def serve(root: str) -> None:
 
 
 class Version:
-    """A version of pmoe in a process of its own."""
+    """A version of pmoe, which is measured in a process of its own (`serve`)."""
 
     def __init__(self, root: Path) -> None:
         self.process = subprocess.Popen(
@@ -261,9 +277,11 @@ class Version:
 
 
 def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
-    """Returns the facts, shares and times (by round) of each version.
+    """Measures all versions. Returns for each version the facts, the shares, and the times of each round.
 
-    Versions take turns to begin a round.
+    The versions take turns to begin a round.
+
+    roots: by name of a version, its folder.
     """
     versions = {name: Version(root) for name, root in roots.items()}
     found: dict[str, Any] = {name: {"facts": each.ask("facts")} for name, each in versions.items()}
@@ -281,7 +299,7 @@ def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the table: a row for each case, pass and version, and the ratios if there are two versions."""
+    """Returns the table: one row for each case, pass and version; with two versions also their ratios."""
     rows = []
     for case in CASES:
         for name in PASSES:
@@ -309,12 +327,12 @@ def _ratios(this: dict[str, Any], other: dict[str, Any], case: str, name: str) -
 
 
 def series(of: dict[str, Any], case: str, name: str, clock: str) -> list[float]:
-    """Returns the seconds of each round."""
+    """Returns the seconds of each round, for one case, pass and clock."""
     return [each[case][name][clock] for each in of["times"]]
 
 
 def by_file(of: dict[str, Any], case: str) -> list[dict[str, Any]]:
-    """Returns operations and milliseconds of each file, the slowest first."""
+    """Returns the operations and the milliseconds of each file for one case, the slowest file first."""
     rows: dict[str, dict[str, Any]] = {}
     for name in PASSES:
         shares, counts = of["shares"][case][name], of["facts"][case][name]["operations by file"]

@@ -59,7 +59,7 @@ from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, sequential
 
 
 class Step:
-    """Runs forward and backward of the layer with a given n. Returns this rank's times of both."""
+    """Runs forward and backward of the layer in n chunks. Returns this rank's times of both passes."""
 
     def __init__(self, setting: Setting) -> None:
         self.layer, self.x, self.dy = make_layer(setting)
@@ -78,9 +78,10 @@ class Step:
 class Costs:
     """Measured costs of tasks.
 
-    compute: seconds of each kind of task by rows, by direction.
-    message: seconds of a message by bytes.
-    outside: seconds of each pass outside of its schedule: gate, ordering and counts; the gate's backward.
+    compute: for each direction and kind of task, the seconds by the task's number of rows.
+    message: seconds of a message by its bytes.
+    outside: seconds of each pass that are not part of any task: gate, ordering and counts; the gate's
+        backward.
     """
 
     compute: dict[str, dict[str, LineCost]]
@@ -89,7 +90,7 @@ class Costs:
 
 
 def rows_of(setting: Setting, kind: Kind, chunk: int, n: int) -> float:
-    """Returns the number of rows that a task works on in a step of n chunks."""
+    """Returns the number of rows that a task of this kind works on, for one chunk of a step in n chunks."""
     if kind not in (Kind.LOCAL, Kind.LOCAL_WGRAD):
         share = (setting.world - 1) / setting.world if kind is not Kind.OUTPUT else 1.0
         return share * setting.rows / n
@@ -99,7 +100,10 @@ def rows_of(setting: Setting, kind: Kind, chunk: int, n: int) -> float:
 
 
 def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: int) -> Costs:
-    """Measures costs from runs without overlap at n = 1 and n = 16, and from messages of two sizes."""
+    """Measures costs of tasks, from runs without overlap at n = 1 and n = 16.
+
+    Those of messages come from messages of two sizes.
+    """
     link.set_rate(INFINITE)
     samples: dict[tuple[str, Kind], list[tuple[float, float]]] = defaultdict(list)
     outside: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -129,7 +133,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
 
 
 def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict[str, Any]:
-    """Returns the simulator's spans and times of a step in n chunks."""
+    """Returns the tasks and the times of a step in n chunks, as the simulator predicts them."""
     predicted: dict[str, Any] = {"spans": {}}
     for direction, build in (("forward", forward_schedule), ("backward", backward_schedule)):
         schedule = build(n, Stages(local=True, remote=True))
@@ -151,7 +155,7 @@ def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict
 
 @dataclass(frozen=True)
 class Result:
-    """Results of rank 0."""
+    """The measurements, as rank 0 has them."""
 
     times: dict[str, dict[str, Timing]]
     bytes_per_second: float
@@ -185,9 +189,9 @@ def run_rank(
 
 
 def median_step(step: Step, n: int, rounds: int) -> list[Span]:
-    """Returns the spans of the step with the median time of several.
+    """Runs several steps, and returns the recorded tasks of the step with the median time.
 
-    A single step may have waited by chance.
+    A single step may be slower by chance.
     """
     recorded = []
     for _ in range(rounds):
@@ -213,7 +217,7 @@ def bounds(times: dict[str, dict[str, Timing]]) -> dict[str, float]:
 def report_rows(
     setting: Setting, result: Result, degrees: list[int], with_sequential: bool
 ) -> list[dict[str, Any]]:
-    """Returns one row of the table for each run: milliseconds, ratios to the bounds, speed-ups, the
+    """Returns one row of the table for each run: milliseconds, ratios to the bounds, speed-ups,
     prediction.
     """
     bound = bounds(result.times)
@@ -240,7 +244,7 @@ def report_rows(
 
 
 def panels(setting: Setting, result: Result, n: int) -> dict[str, list[Span]]:
-    """Returns panels of a picture: a measured step above the predicted step."""
+    """Returns the two panels of a picture: the tasks of a measured step, and those of the predicted step."""
     predicted = predict(result.costs, setting, n, False)
     shifted: list[Span] = []
     origin = 0.0

@@ -41,7 +41,7 @@ def make_model() -> Any:
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Returns a batch with padding on the right, as collators make it for training."""
+    """Returns a training batch with padding on the right, where libraries that collect batches put it."""
     mask = torch.arange(POSITIONS) < torch.tensor(LENGTHS).unsqueeze(1)
     ids = torch.randint(3, 1000, mask.shape).where(mask, 0)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}

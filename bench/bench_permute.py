@@ -196,7 +196,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 
 def exact(problem: Problem, kernel: Kernel) -> list[Tensor]:
-    """Returns what the kernel should write, in float64, computed one choice at a time."""
+    """Returns what a kernel should write, computed in float64 for one (token, choice) pair at a time."""
     p = problem
     weight_TK = torch.ones_like(p.weight_TK) if kernel.name == "permute" else p.weight_TK
     rows = torch.empty(p.rows_NM.shape, dtype=torch.float64, device="cuda")
@@ -218,9 +218,13 @@ def run(problem: Problem, kernel: Kernel, parts: int) -> None:
 
 
 def check(problem: Problem, kernel: Kernel, parts: int) -> float:
-    """Returns the largest relative error of what the kernel writes. The memory is filled with NaN before.
+    """Returns the largest relative error of what a kernel writes.
+
+    The kernel's result memory contains NaN before, so that elements that are not written are found.
 
     Raises SystemExit over the limit: two roundings of the rows' dtype, or 1e-5 for sums in float32.
+
+    parts: number of warps that share a token; 0 lets the layout choose.
     """
     for tensor in kernel.written(problem):
         tensor.fill_(float("nan"))
@@ -239,16 +243,17 @@ def check(problem: Problem, kernel: Kernel, parts: int) -> float:
 
 
 def measure_copy(rounds: int) -> Timing:
-    """Returns seconds of a copy of COPY_BYTES, which reads and writes that many bytes."""
+    """Returns the seconds of a copy of COPY_BYTES bytes, which reads as many bytes and writes as many."""
     source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return time_in_turn({"copy": partial(target.copy_, source)}, rounds)["copy"]
 
 
 def takes(problem: Problem, kernel: Kernel, parts: int) -> bool:
-    """Returns whether the layout can share a token among that many warps.
+    """Returns whether a kernel can run with this number of warps for each token.
 
-    If there are more warps than slices of a row, the gradients refuse; the other kernels use all slices.
+    Kernels for gradients refuse more warps than a row has slices; other kernels then use one warp for each
+    slice.
     """
     try:
         run(problem, kernel, parts)
@@ -261,9 +266,10 @@ def takes(problem: Problem, kernel: Kernel, parts: int) -> bool:
 def measure(
     scenario: Scenario, parts: list[int], copy_rate: float, rounds: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns (content of the file, rows of the table).
+    """Measures one scenario. Returns (content of the result file, rows of the table).
 
-    copy_rate: bytes a second.
+    parts: numbers of warps that share a token, to be tried.
+    copy_rate: rate of a large copy, in bytes a second.
     """
     torch.manual_seed(0)
     problem = Problem(scenario)

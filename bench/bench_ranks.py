@@ -38,13 +38,13 @@ from bench.timing import OUT, counted, table, write_json
 
 TOKENS, D_MODEL, D_HIDDEN, TOP_K, N = 4096, 16, 32, 2, 4
 WIDE, WIDE_BYTES = 4096, 2
-"""Columns, and bytes of an element, of the rows with which the counts are compared."""
+"""Number of columns, and bytes of an element, of the rows to which the bytes of counts are compared."""
 
 CASES: dict[str, dict[str, Any]] = {"no reuse": {}, "S4": {"memory_reuse": "S4"}}
 
 
 class Subject:
-    """One layer on rank 0 of W."""
+    """One layer on rank 0 of W ranks, of which only this one exists."""
 
     def __init__(self, num_ranks: int, **options: Any) -> None:
         torch.manual_seed(0)
@@ -62,11 +62,10 @@ class Subject:
         return {"forward": forward, "backward": backward}
 
     def bytes_of(self) -> dict[str, int]:
-        """Returns the bytes of a step's counts and bookkeeping.
+        """Runs one step. Returns the bytes of row counts that it sends, and of its bookkeeping.
 
-        counts: bytes of counts that a step sends.
-        bookkeeping: bytes of Python objects that a forward leaves for its backward, and of the row counts
-            that the layer keeps.
+        bookkeeping: bytes of Python objects that forward leaves for backward, and of the row counts that the
+            layer keeps.
         """
         before = self.layer.traffic.counts
         tracemalloc.start()
@@ -117,7 +116,7 @@ def bytes_of(case: str) -> dict[str, int]:
 
 
 def measure(ranks: list[int], rounds: int, calls: int) -> list[dict[str, Any]]:
-    """Returns one row for each case and number of ranks. Ratios are medians over the rounds."""
+    """Returns one row of the table for each case and number of ranks. Ratios are medians over the rounds."""
     pools = {
         num_ranks: ProcessPoolExecutor(1, get_context("spawn"), initializer=prepare, initargs=(num_ranks,))
         for num_ranks in ranks

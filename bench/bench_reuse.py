@@ -67,7 +67,9 @@ PLAIN = [name_of_plain(spelling) for spelling in SPELLINGS]
 
 
 class Step:
-    """A step of one variant on this rank: a plain layer, "checkpointed", "no reuse", or a restore pair."""
+    """Runs a step of one variant on this rank: a plain layer, "checkpointed", "no reuse", or a restore
+    pair.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self.layer, self.x, self.dy = make_layer(setting)
@@ -100,11 +102,11 @@ class Step:
         return [self.x.grad, *(parameter.grad for parameter in self.layer.parameters())]
 
     def bytes(self, variant: str | Restore, n: int) -> dict[str, int]:
-        """Returns bytes: held between forward and backward, the peak of the step, kept by the pool
-        afterwards.
+        """Returns the bytes of a step by the allocator's events.
 
-        They come from the allocator's events. While torch's profiler watches, the pool's memory comes from
-        torch, so its events include it.
+        They are the bytes in use between forward and backward, the peak, and those that the memory pool keeps
+        after the step. The pool's memory is counted too, because it comes from torch while torch's profiler
+        records.
         """
         self.clear()
         mark = 0
@@ -139,7 +141,10 @@ class Step:
 
 
 def rows_of(setting: Setting, kind: Kind, n: int) -> float:
-    """Returns the number of rows that a task works on in n chunks. With 2 ranks, half of the rows stay."""
+    """Returns the number of rows that a task of this kind works on, in a step of n chunks.
+
+    With 2 ranks, half of the rows stay on their rank.
+    """
     if kind is Kind.OUTPUT:
         return setting.rows / n
     stays = kind.name.startswith("LOCAL")
@@ -149,11 +154,11 @@ def rows_of(setting: Setting, kind: Kind, n: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured costs of tasks, of three pairs that together have every kind of task.
+    """Measured costs of the tasks of three restore pairs, which together have every kind of task.
 
-    tasks: seconds of each kind of task by rows, by direction.
-    message: seconds of a message by bytes.
-    outside: seconds of each pass outside of its schedule.
+    tasks: for each pair, direction and kind of task, the seconds by the task's number of rows.
+    message: seconds of a message by its bytes.
+    outside: seconds of each pass that are not part of any task.
     """
 
     tasks: dict[str, dict[str, dict[str, LineCost]]]
@@ -161,9 +166,10 @@ class Costs:
     outside: dict[str, float]
 
     def seconds(self, direction: str, pair: Restore, kind: Kind) -> LineCost:
-        """Returns the cost of a kind of task.
+        """Returns the seconds of a kind of task by its number of rows.
 
-        Kinds that several pairs have differ with the fate of T_M: if it is kept, it is not overwritten.
+        If several of the measured pairs have the kind, the result is that of a pair that treats T_M as
+        ``pair`` does: it is kept, or it is overwritten.
         """
         own = "keep/keep" if pair.hidden == "keep" else "communicate/recompute"
         for source in (own, "offload/offload", "communicate/recompute", "keep/keep"):
@@ -173,9 +179,9 @@ class Costs:
 
 
 def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: int) -> Costs:
-    """Measures costs from runs in sequence, at n = 1 and n = 16.
+    """Measures costs from runs in sequence, at n = 1 and n = 16, with three restore pairs.
 
-    They are runs of three pairs that together have every kind of task.
+    The three pairs together have every kind of task.
     """
     link.set_rate(INFINITE)
     samples: dict[tuple[str, str, Kind], list[tuple[float, float]]] = defaultdict(list)
@@ -211,7 +217,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
 
 
 def predict(costs: Costs, setting: Setting, pair: Restore, n: int) -> float:
-    """Returns the simulator's seconds of a step."""
+    """Returns the seconds of a step with a restore pair and n chunks, as the simulator predicts them."""
     total = 0.0
     for direction, build in (("forward", rotating_forward), ("backward", rotating_backward)):
 
@@ -275,8 +281,9 @@ def fastest_of(result: Result) -> str:
 
 
 def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
-    """Returns one row for each variant: megabytes, milliseconds, ratios to plain and to keep/keep of the same
-    n.
+    """Returns one row of the table for each variant.
+
+    A row has megabytes, milliseconds, and ratios to plain and to keep/keep of the same n.
     """
     rows = []
     baseline = fastest_of(result)

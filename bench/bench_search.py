@@ -60,11 +60,12 @@ from pmoe.choose.trials import Trial
 
 NOISES = (*(Noise(run) for run in (0.0, 0.01, 0.02, 0.03)), Noise(0.01, 0.01))
 MOST_SEARCHES, MOST_REGRET = 16, 0.3
-"""Largest number of searches in 300 batches, and largest mean regret in percent, that are acceptable.
+"""Largest acceptable number of searches in 300 batches, and largest acceptable mean regret.
 
-They are asked for the stored curves."""
+The regret is in percent. The limits are for the stored curves.
+"""
 MOST_LIVE_SEARCHES, MOST_STEPS = 10, 12.0
-"""Largest number of searches in 60 batches, and largest median of steps of a search, that are acceptable."""
+"""The largest acceptable number of searches in 60 batches, and of steps of a search (median)."""
 
 STORED = Path(__file__).resolve().parent / "results" / "choices_modelled.json"
 LIVE_CASE = Case("live", link=1.0, latency=0.02)
@@ -73,7 +74,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "both True": {"pipeline": True, "memory_reuse": True},
 }
 NEAR = 1.1
-"""Restore pairs at most so much slower than the fastest are those among which memory_reuse=True changes."""
+"""Largest ratio of the seconds of two restore pairs that are compared.
+
+Only among pairs that take about the same time does memory_reuse=True change from one to another.
+"""
 
 
 # ---- simulated
@@ -82,7 +86,14 @@ NEAR = 1.1
 def simulated_rows(
     name: str, curves: Curves, ends: tuple[int, int], count: int, noises: Sequence[Noise], seeds: int
 ) -> list[dict[str, Any]]:
-    """Returns one row of the table for each noise and each of the two algorithms."""
+    """Simulates searches on curves. Returns one row of the table for each noise and each of the two
+    algorithms.
+
+    curves: seconds of a step, by n and by tokens of a rank.
+    ends: the smallest and the largest number of tokens of a batch.
+    count: number of batches.
+    seeds: number of runs, each with its own random batches and noise.
+    """
     rows = []
     for noise in noises:
         for who, printed in (("pmoe", False), ("as printed", True)):
@@ -129,7 +140,7 @@ def pair_row(machines: int) -> dict[str, Any]:
 
 
 class Trials:
-    """Counts the runs and the seconds of trials of this rank: of searches for n, and others."""
+    """Counts the runs and the seconds of this rank's trials: those of searches for n, and all others."""
 
     def __init__(self) -> None:
         self.runs = {"search": 0, "other": 0}
@@ -167,10 +178,11 @@ class Trials:
 def run_live(
     link: Any, case: Case, setting: Setting, batches: list[int], options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Trains a layer on batches of these sizes. Returns one row for each batch with trials, and the table.
+    """Trains a layer on batches of these sizes.
 
-    A row has the runs and the seconds of the search for n, and those of other trials: of restore pairs, and
-    of the comparison of the profile with a step.
+    Returns one row for each batch in which trials ran, and the layer's table of the fastest n. A row has the
+    runs and the seconds of the search for n, and those of other trials: of restore pairs, and of the
+    comparison of the profile with a step.
     """
     set_rates(link, case, setting, 3)
     torch.manual_seed(0)
@@ -207,7 +219,7 @@ def run_live(
 
 
 def live_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Returns the numbers of a live run that have limits, and whether they are met."""
+    """Returns those numbers of a live run that have limits, and whether they are within the limits."""
     searches = [row for row in rows if row["search runs"]]
     steps = statistics.median(row["search steps"] for row in searches)
     met = len(searches) <= MOST_LIVE_SEARCHES and steps <= MOST_STEPS

@@ -38,7 +38,10 @@ VARIANTS = ("plain", "send_once")
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of layer and batch; tokens are those of each rank."""
+    """Sizes of the layer and of the batch.
+
+    tokens: those of each rank.
+    """
 
     tokens: int = 2048
     top_k: int = 8
@@ -52,7 +55,10 @@ class Setting:
         return 4 * self.d_model
 
     def expected_rows(self, variant: str) -> float:
-        """Returns the mean number of rows that a token sends to other ranks, over all choices of experts."""
+        """Returns how many rows a token sends to other ranks, as a mean over all possible choices of experts.
+
+        variant: "send_once" or "plain".
+        """
         others = self.ranks - 1
         if variant == "plain":
             return self.top_k * others / self.ranks
@@ -61,7 +67,11 @@ class Setting:
 
 
 def run_rank(_link: Any, setting: Setting) -> dict[str, Any]:
-    """Returns this rank's bytes by variant, pass and sort, and its results."""
+    """Runs a step of both variants. Returns the bytes that this rank sent, and how much the results differ.
+
+    The bytes are those of each variant, pass and kind of data: "rows", "scalars" or "counts". "differences"
+    has the relative differences of the outputs and of the gradients of the input.
+    """
     found: dict[str, Any] = {}
     results = {}
     for variant in counted(list(VARIANTS), "variant"):

@@ -30,9 +30,9 @@ DONE = re.compile(
 
 
 def train(steps: int, options: list[str]) -> dict[str, Any]:
-    """Trains the model and returns the numbers of rank 0's last line.
+    """Trains the model, and returns the numbers of the last line that rank 0 printed.
 
-    resident: MiB of the larger rank, by step.
+    "resident" in the result is the resident memory in MiB of the larger rank, by step.
     """
     resident: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="pmoe-lm-") as folder:
@@ -67,7 +67,7 @@ def train(steps: int, options: list[str]) -> dict[str, Any]:
 
 
 def _resident_of_children(launcher: int) -> list[float]:
-    """Returns the resident MiB of each process that the launcher started (Linux)."""
+    """Returns the resident memory in MiB of each process that the launcher has started (Linux)."""
     sizes = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -80,9 +80,9 @@ def _resident_of_children(launcher: int) -> list[float]:
 
 
 def growth(resident: dict[int, float], after: int = 200) -> float | None:
-    """Returns (memory at the last step) / (memory at the first step from ``after`` on).
+    """Returns (memory at the last step) / (memory at the first step from step ``after`` on).
 
-    None without that step.
+    resident: resident memory by step. Returns None if there is no step from ``after`` on.
     """
     seen = [size for step, size in sorted(resident.items()) if step >= after]
     return seen[-1] / seen[0] if seen else None

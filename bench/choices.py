@@ -24,19 +24,20 @@ from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 
 ALL_DEGREES = range(1, 17)
 BUDGET_SHARE = 0.6
-"""Memory budget / memory of keep/keep at n = 1."""
+"""The memory budget, as a fraction of the bytes of keep/keep at n = 1."""
 REUSE_DEGREE = 4
-"""n of the layers that choose only the pair."""
+"""Number of chunks n of the layers that choose only the restore pair."""
 SCREENING, FINALISTS = 3, 2
-"""Rounds of the screening, and number of the fastest that are timed again beside the choosers.
+"""Rounds in which all candidates are timed, and number of the fastest ones that are timed again.
 
-They are timed again because the smallest of many noisy medians alone would be lower than any layer really is.
+They are timed again beside the layers that chose, because the smallest of many noisy medians would be lower
+than any layer really is.
 """
 
 OFTEN = 4
-"""Factor of rounds in cases without a slow link.
+"""Factor by which the number of rounds is larger in cases without a slow link.
 
-Steps that do not wait for a link differ by a tenth from one to the next, steps that wait by a hundredth.
+The times of steps that do not wait for a link differ by a tenth, those of steps that wait by a hundredth.
 """
 
 
@@ -44,11 +45,12 @@ Steps that do not wait for a link differ by a tenth from one to the next, steps 
 class Case:
     """A machine and a routing.
 
-    link: seconds of a step's messages alone / seconds of its products alone.
-    copies: seconds of a copy of T_DI / seconds of one of the experts' two products; 0 is the memory's own
-        speed.
-    latency: seconds of a message of any size / seconds of a forward's products.
-    skew: the loads of experts fall as 1 / rank ** skew; 0 is even.
+    link: seconds that a step's messages take alone, over the seconds that its products take alone.
+    copies: seconds of a copy of T_DI, over the seconds of one of the experts' two products; 0 leaves copies
+        as fast as the memory is.
+    latency: seconds that a message takes in addition to its bytes, over the seconds of a forward's products.
+    skew: how uneven the routing is: the rows of the experts are proportional to 1, 1 / 2 ** skew, 1 / 3 **
+        skew, ...; 0 is even.
     """
 
     name: str
@@ -71,7 +73,11 @@ CASES = (
 
 
 def batch(layer: pmoe.MoELayer, tokens: int, skew: float) -> tuple[Tensor, Tensor]:
-    """Returns (x, dy), and makes the gate give the experts loads of this skew, the same on every rank."""
+    """Returns (x, dy), and makes the gate send the experts uneven numbers of rows, the same on every rank.
+
+    tokens: number of tokens of a rank.
+    skew: how uneven the numbers are (`Case`).
+    """
     experts = layer.num_experts
     torch.manual_seed(dist.get_rank())
     x = torch.randn(tokens, layer.d_model)
@@ -86,7 +92,7 @@ def batch(layer: pmoe.MoELayer, tokens: int, skew: float) -> tuple[Tensor, Tenso
 
 
 class Subject:
-    """Layers with many options that have the same parameters, on one batch."""
+    """Layers with different options, but with the same parameters and the same batch."""
 
     def __init__(self, setting: Setting, skew: float) -> None:
         self.setting = setting
@@ -105,11 +111,10 @@ class Subject:
         return layer
 
     def step(self, layer: pmoe.MoELayer, warm: bool = True) -> dict[str, float]:
-        """Returns the times of a step.
+        """Returns the times of a step of a layer.
 
-        warm: time the second of two steps, as in training. The first step follows other layers' steps, which
-            had other buffers,
-        so the pool's memory, which fits the last pass, must be touched again.
+        warm: whether the second of two steps is timed, as in training. The first step is slower: another
+            layer's step ran before it, and left buffers of other sizes in the memory pool.
         """
         if warm:
             self.step(layer, warm=False)
@@ -122,7 +127,7 @@ class Subject:
         return self.step(self.fixed)
 
     def promised(self, n: int, pair: Restore) -> int:
-        """Returns the bytes that suffice for any routing."""
+        """Returns the bytes that are enough for any routing, as `MoELayer.predict_memory` predicts them."""
         self.fixed.pipeline, self.fixed.memory_reuse = n, pair
         return int(self.fixed.predict_memory(self.setting.rows).promised)
 
@@ -138,12 +143,12 @@ def name_of_ran(ran: Any) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A layer that chose.
+    """The choice of a layer that chose by itself.
 
-    took: what it chose.
+    took: what it chose, as a name of a run.
     first_seconds: seconds of its first step, with search and measurements.
     among: names of the candidates with which it is compared.
-    finalists: names of the fastest of them in the screening.
+    finalists: names of the candidates that were fastest when all were timed once; they are timed again.
     """
 
     took: str
@@ -154,10 +159,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Result:
-    """Rank 0's results of a case.
+    """The results of a case, as rank 0 has them.
 
-    screened: times of all runs.
-    times: times of the choosers and the finalists.
+    screened: times of all candidates, from a few rounds.
+    times: times of the layers that chose, and of the fastest candidates.
     """
 
     screened: dict[str, dict[str, Timing]]
@@ -170,7 +175,10 @@ class Result:
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
-    """Uses an empty store of measurements within the context: those of other links would be wrong."""
+    """Makes pmoe store its measurements in an empty folder within the context.
+
+    Stored measurements of other links would be wrong for the modelled one.
+    """
     with tempfile.TemporaryDirectory(prefix="pmoe-choices-") as folder:
         os.environ["PMOE_CACHE"] = folder
         yield
@@ -178,7 +186,10 @@ def own_cache() -> Iterator[None]:
 
 
 def set_rates(link: Any, case: Case, setting: Setting, rounds: int) -> tuple[float, float]:
-    """Sets the rates of the case. Returns (bytes a second of the link, bytes a second of copies)."""
+    """Limits the link and copies to the rates of the case.
+
+    Returns (rate of the link, rate of copies), in bytes a second.
+    """
     link.set_rate(INFINITE)
     alone = measure({"computation": products_alone(setting)}, rounds)["computation"]
     rate = choose_rate(setting, "auto-step", alone) / case.link
@@ -191,9 +202,10 @@ def set_rates(link: Any, case: Case, setting: Setting, rounds: int) -> tuple[flo
 
 @own_cache()
 def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds: int) -> Result:
-    """Runs a case.
+    """Measures a case: all candidates, then the layers that choose, beside the fastest candidates.
 
-    degrees: n that are tried without reuse. With reuse, those of them that pipeline=True knows.
+    degrees: the numbers of chunks n that are tried without reuse. With reuse, only those are tried that
+        pipeline=True also tries.
     """
     rate, copy_rate = set_rates(link, case, setting, rounds)
     subject = Subject(setting, case.skew)
@@ -235,10 +247,10 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
 def run_batches(
     link: Any, case: Case, setting: Setting, batches: list[int], rounds: int
 ) -> dict[int, dict[str, Any]]:
-    """Returns the times of every n and of both choosers, and what they took, for each number of tokens.
+    """Returns, for each number of tokens of a rank, the times of every n and what both choosers took.
 
-    Keys are tokens of a rank, then "times" and "took". n are those that pipeline=True knows. The rates are
-    those of the case at ``setting``'s rows.
+    The result is {tokens: {"times": ..., "took": ...}}. The numbers of chunks n are those that pipeline=True
+    tries. The rates are those of the case with the rows of ``setting``.
     """
     set_rates(link, case, setting, rounds)
     found = {}

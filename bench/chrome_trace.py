@@ -10,8 +10,9 @@ from pmoe.planner.timeline import Span
 
 
 def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Span]]) -> None:
-    """Writes the bars as a Chrome trace (about:tracing, Perfetto): a process for each panel, a thread for
-    each lane.
+    """Writes a timeline as a Chrome trace, for about:tracing or Perfetto.
+
+    Each panel becomes a process of the trace, each lane a thread.
     """
     events = [
         {

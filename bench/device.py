@@ -28,7 +28,7 @@ COPY_BYTES = 2 << 30
 
 
 def flush_buffer() -> Tensor:
-    """Returns a buffer. A write to it empties the L2 cache."""
+    """Returns a buffer that is larger than the L2 cache. Writing to it empties the cache."""
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 
@@ -37,9 +37,9 @@ def part_seconds(
 ) -> list[float]:
     """Returns the device seconds of each part. The parts run one after the other.
 
-    flush: buffer that is written first.
-    lead_cycles: cycles for which the device then sleeps, while the host enqueues the parts. So device time is
-        measured.
+    flush: buffer that is written first, to empty the L2 cache.
+    lead_cycles: cycles for which the device then sleeps, while the host enqueues the parts, so that the
+        measured time is that of the device.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
     if flush is not None:
@@ -57,7 +57,7 @@ def part_seconds(
 def time_in_turn(
     runs: Mapping[Name, Callable[[], object]], rounds: int, lead_cycles: int = 0
 ) -> dict[Name, Timing]:
-    """Times every run once a round, after a write that empties the L2 cache.
+    """Times every run once in each round, after a write that empties the L2 cache.
 
     Each round begins with another run.
     """
@@ -68,7 +68,10 @@ def time_in_turn(
 
 
 def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Callable[[], object]:
-    """Returns ``run`` with pairs of blocks that share this operand of grouped products (`launch.SHARING`)."""
+    """Returns ``run`` with another setting of `launch.SHARING`: which operand two neighbouring blocks share.
+
+    operand: the operand of grouped products that pairs of blocks share, or "none".
+    """
 
     def shared() -> object:
         before, launch.SHARING = launch.SHARING, {"none": 1, "B": 2, "A": 3}[operand]
@@ -81,10 +84,10 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
 
 
 def drawn_layer(*sizes: int, **options: Any) -> pmoe.MoELayer:
-    """Returns a layer on the GPU whose parameters are drawn there.
+    """Returns a layer on the GPU whose parameters are drawn on the GPU.
 
-    Other layers draw theirs on the CPU, so that they are the same on every machine. A billion of them take
-    some ten seconds.
+    Layers usually draw their parameters on the CPU, so that they are the same on every machine. A billion
+    parameters then take some ten seconds.
     """
     layer = pmoe.MoELayer(*sizes, device="meta", **options).to_empty(device="cuda")
     for parameter in layer.parameters():
@@ -102,8 +105,9 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """Returns ||one - other|| / ||other||, computed in blocks of rows: in float32 all rows may not fit in
-    memory.
+    """Returns ||one - other|| / ||other||, computed block by block.
+
+    All rows in float32 may not fit in memory.
     """
     parts = zip(one.flatten(0, -2).split(4096), other.flatten(0, -2).split(4096), strict=True)
     sums = torch.zeros(2, dtype=torch.float64, device=one.device)
@@ -123,7 +127,7 @@ def need_gpu(benchmark: str) -> None:
 
 
 def show_gpu() -> dict[str, Any]:
-    """Returns the result of `describe_gpu` and prints it in a line."""
+    """Prints the description of GPU 0 in a line, and returns it (`describe_gpu`)."""
     machine = describe_gpu()
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     return machine

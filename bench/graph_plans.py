@@ -1,4 +1,4 @@
-"""Compiled graphs of a model that is measured: sets other plans for them, and runs each plan."""
+"""Replaces the plans of a compiled model's graphs by others, so that each plan can be measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from pmoe.graph.ranges import lags, whole_ranges
 
 
 class Runner(run.GraphRunner):
-    """Runner of the last model that was compiled, by direction, in `RUNNERS`."""
+    """A `GraphRunner` whose plan can be replaced after the first step.
+
+    `RUNNERS` has those of the model that was compiled last, one for each direction.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -29,18 +32,20 @@ class Runner(run.GraphRunner):
         return results
 
     def take(self, plan: RangePlan, moved: bool) -> None:
-        """Sets another plan. Its costs are measured at the next step.
+        """Replaces the graph's plan. The costs of its parts are measured in the next step.
 
-        moved: whether weight gradients are moved.
+        moved: whether weight gradients are moved to where they hide all-to-alls.
         """
         self.options = replace(self.options, weight_gradients=moved)
         self.program.plan, self.program.steps, self.program.is_agreed = plan, 1, False
         self.program.costs, self._run = self.traced, None
 
     def every_plan(self) -> list[tuple[RangePlan, bool]]:
-        """Returns plans that cut everything that can be cut, for each number of parts and lag.
+        """Returns plans that cut everything that can be cut, for each number of parts k and each lag.
 
-        In backward, each plan is returned with weight gradients moved and not moved.
+        The lag says how far the second stage of a part runs behind the first stages
+        (`pmoe.graph.ranges.turns`). In backward, each plan is returned with weight gradients moved and not
+        moved.
         """
         is_backward = self.program.key[0] == "backward"
         graph = self.cutting.cuttable(run.instructions_of(self.module, {}))
@@ -58,7 +63,7 @@ RUNNERS: dict[str, Runner] = {}
 
 @dataclass(frozen=True)
 class Ordered:
-    """A graph as it was lowered for a plan."""
+    """A graph with its instructions in the order of a plan, and the measured seconds of its passes."""
 
     program: run.Program
     module: Any
@@ -74,12 +79,17 @@ class Ordered:
 
     @property
     def median(self) -> float:
-        """Median seconds, without the last pass, in which allocations were recorded."""
+        """Median seconds of its passes. The last pass does not count, because allocations were recorded in
+        it.
+        """
         return statistics.median(self.seconds.found[:-1] or [0.0])
 
 
 class Unordered:
-    """A cut graph that runs as it is, without the runtime's starts, waits and order."""
+    """A graph that is cut into parts but runs in the order in which it was traced.
+
+    All-to-alls are not started early, as the runtime of the backend would.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -17,10 +17,11 @@ ENDS = frozenset(wait for _, wait in STARTS.values())
 
 
 class PassTimeline:
-    """Runs passes in place of a program (`Program.watch`). ``found`` is the timeline of the last pass.
+    """Runs the passes of a compiled graph one instruction at a time, and records when each ran.
 
-    An all-to-all is shown from its start to the end of the wait for it. If it had ended before the wait, it
-    is shown for the seconds that its instruction predicts.
+    An object of this class takes the place of the graph's program (`Program.watch`). ``found`` is the
+    timeline of the last pass. An all-to-all lasts from its start to the end of the wait for it. If it had
+    ended before the wait, nobody knows when, and it lasts for the seconds that its instruction predicts.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
@@ -48,14 +49,14 @@ class PassTimeline:
 
 
 SHORT = 1e-4
-"""Longest wait, in seconds, for something that had ended before."""
+"""Waits for an all-to-all that are at most this many seconds long show that it had ended before."""
 
 
 class _Interpreter(fx.Interpreter):
-    """Interpreter that records times.
+    """Runs a graph, and records the times of its instructions.
 
     spans: begin and end of each instruction.
-    waited: time at which the wait for each all-to-all began.
+    waited: for each all-to-all, the time at which the wait for it began.
     """
 
     def __init__(self, module: fx.GraphModule, clock: Callable[[], float]) -> None:

@@ -31,7 +31,11 @@ class Model:
     d_hidden: int
     top_k: int
     by_bound: bool = False
-    """True if the goal is a share of min(dense x fill, bytes' bound), False if it is a share of dense."""
+    """Whether the goal is a share of the lower of two bounds: dense rate * fill, and the rate that bytes
+    allow.
+
+    Otherwise the goal is a share of the dense rate.
+    """
 
 
 MODELS = (
@@ -42,7 +46,10 @@ MODELS = (
 
 
 class Routed:
-    """Random experts for each slot, as any router might choose. The rows of an expert are in slot order."""
+    """Rows of experts that are drawn at random for each slot, as by a router.
+
+    A slot is a (token, choice) pair. The rows of an expert are in the order of their slots.
+    """
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self.num_rows, self.top_k = num_rows, model.top_k
@@ -56,7 +63,7 @@ class Routed:
         self.slots = RowSlots(slot_N=slot_N.int(), top_k=model.top_k)
 
     def groups(self) -> Iterator[slice]:
-        """Yields the rows of each expert."""
+        """Yields, for each expert, the slice of its rows."""
         start = 0
         for count in self.counts:
             yield slice(start, start + count)
@@ -65,12 +72,15 @@ class Routed:
 
 @dataclass(frozen=True)
 class Case:
-    """One measured product.
+    """One product that is measured.
 
-    run: the measured function.
-    exact: returns (the part of a result that is compared, the same part in float64).
-    rival: the same product by F.grouped_mm.
-    flop, fill: see bench_grouped_gemm.
+    name: its name in the table.
+    run: computes the product and returns its result.
+    exact: returns (the part of a result that is compared, the same part computed in float64).
+    flop: floating-point operations of the rows that exist.
+    min_bytes: fewest bytes that must be read and written.
+    fill: flop, over the floating-point operations of whole tiles, which are rarely full.
+    rival: computes the same by F.grouped_mm; None if it cannot.
     """
 
     name: str
@@ -81,14 +91,17 @@ class Case:
     fill: float
     rival: Callable[[], Tensor] | None = None
     plain: bool = False
-    """True if F.grouped_mm has this form too. The goals are for these forms."""
+    """True if F.grouped_mm computes this product too. The goals are for these products only."""
 
 
 # ---- what is counted
 
 
 def tile_of(path: str) -> tuple[int, int, int]:
-    """Returns rows, columns and depth of a tile, read from the kernel's source."""
+    """Returns (rows, columns, depth) of a tile of the kernel for these GPUs, as its source says.
+
+    path: which code of the kernel runs, such as "sm_90a".
+    """
     source = ROOT / "cuda" / "grouped_gemm" / {"sm_90a": "hopper_block.cuh", "sm_80": "ampere.cuh"}[path]
     found = re.search(r"kRows = (\d+), kColumns = (\d+), kDepth = (\d+)", source.read_text())
     if found is None:
@@ -98,7 +111,10 @@ def tile_of(path: str) -> tuple[int, int, int]:
 
 
 def filled(count: int, step: int) -> float:
-    """Returns the filled part of the last steps. Example: 100 in steps of 64 -> 100 / 128."""
+    """Returns the fraction of ``count`` elements in steps of ``step`` that is filled.
+
+    Example: 100 in steps of 64 -> 100 / 128.
+    """
     return count / (-(-count // step) * step) if count else 1.0
 
 
@@ -122,7 +138,10 @@ def sampled(routed: Routed) -> Tensor:
 
 
 def exact_rows(routed: Routed, rows: Tensor, weight_EOI: Tensor, sample: Tensor) -> Tensor:
-    """Returns rows[sample] times the matrices of their experts, in float64."""
+    """Returns the products of a sample of rows with the matrices of their experts, in float64.
+
+    sample: indices of the rows.
+    """
     expert_S = routed.expert_N[sample]
     found = torch.empty(len(sample), weight_EOI.shape[1], dtype=torch.float64, device=DEVICE)
     for expert in expert_S.unique().tolist():
@@ -134,7 +153,9 @@ def exact_rows(routed: Routed, rows: Tensor, weight_EOI: Tensor, sample: Tensor)
 def compare_rows(
     routed: Routed, rows: Tensor, weight_EOI: Tensor, after: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Returns a function that compares a sample of rows.
+    """Returns the function ``exact`` of a `Case` whose result has a row for each input row.
+
+    It compares a sample of rows.
 
     after: what is applied to the products of the sampled rows.
     """
@@ -143,7 +164,10 @@ def compare_rows(
 
 
 def compare_columns(routed: Routed, grad: Tensor, rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Returns a function that compares a few rows of each expert's weight gradient."""
+    """Returns the function ``exact`` of a `Case` whose result is a weight gradient.
+
+    It compares a few rows of each expert's gradient.
+    """
     sample = torch.randperm(grad.shape[1], device=DEVICE)[:8]
 
     def exact(result: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +185,7 @@ def as_they_are(products: Tensor, sample: Tensor) -> Tensor:
 def plain_cases(
     routed: Routed, name: str, num_in: int, num_out: int, tile: tuple[int, int, int]
 ) -> Iterator[Case]:
-    """Yields forward and both gradients of one matrix an expert, beside F.grouped_mm."""
+    """Yields the cases of one matrix for each expert: forward and both gradients, beside F.grouped_mm."""
     experts, num_rows = len(routed.counts), routed.num_rows
     x, grad = draw(num_rows, num_in), draw(num_rows, num_out)
     weight, ends = draw(experts, num_out, num_in, scale=num_in**-0.5), routed.ends_E
@@ -202,7 +226,10 @@ def plain_cases(
 
 
 def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Iterator[Case]:
-    """Yields the forms of SwiGLU experts, whose w1 has two halves, that `pmoe.runners.one_rank` computes."""
+    """Yields the cases of SwiGLU experts as `pmoe.runners.one_rank` computes them.
+
+    Their w1 has two halves.
+    """
     experts, num_rows, num_model, width = model.experts, routed.num_rows, model.d_model, model.d_hidden
     slots, ends, token_N = routed.slots, routed.ends_E, routed.token_N
     tokens = draw(routed.num_tokens, num_model)

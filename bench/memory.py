@@ -50,7 +50,10 @@ MODELS = {name: Model(sizes["M"], sizes["H"], 64) for name, sizes in printed("mp
 
 
 def parse_model(text: str) -> tuple[str, Model]:
-    """Returns name and sizes of a model: a name of MODELS, or sizes such as 768x3072."""
+    """Returns (name, sizes) of a model.
+
+    text: a name of `MODELS`, or sizes such as 768x3072: d_model and d_hidden.
+    """
     if text in MODELS:
         return text, MODELS[text]
     d_model, cross, d_hidden = text.partition("x")
@@ -117,10 +120,11 @@ def one_expert(model: Model, n: int, reuse: Restore | bool, device: str = "cpu")
 
 
 def one_step(layer: MoELayer, tokens: int) -> StepMemory:
-    """Returns the bytes of a forward and backward. x, y, dy and dx are held to the end and counted.
+    """Measures the bytes of one forward and one backward pass.
 
-    A step with few tokens runs before it, so that what is allocated only once exists. With several ranks the
-    step with the fewest bytes of several is returned, because counts may be too high (`bench.allocations`).
+    x, y, dy and dx stay allocated to the end and are counted. A step with few tokens runs before, so that
+    memory that is allocated only once exists. With several ranks, several steps run and the smallest result
+    is returned, because counts may be too high (`bench.allocations`).
     """
 
     def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -136,7 +140,7 @@ def one_step(layer: MoELayer, tokens: int) -> StepMemory:
 
 
 def yardstick_bytes(tokens: int, model: Model) -> int:
-    """Returns the bytes of a pipeline without reuse, in theory.
+    """Returns the bytes that a pipeline without reuse needs by the paper's equations.
 
     They are Eq. 1, with the gate of one expert, and the activations and buffers of Eq. 4.
     """
@@ -145,18 +149,20 @@ def yardstick_bytes(tokens: int, model: Model) -> int:
 
 
 def saving_bytes(tokens: int, model: Model, n: int) -> float:
-    """Returns the bytes that reuse saves by Eq. 6: Eq. 5 for the activations and again for the buffers."""
+    """Returns the bytes that reuse saves by Eq. 6: those of Eq. 5 for activations, and as many for
+    buffers.
+    """
     return FLOAT_BYTES * 2 * saved_each(tokens, model.d_model, model.d_hidden, n)
 
 
 def measured_total(layer: MoELayer, step: StepMemory) -> int:
-    """Returns the bytes of parameters, gradients and Adam's two moments, plus the peak of everything else."""
+    """Returns measured bytes: parameters, gradients, Adam's two moments, and the peak of everything else."""
     parameters = sum(parameter.nbytes for parameter in layer.parameters())
     return 4 * parameters + step.without_gradients
 
 
 def predicted_total(layer: MoELayer, tokens: int) -> int:
-    """Returns the same bytes as the layer predicts them, for the rows of its last batch."""
+    """Returns the bytes of `measured_total` as the layer predicts them, for the rows of its last batch."""
     parameters = sum(parameter.nbytes for parameter in layer.parameters())
     # The layer's prediction does not count x and dy.
     inputs = 2 * tokens * layer.d_model * layer.gate.weight.element_size()
@@ -164,7 +170,7 @@ def predicted_total(layer: MoELayer, tokens: int) -> int:
 
 
 def available_bytes() -> int:
-    """Returns the bytes of memory that the machine has available."""
+    """Returns the bytes of the machine's memory that are available to new processes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -189,9 +195,9 @@ PARTS = (
 
 @contextlib.contextmanager
 def parts_named(layer: MoELayer) -> Iterator[dict[str, str]]:
-    """Names ring slots and kept tensors as they are allocated, within this context.
+    """Within this context, names ring slots and kept tensors when they are allocated (`mark`).
 
-    Yields a dict that the caller sets to the pass that runs: {"pass": "forward"}.
+    Yields a dict. The caller sets it to the pass that runs, such as {"pass": "forward"}.
     """
     now = {"pass": "forward"}
     slots = pmoe.pool(layer.gate.weight.device).device
@@ -217,7 +223,7 @@ def parts_named(layer: MoELayer) -> Iterator[dict[str, str]]:
 
 
 def named_step(layer: MoELayer, tokens: int) -> Allocations:
-    """Returns the allocations of one step, each with the name of its part (PARTS)."""
+    """Runs one step, and returns its allocations, each with the name of its part (`PARTS`)."""
     one_step(layer, min(tokens, 16))
     layer.zero_grad(set_to_none=True)
     with parts_named(layer) as now, watched(layer.gate.weight.device.type) as seen:

@@ -48,7 +48,7 @@ def timed_step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:
 
 
 def largest(number: int) -> int:
-    """Returns the largest number of all ranks."""
+    """Returns the largest value of a number on all ranks. A collective."""
     if not dist.is_initialized():
         return number
     agreed = torch.tensor(number, dtype=torch.int64)
@@ -60,7 +60,7 @@ def largest(number: int) -> int:
 def measure(
     name: str, model: Model, tokens: int, degrees: Sequence[int], rounds: int, device: str
 ) -> list[dict[str, Any]]:
-    """Returns one row for each variant: memory first, one variant after another, then all times."""
+    """Returns one row for each variant. The memory of all variants is measured first, then all times."""
     reuses: list[Restore | bool] = [*ALL_PAIRS, False]
     ways = [(reuse, n) for reuse in reuses for n in degrees]
     x = torch.randn(tokens, model.d_model, device=device, requires_grad=True)
@@ -100,9 +100,9 @@ def measure(
 
 
 def shown(row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Returns a line of the table.
+    """Returns a row of the printed table.
 
-    base: the row of keep/keep with the same number of chunks.
+    base: the results of keep/keep with the same number of chunks, to which times and bytes are compared.
     """
     predicted = row["predicted_bytes"]
     return {
@@ -120,7 +120,7 @@ def shown(row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(path: Path, num_ranks: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Draws time over memory for one model and number of tokens."""
+    """Draws time over memory, for one model and one number of tokens."""
     points = [
         Point(
             group=row["pair"],

@@ -45,7 +45,7 @@ from pmoe.schedule.restore import KEEP, STRATEGIES
 TARGETS = {"S1": {4: 0.92, 8: 0.97}, "S2": {4: 0.92, 8: 0.97}} | {
     name: dict.fromkeys((2, 4, 8), 0.97) for name in ("S3", "S4")
 }
-"""Smallest acceptable share, by strategy and n."""
+"""Smallest acceptable share of the saving by Eq. 6, by strategy and n."""
 
 
 def measure(name: str, model: Model, tokens: int, n: int, pair: Restore, device: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def measure(name: str, model: Model, tokens: int, n: int, pair: Restore, device:
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a line of the table."""
+    """Returns a row of the printed table."""
     return {
         "model": row["model"],
         "B": tokens_name(row["tokens"]),
@@ -96,12 +96,18 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def colour_of(pair: str) -> str:
-    """Returns the colour of a pair, by its `pair_name`."""
+    """Returns the colour of a restore pair in pictures.
+
+    pair: its name (`pair_name`).
+    """
     return PAIRS.get(pair.split()[0], "#000000")
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Draws one panel for each model: share over B, a group of bars for each n, a bar for each pair."""
+    """Draws one panel for each model: the share of the saving over B.
+
+    There is a group of bars for each n, and in it a bar for each restore pair.
+    """
     plt = plotting()
 
     models = list(dict.fromkeys(row["model"] for row in rows))

@@ -37,7 +37,7 @@ COLOURS = ("#dddddd", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#999999", "#b
 
 
 def measure(model: Model, tokens: int, n: int, pair: Restore) -> dict[str, Any]:
-    """Returns seconds, and the bytes of each part from each of them on."""
+    """Returns moments of one step in seconds, and the bytes of each part from each moment on."""
     layer = one_expert(model, n, pair)
     seen = named_step(layer, tokens)
     start, end = seen.moments["forward"], seen.moments["end"]
@@ -60,7 +60,10 @@ def measure(model: Model, tokens: int, n: int, pair: Restore) -> dict[str, Any]:
 
 
 def _sampled(curve: Sequence[tuple[float, int]], moments: Sequence[float]) -> list[int]:
-    """Returns the values of the curve after each moment."""
+    """Returns the values of a step curve at moments.
+
+    curve: (seconds, value from then on) pairs.
+    """
     values, held, steps = [], 0, list(curve)
     for moment in moments:
         while steps and steps[0][0] <= moment:
@@ -75,7 +78,7 @@ def title_of(model: str, panels: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(path: Path, model: str, panels: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draws panels beside each other, with one axis of bytes."""
+    """Draws one panel for each variant, side by side, with a common axis of bytes."""
     plt = plotting()
 
     figure, axes = plt.subplots(

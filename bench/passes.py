@@ -26,7 +26,7 @@ from pmoe.schedule.tasks import Kind
 DIRECTIONS = ("forward", "backward")
 PARTS = (*DIRECTIONS, "step")
 Run = Callable[[], dict[str, float]]
-"""Function that runs something once and returns this rank's seconds, by part."""
+"""A function that runs something once, and returns this rank's seconds by part."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Setting:
 
 
 def make_layer(setting: Setting) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
-    """Returns (layer, x, dy), with a batch that the gate routes evenly (`even_batch`)."""
+    """Returns (layer, x, dy), and makes the gate send all experts equally many rows (`even_batch`)."""
     torch.manual_seed(0)
     layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts)
     return layer, *even_batch(layer, setting.rows)
 
 
 def even_batch(layer: pmoe.MoELayer, tokens: int) -> tuple[Tensor, Tensor]:
-    """Returns (x, dy), each (tokens, d_model). Makes the gate give all experts the same number of rows.
+    """Returns (x, dy), each (tokens, d_model), and makes the gate send all experts equally many rows.
 
-    The benchmarks do not measure load, so it should not differ between ranks.
+    The benchmarks do not measure uneven loads, so loads should not differ between ranks.
     """
     experts, every = layer.num_experts, torch.arange(tokens)
     torch.manual_seed(dist.get_rank())
@@ -74,7 +74,7 @@ def even_batch(layer: pmoe.MoELayer, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def timed(forward: Callable[[], Tensor], dy: Tensor) -> dict[str, float]:
-    """Returns the seconds of both passes. All ranks begin together."""
+    """Returns the seconds of forward and backward. All ranks begin each pass together."""
     dist.barrier()
     start = time.perf_counter()
     y = forward()
@@ -85,7 +85,10 @@ def timed(forward: Callable[[], Tensor], dy: Tensor) -> dict[str, float]:
 
 
 def products_alone(setting: Setting) -> Run:
-    """Returns a run of the experts' products on the routed rows only, each as large as possible."""
+    """Returns a function that times only the experts' products for the routed rows.
+
+    Each product has all rows of an expert, so that it is as fast as products can be.
+    """
     local = setting.num_experts // setting.world
     rows = setting.rows // local  # every expert gets the same number of rows
     w1 = torch.randn(local, setting.d_hidden, setting.d_model)
@@ -113,7 +116,7 @@ def products_alone(setting: Setting) -> Run:
 
 
 def messages_alone(sent: Sequence[int], d_model: int, group: dist.ProcessGroup | None = None) -> Run:
-    """Returns a run of the two messages of a pass, each in one piece.
+    """Returns a function that times only the two all-to-alls of a pass, each with all rows.
 
     sent: number of rows for each rank of the group.
     """
@@ -132,9 +135,10 @@ def messages_alone(sent: Sequence[int], d_model: int, group: dist.ProcessGroup |
 
 
 def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
-    """Returns the times of the slowest rank.
+    """Times all runs in rounds. Returns for each run the times of its parts on the slowest rank.
 
-    Every run takes place once a round, so that a machine whose speed drifts affects all of them equally.
+    Every run takes place once in each round, so that a machine whose speed drifts affects all of them
+    equally.
     """
 
     def timed(run: Run) -> list[float]:
@@ -151,7 +155,10 @@ def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dic
 
 
 def choose_rate(setting: Setting, rate: str, computation: dict[str, Timing]) -> float:
-    """Returns the bytes a second at which communication alone takes as long as computation alone."""
+    """Returns the rate in bytes a second at which communication alone takes as long as computation alone.
+
+    rate: "auto" compares them in forward, "auto-step" in the whole step; a number is returned as it is.
+    """
     if rate not in ("auto", "auto-step"):
         return float(rate)
     pass_bytes = 2 * setting.remote_rows * setting.row_bytes
@@ -161,9 +168,9 @@ def choose_rate(setting: Setting, rate: str, computation: dict[str, Timing]) -> 
 
 
 def measure_message(link: Any, setting: Setting, rate: float, rounds: int) -> LineCost:
-    """Returns the seconds of a message by bytes, from two sizes, on a link of this rate.
+    """Returns the seconds of a message by its bytes, from messages of two sizes on a link of this rate.
 
-    The link keeps the rate.
+    The link keeps the rate afterwards.
     """
     link.set_rate(rate)
     size = setting.remote_rows * setting.row_bytes
@@ -172,13 +179,16 @@ def measure_message(link: Any, setting: Setting, rate: float, rounds: int) -> Li
 
 
 def message_costs(message: LineCost, setting: Setting, n: int) -> dict[Kind, float]:
-    """Returns the seconds of the tasks that send, in n chunks."""
+    """Returns the seconds of each kind of task that sends rows, in a pass of n chunks."""
     rows = message(setting.remote_rows * setting.row_bytes / n)
     kinds = (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE)
     return {Kind.WEIGHTS: message(4 * setting.remote_rows), **dict.fromkeys(kinds, rows)}
 
 
 def spans_of(journal: Journal, direction: str) -> tuple[list[Span], float]:
-    """Returns the spans in a direction, and the seconds from the first one's start to the last one's end."""
+    """Returns the recorded tasks of one direction, and the seconds that they cover.
+
+    These are the seconds from the first task's start to the last task's end.
+    """
     spans = [span for span in journal.spans if span.direction == direction]
     return spans, max(span.end for span in spans) - min(span.start for span in spans)

@@ -10,7 +10,7 @@ SIZES = ("font.size", "axes.titlesize", "figure.titlesize", "legend.fontsize")
 
 
 def plotting() -> Any:
-    """Returns matplotlib's pyplot, set to draw into files with all text in TEXT_SIZE."""
+    """Returns matplotlib's pyplot, set to draw into files, with all text in size TEXT_SIZE."""
     import matplotlib
 
     matplotlib.use("Agg")

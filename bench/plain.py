@@ -33,7 +33,10 @@ NAMES = ("w1", "b1", "w2", "b2")
 
 
 class PlainExperts(nn.Module):
-    """Copies of the parameters of a layer's experts, stored as a spelling needs them."""
+    """Copies of the parameters of a layer's experts, in the form that one of the plain layers needs.
+
+    spelling: "indexed", "unbound", "listed" or "grouped", as the module's text explains.
+    """
 
     def __init__(self, layer: pmoe.MoELayer, spelling: str, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -57,13 +60,19 @@ class PlainExperts(nn.Module):
         ]
 
     def gradient(self, name: str) -> Tensor:
-        """Returns the gradient of the stacked parameter of this name."""
+        """Returns the gradient of a parameter, stacked over the experts.
+
+        name: the parameter's name, such as "w1".
+        """
         held = getattr(self, name)
         return held.grad if isinstance(held, nn.Parameter) else torch.stack([each.grad for each in held])
 
 
 class PlainMoE(nn.Module):
-    """A plain layer of one rank with copies of ``layer``'s parameters, in ``dtype`` if it is given."""
+    """A plain layer of one rank, with copies of the parameters of ``layer``.
+
+    dtype: dtype of the copies; None keeps that of the layer.
+    """
 
     def __init__(self, layer: pmoe.MoELayer, spelling: str, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -116,7 +125,10 @@ class PlainMoE(nn.Module):
         )
 
     def outputs(self, rows_NM: Tensor, counts_E: Tensor) -> Tensor:
-        """Returns the experts' outputs (N, M) of rows (N, M) sorted by expert."""
+        """Returns the experts' outputs, (N, M), of N rows (N, M) that are sorted by expert.
+
+        counts_E: (E,), the number of rows of each expert.
+        """
         if self.spelling != GROUPED:
             parts = rows_NM.split(counts_E.tolist())
             pairs = zip(parts, self.experts.each(), strict=True)
@@ -127,7 +139,7 @@ class PlainMoE(nn.Module):
         return F.grouped_mm(active_NH, w2.transpose(1, 2), offs=ends_E)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients by the names of the layer's parameters."""
+        """Returns the gradients of all parameters, under the names that they have in the layer."""
         names = [name for name in NAMES if getattr(self.experts, name) is not None]
         return {
             "gate.weight": self.gate_weight.grad,
@@ -136,9 +148,9 @@ class PlainMoE(nn.Module):
 
 
 class PlainOverRanks(PlainMoE):
-    """The plain layer over all ranks, for K = 1, with one all-to-all each way.
+    """The plain layer over all ranks, for top-1 routing (K = 1), with one all-to-all each way.
 
-    Rows of this rank's own experts are part of the message, but what a rank sends to itself crosses no link.
+    The message contains the rows of this rank's own experts, too, but these cross no link.
     """
 
     def forward(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> Tensor:
@@ -168,7 +180,7 @@ class PlainOverRanks(PlainMoE):
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all, as an autograd function whose gradient is the all-to-all back."""
+    """An all-to-all as an autograd function: its gradient is the all-to-all in the other direction."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
@@ -187,7 +199,7 @@ def of_expert(rows: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tenso
 
 
 def counted(chosen_N: Tensor, num_experts: int) -> Tensor:
-    """Returns (E,) numbers of rows of each expert. It does not wait for a device."""
+    """Returns (E,), the number of rows of each expert. The host does not wait for the device."""
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_N.device)
     return zeros_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 
@@ -197,8 +209,8 @@ def name_of(spelling: str) -> str:
 
 
 def fastest(times: Mapping[str, Timing]) -> str:
-    """Returns the name of the plain layer with the smallest median.
+    """Returns the name of the plain layer with the smallest median time.
 
-    times: by name; runs other than plain layers may be among them.
+    times: by name; other runs than plain layers may be among them, and are ignored.
     """
     return min((name for name in times if name.startswith("plain ")), key=lambda name: times[name].median)

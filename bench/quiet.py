@@ -1,6 +1,6 @@
-"""Measures in rounds in which other processes leave the machine alone (Linux).
+"""Measures in rounds, and uses those in which other processes left the machine alone (Linux).
 
-Ratios of times need all cores.
+Benchmarks that compare times need all cores.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from bench.passes import PARTS, Run
 from bench.timing import Timing, Told, busy_seconds
 
 QUIET = 0.1
-"""Largest share of the machine that other processes may use in a round that counts."""
+"""Largest fraction of the machine that other processes may use in a round that counts."""
 
 
 class Neighbours:
-    """Share of the machine's cores that other processes use (Linux)."""
+    """Measures how many of the machine's cores are used by processes outside of the benchmark (Linux)."""
 
     def __init__(self) -> None:
         self.start()
@@ -30,9 +30,9 @@ class Neighbours:
         self._began, self._busy, self._own = time.monotonic(), busy_seconds(), time.process_time()
 
     def share(self) -> float:
-        """Returns the share of all cores since `start` that neither this process nor its peers used.
+        """Returns the fraction of all cores that other processes used since `start`. Collective.
 
-        Collective.
+        The processes of the benchmark are those of all ranks.
         """
         own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
         dist.all_reduce(own)
@@ -40,8 +40,10 @@ class Neighbours:
         return max(0.0, (busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
 
     def wait(self, patience_seconds: float, max_share: float = 0.1) -> None:
-        """Returns on all ranks when other processes use at most this share, or when rank 0's patience is
-        over.
+        """Waits, on all ranks, until other processes use little of the machine. Collective.
+
+        patience_seconds: the longest wait.
+        max_share: the fraction of all cores that they may use.
         """
         end = time.monotonic() + patience_seconds
         while dist.get_rank() == 0 and time.monotonic() < end:
@@ -54,10 +56,10 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of `measure_quietly`.
+    """The result of `measure_quietly`.
 
     times: times of the slowest rank, in the rounds that count.
-    neighbours: share of the machine that other processes used, in every round.
+    neighbours: the fraction of the machine that other processes used, in every round.
     rounds: numbers of the rounds that count.
     """
 
@@ -67,10 +69,11 @@ class Measured:
 
 
 def measure_quietly(runs: Mapping[str, Run], rounds: int, patience_seconds: float) -> Measured:
-    """Times every run once a round. Each round begins with another run.
+    """Times every run once in each round, and lets only quiet rounds count. Each round begins with another
+    run.
 
-    It takes up to twice as many rounds as asked for. Those count in which other processes left the machine
-    alone; if there are too few, those in which they used least.
+    It takes up to twice as many rounds as asked for. Those count in which other processes used at most
+    `QUIET` of the machine. If these are too few, those rounds count in which other processes used least.
     """
     every, neighbours = list(runs.values()), Neighbours()
     shares: list[float] = []

@@ -61,11 +61,11 @@ KINDS: Mapping[str, Callable[[Path, Stored], None]] = {
         path.with_suffix(".png"), held["model"], held["panels"]
     ),
 }
-"""Function that draws a stored result, by a pattern of its file name without ending."""
+"""Functions that draw stored results. A key is a pattern of the result's file name without ending."""
 
 
 def redraw(folder: Path) -> list[str]:
-    """Draws the pictures of a folder again. Returns the names of the results."""
+    """Draws the pictures of all stored results in a folder. Returns the names of the results."""
     done = []
     for path in counted(sorted(folder.glob("*.json")), "file"):
         for name, drawn in KINDS.items():

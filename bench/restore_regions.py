@@ -58,10 +58,11 @@ SLOWED = Interference(
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """Rates of a machine.
+    """The rates of a machine, relative to each other.
 
-    link, copy: seconds for B x M elements / seconds of one product.
-    slowed: True if lanes slow each other.
+    ranks: number of ranks.
+    link, copy: seconds of an all-to-all and of a copy of B x M elements, over the seconds of one product.
+    slowed: whether lanes slow each other.
     """
 
     ranks: int
@@ -84,7 +85,9 @@ def shape_of(ranks: int) -> LayerSizes:
 def profile_of_rates(
     ranks: int, multiply_adds: float, link_bytes: float, copy_bytes: float, interference: Interference
 ) -> Profile:
-    """Returns a profile from rates a second. A task costs nothing beyond its size."""
+    """Returns the profile of a machine with these rates, each in units a second. A task of no size costs
+    nothing.
+    """
     return Profile(
         device="by hand",
         device_type="cuda",
@@ -116,7 +119,7 @@ def profile_of(regime: Regime) -> Profile:
 
 @functools.cache
 def simulated(regime: Regime, n: int) -> dict[str, float]:
-    """Returns the seconds of a step with each strategy."""
+    """Returns the seconds of a simulated step with each of the strategies S1 to S4."""
     shape, profile = shape_of(regime.ranks), profile_of(regime)
     return {
         name: step_seconds(shape, profile, B, Choice(forward=n, backward=n, restore=pair))
@@ -148,11 +151,11 @@ def h200(ranks: int, interference: Interference) -> Profile:
 LANES = {False: "lanes as fast as alone", True: "lanes slow each other"}
 
 EQUAL = 0.01
-"""Relative difference of simulated steps below which strategies count as equally fast."""
+"""Strategies count as equally fast if their simulated steps differ by at most this fraction."""
 
 
 def winner(regime: Regime, n: int) -> str:
-    """Returns the strategy that is fastest in the simulator, or Eq. 10's pick if that is as fast."""
+    """Returns the strategy that is fastest in the simulator; Eq. 10's pick if that is as fast."""
     seconds = simulated(regime, n)
     best = min(seconds, key=seconds.__getitem__)
     pick = picked(regime)
@@ -160,9 +163,9 @@ def winner(regime: Regime, n: int) -> str:
 
 
 def table(ranks: int, slowed: bool, n: int) -> str:
-    """Returns the winners as a Markdown table: rows by copy, columns by link.
+    """Returns the fastest strategies as a Markdown table: a row for each copy, a column for each link.
 
-    A star: Eq. 10 picks another.
+    A star marks a regime for which Eq. 10 picks another strategy.
     """
     lines = [
         "| copy \\ link | " + " | ".join(f"{link:g}" for link in LINK) + " |",
@@ -179,7 +182,10 @@ COLOURS = {name: PAIRS[str(pair)] for name, pair in STRATEGIES.items()}
 
 
 def draw(path: Path, n: int) -> None:
-    """Draws one square for each regime, by W and by whether lanes slow each other. Needs matplotlib."""
+    """Draws one square for each W and for lanes that slow each other or not. Needs matplotlib.
+
+    Each point of a square is a regime (link, copy).
+    """
     from matplotlib.patches import Patch, Rectangle
 
     pyplot = plotting()

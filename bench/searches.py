@@ -31,17 +31,18 @@ FORWARD_SHARE = 0.35
 """Share of a step's seconds that its forward pass takes. Only the sum matters, as n is equal in both."""
 
 PRINTED_RUNS = 3
-"""PassTimes runs of each n in a search of the printed algorithm, of which the median counts.
+"""Number of runs of each n in a search of the printed algorithm; their median counts.
 
-The paper does not say how searchBestGran(B) measures."""
+The paper does not say how searchBestGran(B) measures.
+"""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard deviations of relative errors.
+    """Standard deviations of the relative errors of measured seconds.
 
-    run: of each run by itself. Repeats show it.
-    search: of all runs of one n in one search together. Repeats do not show it.
+    run: of the error that each run has of its own. Repeats of a run show it.
+    search: of the error that all runs of one n have in common in one search. Repeats do not show it.
     """
 
     run: float
@@ -59,13 +60,15 @@ class PrintedAlgorithm1:
         self.cache_table: dict[int, PassDegrees] = {}
 
     def lookup(self, B: int) -> PassDegrees | None:
-        """Lines 4 to 8: the answer of the hash table, or of the range that holds B."""
+        """Lines 4 to 8: returns the answer of the hash table, or of the range that contains B; None if there
+        is none.
+        """
         if B in self.cache_table:
             return self.cache_table[B]
         return next((n for n, (lower, upper) in self.S.items() if lower <= B <= upper), None)
 
     def record(self, B: int, n: PassDegrees) -> PassDegrees:
-        """Lines 11 to 22: makes a range for n, or merges B into that of n."""
+        """Lines 11 to 22: makes a range for n, or extends the range of n to B. Returns n."""
         lower, upper = self.S.get(n, (B, B))
         self.S[n] = (min(B, lower), max(B, upper))
         self.cache_table[B] = n
@@ -74,11 +77,11 @@ class PrintedAlgorithm1:
 
 @dataclass
 class Outcome:
-    """What a run of many batches brought.
+    """The results of a run over many batches.
 
     searches: number of searches.
-    regrets: by batch, seconds of the chosen n / seconds of the fastest n - 1, without noise.
-    steps: by search, the seconds of all its runs / the seconds of a step with the fastest n.
+    regrets: for each batch, (seconds of the chosen n) / (seconds of the fastest n) - 1, without noise.
+    steps: for each search, the seconds of all its runs, over the seconds of a step with the fastest n.
     """
 
     searches: int = 0
@@ -87,12 +90,12 @@ class Outcome:
 
     @property
     def regret(self) -> float:
-        """Mean regret of a batch."""
+        """Mean of the regrets of all batches."""
         return statistics.fmean(self.regrets)
 
 
 class NoisyMachine:
-    """A machine on which a step takes the seconds of a curve, with noise."""
+    """A simulated machine: a step takes the seconds of a curve, with noise."""
 
     def __init__(self, curves: Curves, noise: Noise, draw: random.Random) -> None:
         self.curves = curves
@@ -108,7 +111,7 @@ class NoisyMachine:
         self.biases = {n: max(1 + self.draw.gauss(0, self.noise.search), 0.5) for n in DEGREES}
 
     def run_round(self, tried: Sequence[PassDegrees]) -> list[tuple[float, float]]:
-        """Returns the seconds of (forward, backward) of one run with each of the degrees."""
+        """Runs a step with each of the degrees once. Returns the seconds of (forward, backward) of each."""
         passes = []
         for degrees in tried:
             alone = self.curves(degrees.forward, self.B)
@@ -122,7 +125,7 @@ class NoisyMachine:
 
 
 def search_by_pmoe(table: GranularityTable, machine: NoisyMachine) -> PassDegrees:
-    """Searches as a layer without a profile does: every n may be tried."""
+    """Runs the search of a layer for which no profile is stored, so that every n may be tried."""
     times = times_by_trials(table, machine.B, DEGREES, machine.measure, apart=False)
     return table.record(machine.B, times)
 
@@ -138,7 +141,10 @@ def search_as_printed(table: PrintedAlgorithm1, machine: NoisyMachine) -> PassDe
 def train(
     curves: Curves, batches: Sequence[int], noise: Noise, seed: int, *, printed: bool = False
 ) -> Outcome:
-    """Returns the outcome of a run over batches of these sizes, by pmoe or by the printed algorithm."""
+    """Runs over batches of these sizes, with searches where no n is known. Returns the outcome.
+
+    printed: whether the printed Algorithm 1 searches, instead of pmoe's search.
+    """
     machine = NoisyMachine(curves, noise, random.Random(f"noise {seed}"))
     ours, theirs = GranularityTable(), PrintedAlgorithm1()
     outcome = Outcome()
@@ -163,7 +169,10 @@ def random_batches(lowest: int, highest: int, count: int, seed: int) -> list[int
 
 
 def stored_curves(path: Path) -> tuple[Curves, int, int]:
-    """Returns the measured curves of bench_choices' batches, linear in B, and the B at their ends."""
+    """Returns the curves that bench_choices measured, and the smallest and the largest B of its batches.
+
+    Between the measured batches the seconds are interpolated linearly in B.
+    """
     stored = json.loads(path.read_text(encoding="utf-8"))["batches"]["found"]
     sizes = sorted(map(int, stored))
     seconds = {n: [stored[str(B)]["times"][f"n={n}"]["median_s"] for B in sizes] for n in DEGREES}
@@ -183,10 +192,14 @@ MULTIPLY_ADDS_A_SECOND = 2e10
 
 
 def machine_profile(*, link: float, message: float, product: float, copies: float = 0.1) -> Profile:
-    """Returns the profile of an assumed machine, relative to a forward pass's products of 4096 tokens.
+    """Returns the profile of an assumed machine.
 
-    link: seconds of a pass's messages. message: seconds of a message of no bytes. product: seconds of a
-    product of no rows. copies: seconds of a copy of T_DI, relative to one of the two products.
+    The first three arguments are relative to the seconds of the products in a forward pass of 4096 tokens:
+
+    link: seconds of a pass's messages.
+    message: seconds of a message of no bytes.
+    product: seconds of a product of no rows.
+    copies: seconds of a copy of T_DI, over the seconds of one of the two products.
     """
     forward = BASE_TOKENS * 2 * SIZES.d_model * SIZES.columns.hidden / MULTIPLY_ADDS_A_SECOND
     row_bytes = BASE_TOKENS * SIZES.d_model * SIZES.element_size
@@ -209,7 +222,7 @@ def machine_profile(*, link: float, message: float, product: float, copies: floa
 
 
 def simulated_curves(profile: Profile, sizes: LayerSizes = SIZES, restore: Restore = KEEP) -> Curves:
-    """Returns the curves that the simulator predicts for a profile."""
+    """Returns the curves of a layer on a machine: the seconds that the simulator predicts from a profile."""
     known: dict[tuple[int, int], float] = {}
 
     def curve(n: int, B: int) -> float:
@@ -229,10 +242,11 @@ n = 2 at 1,024 tokens of a rank, 4 at 2,048 and 8 from 8,192 on."""
 
 
 def losses_between_pairs(machines: int, near: float, seed: int = 0) -> list[float]:
-    """Returns what a restore pair loses with the fastest n of another pair, relative to its own fastest n.
+    """Returns how much longer a step with one restore pair takes if n is the best one of another pair.
 
-    For random machines and tokens, and for every two of the pairs S1 to S4 that are at most ``near`` times
-    as slow as the fastest pair: only among these does memory_reuse=True change from one to another.
+    The results are fractions, for random machines and numbers of tokens, and for every two of the pairs S1 to
+    S4 that take at most ``near`` times as long as the fastest pair. Only among these does memory_reuse=True
+    change from one to another.
     """
     draw = random.Random(seed)
     losses = []

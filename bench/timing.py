@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one variant: one sample a round, of the slowest rank."""
+    """The seconds of one variant: one sample for each round, that of the slowest rank."""
 
     samples: tuple[float, ...]
 
@@ -52,14 +52,15 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """(high - low) / median: the middle half of the samples relative to the median, without unit."""
+        """(high - low) / median: the width of the middle half of the samples, relative to the median."""
         return (self.high - self.low) / self.median
 
     def speedup_over(self, base: "Timing") -> float:
-        """Returns the median over the rounds of base / this.
+        """Returns how many times faster this variant is than ``base``: the median, over the rounds, of base /
+        this.
 
-        Both ran at nearly the same moment of a round, so the median of their ratios is steadier than the
-        ratio of medians. Example: base (2, 4), this (1, 2) -> 2.0.
+        Both ran at nearly the same moment of a round, so that the median of their ratios is steadier than the
+        ratio of their medians. Example: base (2, 4), this (1, 2) -> 2.0.
         """
         if len(base.samples) != len(self.samples):
             raise ValueError(
@@ -118,11 +119,11 @@ OUT = Path("build/bench")
 PROGRESS_SECONDS = 5
 
 BUSY = 0.3
-"""Number of busy cores at the begin of a benchmark above which a warning says that other work ran."""
+"""Number of busy cores, when a benchmark begins, above which a warning says that other work ran."""
 
 
 class Told:
-    """Progress lines on stderr, on the first rank, at least PROGRESS_SECONDS apart."""
+    """Prints progress lines to stderr, on the first rank, at least PROGRESS_SECONDS apart."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -135,7 +136,10 @@ class Told:
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yields the items, and prints which of how many comes next. Example: "round 3 of 12"."""
+    """Yields the items, and prints which of them comes next. Example: "round 3 of 12".
+
+    what: name of an item, such as "round".
+    """
     told = Told()
     for at, each in enumerate(items, start=1):
         told.at(f"{what} {at} of {len(items)}")
@@ -143,7 +147,7 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 
 
 def busy_seconds() -> float:
-    """Returns the busy seconds of all cores since the machine started (Linux)."""
+    """Returns the seconds that cores were busy since the machine started, summed over all cores (Linux)."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -152,9 +156,9 @@ def busy_seconds() -> float:
 
 
 def busy_cores() -> float:
-    """Returns the number of cores that other work used in the second before the benchmark.
+    """Returns the number of cores that other processes used in the second before the benchmark began.
 
-    It is 0 if no benchmark begins: in tests, in the ranks of a benchmark, and for its help text. The load
+    It is 0 in processes that begin no benchmark: tests, ranks of a benchmark, and help texts. The load
     average would not do, because it still contains work that ended a minute ago.
     """
     begins = Path(sys.argv[0]).resolve().parent == ROOT / "bench" and not multiprocessing.parent_process()
@@ -166,7 +170,7 @@ def busy_cores() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Returns the facts that a measurement needs: CPU name, cores, load, Python and torch."""
+    """Returns the facts that belong to a measurement: CPU name, cores, load, Python and torch."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -188,7 +192,7 @@ def _cpu_name() -> str:
 
 
 def code() -> dict[str, Any]:
-    """Returns the measured commit, and whether files differ from it. None if git does not know."""
+    """Returns the measured commit, and whether files differ from it; None if git does not know."""
     try:
         commit, changed = (_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *MEASURED))
     except (OSError, subprocess.CalledProcessError):
@@ -205,11 +209,11 @@ def _git(*arguments: str) -> str:
 
 
 BEGUN = {"machine": machine(), "code": code()}
-"""Machine and code when the benchmark began, so that its own work is not in the load."""
+"""Description of the machine and the code, made when the benchmark began: its own work is not in the load."""
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns aligned text, one line a row. The keys of the first row are the header.
+    """Returns rows as aligned text, one line for each row. The keys of the first row are the header.
 
     Numbers are aligned to the right, words to the left. Floats get four significant digits. A key that a row
     lacks leaves its cell empty. If the machine was busy when the benchmark began, a last line says so.
@@ -225,9 +229,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_json(path: str | Path, **content: Any) -> None:
-    """Writes `content` with `BEGUN`, the command line and the time (UTC). It may contain Timing values.
+    """Writes a benchmark's results to a JSON file, completely or not at all.
 
-    The file appears complete or not at all.
+    The file has ``content``, whose values may be Timings, `BEGUN`, the command line and the time (UTC).
     """
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     document = {"when": now, "command": sys.argv, **BEGUN, **content}

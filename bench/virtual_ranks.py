@@ -23,16 +23,18 @@ from pmoe.kernels.comet.launcher import Divide, Division, Launcher
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.kernels.route import Routes
-from pmoe.measure.fused_kernels import journeys_of
+from pmoe.measure.fused_kernels import fused_routings_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedParameters:
-    """Parameters of the experts of all ranks, one tensor a rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G), b2
-    (E, M).
+    """Parameters of the experts of all ranks, as one tensor for each rank.
 
-    Biases may be None.
+    w1: (E, G, M). E experts of a rank, M = d_model, G = d_hidden, or twice as many for SwiGLU.
+    w2: (E, M, H), H = d_hidden.
+    b1, b2: (E, G) and (E, M), or None.
+    activation: name of the nonlinearity.
     """
 
     w1: Sequence[Tensor]
@@ -53,9 +55,9 @@ class FusedParameters:
         bias: bool,
         like: Tensor,
     ) -> FusedParameters:
-        """Returns random parameters, scaled so that hidden and output are about as large as their input.
+        """Returns random parameters, scaled so that hidden rows and outputs are about as large as the input.
 
-        like: a tensor of their dtype and device.
+        like: a tensor with the dtype and device of the parameters.
         """
         width = 2 * d_hidden if activation == "swiglu" else d_hidden
 
@@ -77,7 +79,7 @@ class FusedParameters:
 
 
 class VirtualRanks:
-    """W virtual ranks with their heaps, for COMET's kernels.
+    """W virtual ranks with their symmetric heaps, for COMET's kernels.
 
     rows: number of rows that each rank can receive.
 
@@ -112,13 +114,16 @@ class VirtualRanks:
             heap.close()
 
     def check(self) -> None:
-        """Waits for the device. Raises HeapError if a rank has waited in vain."""
+        """Waits for the device. Raises HeapError if a kernel has given up waiting for another rank."""
         for heap in self.heaps:
             heap.check()
 
     def fused_routings(self, routes: Routes) -> list[FusedRouting]:
-        """Returns the journeys of a routing with one chunk a rank; see `journeys_of`."""
-        return journeys_of(routes, self.shape, range(self.shape.num_ranks))
+        """Returns, for each virtual rank, where the kernels put its rows (`FusedRouting`).
+
+        routes: the routing of all ranks' tokens, with one chunk for each rank.
+        """
+        return fused_routings_of(routes, self.shape, range(self.shape.num_ranks))
 
     def forward(
         self,
@@ -129,7 +134,13 @@ class VirtualRanks:
         *,
         keep: bool = True,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """Returns T_O (T, M), and T_M by rank if it is kept. It makes two launches."""
+        """Runs forward in two launches. Returns T_O, (T, M), and T_M of each rank; None if it is not kept.
+
+        T is the number of tokens of all ranks, M = d_model. T_O is the layer's output, T_M the hidden
+        activation.
+
+        weight_TK: (T, K), routing weights of K choices of each token.
+        """
         hidden, active = launches.dispatch_hidden(
             self.launcher,
             fused_routings,
@@ -150,9 +161,12 @@ class VirtualRanks:
         given: FusedParameters,
         hidden: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        """Returns dT_I (T, M), dweight (T, K), and by rank dT_M and the weighted activated hidden.
+        """Runs backward in two launches, without the products that give the gradients of parameters.
 
-        It makes two launches, without the products that give gradients of parameters only.
+        Returns the gradient of the tokens (T, M) and of the routing weights (T, K); and for each rank the
+        gradient of T_M, and the activated hidden rows times their weights.
+
+        hidden: T_M of each rank, as `forward` returned it.
         """
         of_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
@@ -169,9 +183,12 @@ class VirtualRanks:
 
 
 class PersistentRanks:
-    """W virtual ranks for FlashDMoE's kernels: one launch of all ranks a pass. Lists are by rank.
+    """W virtual ranks for FlashDMoE's kernels: one launch of all ranks for each pass.
 
-    cell_rows: rows C, in whole tiles, of a cell or of the pool.
+    Arguments and results of the methods that are lists have an element for each rank.
+
+    cell_rows: number of rows C, in whole tiles, of a cell (the rows that one rank sends to one expert) or of
+        the pool of all rows that a rank receives.
     tokens: largest number of tokens of a rank.
 
     Raises the errors of `VirtualRanks`.
@@ -207,9 +224,14 @@ class PersistentRanks:
         *,
         keep: bool = True,
     ) -> list[flashdmoe.RankTensors]:
-        """Returns the tensors of `pmoe.kernels.flashdmoe`. Among them, "result" (T, M) is T_O.
+        """Runs forward. Returns the tensors of each rank's launch; "result" is T_O, (T, M), the layer's
+        output.
 
-        expert: (T, K) experts of all ranks; no row is dropped.
+        `pmoe.kernels.flashdmoe` describes the tensors.
+
+        x: (T, M), the tokens of each rank.
+        weight: (T, K), their routing weights.
+        expert: (T, K), their experts, numbered over all ranks. No row is dropped.
         """
         passes = zip(self.heaps, self._passes(x, weight, expert, given), expert, strict=True)
         made = [
@@ -228,9 +250,11 @@ class PersistentRanks:
         given: FusedParameters,
         forward: Sequence[flashdmoe.RankTensors],
     ) -> list[flashdmoe.RankTensors]:
-        """Returns the tensors of the backward pass. "result" is the gradient of the tokens.
+        """Runs backward. Returns the tensors of each rank's launch; "result" is the gradient of the tokens,
+        (T, M).
 
-        forward: the tensors that `forward` returned, with everything kept.
+        grad: (T, M), the gradients of the outputs.
+        forward: the tensors that `forward` returned with ``keep=True``.
         """
         expert = [of["expert"] for of in forward]
         passes = zip(self._passes(grad, weight, expert, given), forward, strict=True)
@@ -254,11 +278,11 @@ class PersistentRanks:
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:
-    """Returns the routes that `pmoe.kernels.route` would make of the choices, with weights of 1.
+    """Returns the routing of given choices, as `pmoe.kernels.route` would return it, with weights of 1.
 
-    expert_TK: (T, K) int, experts of all ranks' tokens.
-    keep_TK: (T, K) bool; None keeps all rows. Dropped rows have position -1. The rows of a rank begin where
-        they would if all were kept.
+    expert_TK: (T, K) int, the experts that the T tokens of all ranks choose, K each.
+    keep_TK: (T, K) bool, False for choices that are dropped; None keeps all. Dropped choices get position -1.
+        The rows of a rank begin where they would begin if no choice were dropped.
     """
     num_tokens, top_k = expert_TK.shape
     position_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pmoe.papers.fsmoe_table5 import ASSUMPTIONS
 from pmoe.runners.features import SUPPORTED, Feature
 
-REFUSERS = [taker for taker, takes in SUPPORTED.items() if takes != frozenset(Feature)]
+REFUSERS = [component for component, takes in SUPPORTED.items() if takes != frozenset(Feature)]
 """The columns: all but the pipeline, which takes everything."""
 
 
 def options() -> str:
     """Which option goes with what: a row for each feature of a layer."""
     rows = [
-        [words_of(each), *("yes" if each in SUPPORTED[taker] else "no" for taker in REFUSERS)]
+        [words_of(each), *("yes" if each in SUPPORTED[component] else "no" for component in REFUSERS)]
         for each in Feature
     ]
     return markdown(["the layer's options say", *REFUSERS], rows)

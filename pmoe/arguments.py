@@ -109,15 +109,15 @@ def list_of(name: str, values: Any) -> list[Any]:
     raise TypeError(f"{name} ({shown(values)}) must be an iterable, such as a list")
 
 
-def check_kind(kind: type | tuple[type, ...], told: str, **values: object) -> None:
+def check_kind(kind: type | tuple[type, ...], words: str, **values: object) -> None:
     """Raises TypeError unless each value is an instance of ``kind``.
 
     kind: a type or several types, as for isinstance.
-    told: ``kind`` in words, for the error.
+    words: ``kind`` in words, for the error.
     """
     for name, value in values.items():
         if not isinstance(value, kind):
-            raise TypeError(f"{name} ({shown(value)}) must be {told}")
+            raise TypeError(f"{name} ({shown(value)}) must be {words}")
 
 
 def check_path(**paths: object) -> None:

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 import pmoe
-from pmoe.choose import search as searched
+from pmoe.choose import search
 from pmoe.choose.search import load_degrees, save_degrees, stored_path
 from pmoe.cli import main
 from pmoe.cli.cluster import load_cluster
@@ -223,10 +223,10 @@ def in_fields(tables: Any) -> object:
 def kept_degrees(path: Path) -> object:
     """As a layer with pipeline=True finds them."""
     with (
-        mock.patch.object(searched, "_LEARNED", {}),
+        mock.patch.object(search, "_LEARNED", {}),
         mock.patch.dict(os.environ, {"PMOE_CACHE": str(path.parent)}),
     ):
-        return in_fields(searched.load_learned(Ranks(None), CACHED, DEGREES).tables)
+        return in_fields(search.load_learned(Ranks(None), CACHED, DEGREES).tables)
 
 
 of_degrees = stored_as(made_degrees, "save_degrees, or trials, write it", other_format)

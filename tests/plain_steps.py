@@ -24,7 +24,7 @@ from torch import Tensor
 from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
-from pmoe.decide import fused_choice as layer_fused
+from pmoe.decide import fused_choice
 from pmoe.engine.autograd import Path
 from pmoe.engine.variants.send_once import carriers
 from pmoe.gates.capacity import within_capacity
@@ -261,7 +261,7 @@ def using(make_steps: Callable[[Request], Steps | str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_steps, "steps_for", make_steps)
         patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
-        patch.setattr(layer_fused, "PersistentRunner", plain_passes)
+        patch.setattr(fused_choice, "PersistentRunner", plain_passes)
         yield
 
 

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from pmoe.schedule import ring_buffers as rings
-from pmoe.schedule import tasks
+from pmoe.schedule import ring_buffers, tasks
 from pmoe.schedule.tasks import Task, link
 
 
@@ -18,7 +17,7 @@ def _link_without_slots(linked: list[Task], slots: dict[str, str]) -> tuple[Task
 @contextlib.contextmanager
 def rings_reused_early() -> Iterator[None]:
     """Schedules whose waits know no slots; none that was built before, or is built here, is kept."""
-    builders = (rings.rotating_forward, rings.rotating_backward)
+    builders = (ring_buffers.rotating_forward, ring_buffers.rotating_backward)
     for builder in builders:
         builder.cache_clear()
     with mock.patch.object(tasks, "link", _link_without_slots):

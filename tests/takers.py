@@ -23,11 +23,11 @@ from tests.featured import Features, build, differences, expected, found, senten
 from tests.plain_steps import plain_steps, using
 
 
-def wrong_refusal(message: str, taker: str, asked: set[Feature]) -> Iterator[str]:
-    """Where a message is not the sentence of the feature that ``taker`` does not take."""
-    feature = refused(taker, asked)
+def wrong_refusal(message: str, component: str, asked: set[Feature]) -> Iterator[str]:
+    """Where a message is not the sentence of the feature that ``component`` does not take."""
+    feature = refused(component, asked)
     if feature is None:
-        yield f"{taker} takes all of it, and says: {message}"
+        yield f"{component} takes all of it, and says: {message}"
     elif not re.search(sentence(feature), message):
         yield f"{message} does not name {feature.name}"
 
@@ -48,14 +48,16 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
     }
     if Feature.PADDED in features and Feature.NO_CAPACITY not in features:
         asked -= {Feature.NO_CAPACITY}
-    refusing = [taker for feature, taker in LATE.items() if feature in asked and refused(taker, asked)]
+    refusing = [
+        component for feature, component in LATE.items() if feature in asked and refused(component, asked)
+    ]
     try:
         layer = build(features)
     except ValueError as error:
         return list(wrong_refusal(str(error), refusing[0] if refusing else "pipeline", asked))
     missing = {*features} - layer.layer_modules.features
     assert not missing, f"the recipe does not ask for {missing}"
-    return [f"built, though {taker} does not take it" for taker in refusing] or layer
+    return [f"built, though {component} does not take it" for component in refusing] or layer
 
 
 # ---- takers: each yields what is wrong
@@ -74,9 +76,9 @@ def within_budget(features: Features) -> Iterator[str]:
     yield from by_pipeline({*features, Feature.BUDGET})
 
 
-def by_fused_kernels(features: Features, taker: str = "fused") -> Iterator[str]:
+def by_fused_kernels(features: Features, component: str = "fused") -> Iterator[str]:
     """On one rank a call by COMET's kernels takes its counts from the routing kernel, or from the host."""
-    feature = Feature.FUSED if taker == "fused" else Feature.PERSISTENT
+    feature = Feature.FUSED if component == "fused" else Feature.PERSISTENT
     layer = built({*features} - {Feature.FUSED, Feature.PERSISTENT} | {feature})
     if isinstance(layer, list):
         yield from layer
@@ -87,14 +89,14 @@ def by_fused_kernels(features: Features, taker: str = "fused") -> Iterator[str]:
         step = found(layer)
     yield from differences(step, expected(layer))
     assert layer.ran is not None
-    not_taken = refused(taker, layer.layer_modules.features)
+    not_taken = refused(component, layer.layer_modules.features)
     messages = [str(each.message) for each in told]
-    if layer.ran.path.startswith(taker):
+    if layer.ran.path.startswith(component):
         yield from [] if not_taken is None else [f"fused, though {not_taken.name} is not taken"]
     elif not messages:
         yield "not fused, and no reason given"
     elif not re.search(r"memory_reuse \(\S+\) offloads", messages[0]):  # the pair, where it is fixed
-        yield from wrong_refusal(messages[0], taker, {*layer.layer_modules.features})
+        yield from wrong_refusal(messages[0], component, {*layer.layer_modules.features})
 
 
 def by_persistent_kernels(features: Features) -> Iterator[str]:
@@ -130,17 +132,17 @@ def in_a_graph(features: Features) -> Iterator[str]:
     if isinstance(layer, list):
         yield from layer
         return
-    taker = "graph capture" if Feature.PADDED in features else "one rank"
+    component = "graph capture" if Feature.PADDED in features else "one rank"
     found(layer)  # no call is captured before one like it was made
     with capturing():
         try:
             step = found(layer)
         except RuntimeError as error:
             if "may recompute modules, whose random state is on the host" not in str(error):
-                yield from wrong_refusal(str(error), taker, {*layer.layer_modules.features})
+                yield from wrong_refusal(str(error), component, {*layer.layer_modules.features})
             return
     yield from differences(step, expected(layer))
-    not_taken = refused(taker, layer.layer_modules.features)
+    not_taken = refused(component, layer.layer_modules.features)
     yield from [] if not_taken is None else [f"captured, though {not_taken.name} is not taken"]
 
 

@@ -1,7 +1,8 @@
 """A process group of W ranks of which only one exists. Its collectives return at once.
 
-The other ranks route as this one does, in a circle: rank r sends to this rank what this rank sends to the
-rank r places before itself. So loads are even if this rank spreads its rows evenly.
+The other ranks are assumed to route as this one does, but shifted in a circle: what rank r sends to this rank
+is what this rank sends to the rank that is r places before itself. So loads are even if this rank spreads its
+rows evenly.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch.futures import Future
 
 
 class _Done(Work):
-    """A work that is complete when it is issued."""
+    """A Work of torch.distributed that is complete from the start."""
 
     def __init__(self, output: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -36,11 +37,11 @@ class _Done(Work):
 
 
 class _AlikeGroup(dist.ProcessGroup):
-    """Rank 0 of W.
+    """The process group, as rank 0 of W ranks.
 
-    Reduced and broadcast tensors keep their values. An all-to-all of equal parts returns the parts of ranks
-    like this one. An all-to-all with splits, which carries rows, leaves the received memory as it was: no
-    time depends on its values.
+    Reduced and broadcast tensors keep their values. An all-to-all of equal parts returns what ranks like this
+    one would send. An all-to-all with splits, which carries rows, does not write the received rows, because
+    no time depends on their values.
     """
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
@@ -87,7 +88,7 @@ class _AlikeGroup(dist.ProcessGroup):
 
 
 def start(num_ranks: int) -> None:
-    """Makes such a group the default group of this process."""
+    """Makes a group of ``num_ranks`` ranks, of which only this one exists, the process's default group."""
     if "alike" not in dist.Backend.backend_list:
         dist.Backend.register_backend("alike", _AlikeGroup, extended_api=True, devices=["cpu"])
     dist.init_process_group("alike", store=dist.HashStore(), rank=0, world_size=num_ranks)

@@ -1,7 +1,7 @@
-"""Copies between device and host at a chosen rate.
+"""Copies between device and host at a limited rate.
 
-Copies of a CPU are copies in memory, so nothing is gained by avoiding them. A limit holds each copy back
-until its bytes would have passed, as the modelled link does with messages.
+On a CPU both are memory, so that copies cost little. The limit delays the end of each copy until its bytes
+would have been copied at the chosen rate, as the modelled link does with messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.links.link import INFINITE, check_rate
-from pmoe.engine.variants import offload as offloaded
+from pmoe.engine.variants import offload
 from pmoe.measure import rates
 from pmoe.schedule.tasks import Kind
 
@@ -26,9 +26,9 @@ OUT = {
 
 
 class CopyLimit:
-    """Limit for copies.
+    """A limit of the rate of copies.
 
-    bytes_per_second: rate of each direction.
+    bytes_per_second: rate of copies to the host, and of copies from the host.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class CopyLimit:
         self.bytes_per_second = bytes_per_second
 
     def held(self, copy: Callable[[], object], num_bytes: Callable[[], int]) -> None:
-        """Copies, and returns when that many bytes would have been copied.
+        """Runs a copy, and returns when its bytes would have been copied at the limited rate.
 
-        num_bytes: called after the copy.
+        num_bytes: returns the bytes of the copy; called after it.
         """
         end = time.monotonic()
         copy()
@@ -52,11 +52,11 @@ class CopyLimit:
 
 @functools.cache
 def limited_copies() -> CopyLimit:
-    """Returns the limit of all copies of pmoe in this process, those of a profile included."""
+    """Limits all copies of pmoe in this process, also those that measure a profile. Returns the limit."""
     limit = CopyLimit()
     out, back, kinds = (
-        offloaded.OffloadingForward.actions,
-        offloaded.OffloadingBackward.actions,
+        offload.OffloadingForward.actions,
+        offload.OffloadingBackward.actions,
         rates._kinds,
     )
 
@@ -97,7 +97,7 @@ def limited_copies() -> CopyLimit:
         found = kinds(*args)
         return {name: slow(kind) if name.startswith("copy") else kind for name, kind in found.items()}
 
-    offloaded.OffloadingForward.actions = actions_out  # type: ignore[method-assign]
-    offloaded.OffloadingBackward.actions = actions_in  # type: ignore[method-assign]
+    offload.OffloadingForward.actions = actions_out  # type: ignore[method-assign]
+    offload.OffloadingBackward.actions = actions_in  # type: ignore[method-assign]
     rates._kinds = measured
     return limit

@@ -28,7 +28,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class _Setup:
-    """Everything that a rank needs to join. It is the same for all ranks."""
+    """The facts that a rank needs to join the others; they are the same for all ranks."""
 
     world: int
     link: str
@@ -160,9 +160,9 @@ def _join(rank: int, setup: _Setup) -> Link:
 
 
 def _collect(processes: list, pipes: list, end: float) -> list[Any]:
-    """Returns the results of all ranks.
+    """Waits for all ranks, and returns their results.
 
-    After a first failure the others get a few seconds to report theirs.
+    After the first failure of a rank, the others get a few seconds to report theirs.
     """
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Interface of a slow link for a rank's function, and the measured cost of all-to-alls on it."""
+"""The interface of a slow link, and a measurement of the cost of all-to-alls on it."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -12,16 +12,16 @@ INFINITE = float("inf")
 
 
 class Link(Protocol):
-    """Slow link, the first argument of a rank's function."""
+    """A slow link. `launch` passes it to a rank's function as the first argument."""
 
     def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
-        """Sets the rate of the link between nodes. The links inside nodes stay as they are.
+        """Sets the rate of the link between nodes. The links inside nodes keep theirs.
 
-        Call it on all ranks, with no message in flight.
+        All ranks must call it, while no message is being sent.
 
         bytes_per_second: see `bench.links`; float("inf") removes the limit.
-        latency_seconds: seconds that a message to each peer occupies the link besides its bytes (alpha). Must
-            be 0 on the real link, which cannot add any.
+        latency_seconds: seconds for which each message to a peer occupies the link in addition to its bytes.
+            Must be 0 on the real link, which cannot add any.
         """
 
     def set_rates(
@@ -36,26 +36,26 @@ class Link(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sent to other nodes since the last reset.
+        """Bytes that this rank has sent to other nodes since the last reset.
 
-        On the modelled link it is the payload of all-to-alls. On the real link it is the count of the network
-        interface, with every other collective, acknowledgements and headers (one header for a segment of up
-        to 64 KiB): 0.3 % more in all. That count lags a little; a barrier before reading it brings it up to
-        date. The ranks of a node share one interface, and each counts the bytes of all of them.
+        The modelled link counts the payload of all-to-alls. The real link returns the counter of the network
+        interface, which contains all collectives, acknowledgements and headers (one header for a segment of
+        up to 64 KiB): 0.3 % more in all. That counter is a little late; a barrier before reading it brings it
+        up to date. The ranks of a node share one interface, and each rank counts the bytes of all of them.
         """
 
     @property
     def bytes_sent_inside(self) -> int:
-        """Bytes that this rank sent to other ranks of its node since the last reset.
+        """Bytes that this rank has sent to other ranks of its node since the last reset.
 
-        They are counted as in `bytes_sent`.
+        They are counted as those of `bytes_sent`.
         """
 
     def reset_bytes_sent(self) -> None: ...
 
 
 class LinkCost(NamedTuple):
-    """Cost of an all-to-all: seconds = alpha_seconds + bytes that this rank sends / bytes_per_second."""
+    """The cost of an all-to-all: seconds = alpha_seconds + bytes that this rank sends / bytes_per_second."""
 
     alpha_seconds: float
     bytes_per_second: float

@@ -1,4 +1,4 @@
-"""The modelled link: a c10d backend that holds all-to-alls back until a link would have carried them."""
+"""The modelled link: a c10d backend that ends all-to-alls only when a slow link would have carried them."""
 
 import datetime
 import functools
@@ -18,15 +18,16 @@ from bench.links.link import INFINITE, check_rate
 class ModelledLink:
     """A serial full-duplex link of one rank. Messages queue in the order in which they are issued.
 
-    All groups of a process share it, like a network card. A collective occupies it for
+    All groups of a process share the link, as they share a network card. A collective occupies it for
 
         seconds = latency * messages + max(bytes out, bytes in) / rate
 
-    messages is the number of peers that rows go to, or come from, whichever is larger. The maximum is right
-    because a rank that sends little and receives much must wait in reality too.
+    ``messages`` is the number of peers to which rows go, or from which rows come, whichever is larger. The
+    maximum is right because a rank that sends little and receives much must wait in reality too.
 
-    The model does not know when a peer issues its part. So a late peer delays this rank by its lateness only,
-    not by the transfer after it. That favours a sequential layer more than a pipelined one.
+    The model does not know when a peer issues its part of a collective. So a late peer delays this rank only
+    until the peer has come, and not by the transfer that would follow. That favours a sequential layer more
+    than a pipelined one.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ModelledLink:
             self._bytes_sent = 0
 
     def carry(self, sent_bytes: int, received_bytes: int, messages: int = 1) -> float:
-        """Queues a collective that is issued now. Returns the time at which the link has carried it."""
+        """Queues a collective that is issued now. Returns the time at which the link will have carried it."""
         with self._lock:
             self._bytes_sent += sent_bytes
             self._free_at = max(self._free_at, self._clock())
@@ -73,7 +74,9 @@ class ModelledLinks:
     def __init__(self, ranks_per_node: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.ranks_per_node = ranks_per_node
         self.holds_all_reduces = False
-        """Whether all-reduces pass the links too: as rings, each rank sending 2 (W - 1) / W of the bytes."""
+        """Whether all-reduces take time on the links, too: each rank sends 2 (W - 1) / W of the bytes, as in
+        a ring.
+        """
         self.inter, self.intra = ModelledLink(clock=clock), ModelledLink(clock=clock)
 
     def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
@@ -105,12 +108,13 @@ class ModelledLinks:
     def carry(
         self, ranks: Sequence[int], own: int, sent_bytes: Sequence[int], received_bytes: Sequence[int]
     ) -> float:
-        """Queues a message of a group. Returns the time at which all of it is carried.
+        """Queues a collective of a group. Returns the time at which both links will have carried it.
 
         ranks: the group's ranks; ranks[own] is this one.
-        sent_bytes, received_bytes: bytes to and from each of them.
+        own: index of this rank in ``ranks``.
+        sent_bytes, received_bytes: bytes to and from each of these ranks.
 
-        A link that none of these bytes pass is neither occupied nor waited for.
+        A link that carries none of these bytes is not occupied, and is not waited for.
         """
         nodes = [rank // self.ranks_per_node for rank in ranks]
         inside = [i for i, node in enumerate(nodes) if node == nodes[own] and i != own]
@@ -126,9 +130,9 @@ class ModelledLinks:
 
 
 class _LinkWork(Work):
-    """A work of gloo that is done only when the link has carried it.
+    """A Work of gloo that counts as complete only when the link has carried its bytes.
 
-    It never changes, so any thread may wait.
+    The object never changes, so any thread may wait for it.
     """
 
     def __init__(self, inner: Work, ready_at: float, output: torch.Tensor) -> None:
@@ -164,10 +168,10 @@ class _LinkWork(Work):
 
 
 class _ModelledGroup(dist.ProcessGroup):
-    """gloo, with all-to-alls that this process's links hold back.
+    """A gloo process group in which the links of this process delay the end of all-to-alls.
 
-    Only the (rank, size) constructor can be subclassed. An inner backend must be registered, or functional
-    collectives fail with "ProcessGroup name not set".
+    Only the constructor with (rank, size) can be subclassed. An inner backend must be registered, because
+    functional collectives otherwise fail with "ProcessGroup name not set".
     """
 
     def __init__(self, links: ModelledLinks, options: Any, backend_options: Any = None) -> None:

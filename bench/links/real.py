@@ -26,10 +26,10 @@ UNLIMITED_WIRE_RATE = 100e9  # tbf has no infinity
 
 
 class SharedMedium:
-    """The real link as one rank sees it.
+    """The real link, as one rank uses it.
 
-    Bytes of all ranks to other nodes pass one token bucket, in both directions. Bytes between ranks of a node
-    pass another one, on the node's loopback.
+    All bytes between nodes pass one token bucket, in both directions and for all ranks. Bytes between ranks
+    of a node pass another token bucket, on the node's loopback.
     """
 
     def __init__(self, rank: int, world: int, ranks_per_node: int = 1) -> None:
@@ -96,10 +96,10 @@ def interface(node: int) -> str:
 def shared_medium(
     world: int, bytes_per_second: float, ranks_per_node: int = 1, inside_bytes_per_second: float = INFINITE
 ) -> Iterator[None]:
-    """Makes network namespaces pmoe0, pmoe1, ..., one a node, on one medium. Removes them at the end in any
-    case.
+    """Makes network namespaces pmoe0, pmoe1, ..., one for each node, that one token bucket connects.
 
-    What an earlier run left behind when it died is removed first. Raises LinkUnavailableError.
+    They are removed at the end in any case. Namespaces that an earlier run left behind are removed first.
+    Raises LinkUnavailableError if the machine cannot make them.
     """
     if os.geteuid() != 0:
         raise LinkUnavailableError("the real link needs root (network namespaces); use the modelled link")
@@ -152,9 +152,11 @@ def _set_medium_rate(verb: str, payload_bytes_per_second: float) -> None:
 
 
 def _set_loopback_rate(verb: str, node: int, payload_bytes_per_second: float) -> None:
-    """Sets the rate of a node's loopback.
+    """Limits the rate of a node's loopback, over which the ranks of the node communicate.
 
-    A segment on it is one frame of up to 64 KiB, so headers (a thousandth) are not counted.
+    A segment on the loopback is one frame of up to 64 KiB, so headers (a thousandth) are not counted.
+
+    verb: "add" or "change", for the command tc.
     """
     _set_bucket(verb, namespace(node), "lo", payload_bytes_per_second)
 
@@ -182,9 +184,10 @@ def _command(text: str) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Moves this thread, and those that it starts later, into a network namespace.
+    """Moves this thread, and threads that it starts later, into a network namespace.
 
-    It is like `ip netns exec`, but for a running process. So ranks are started in the same way on both links.
+    `ip netns exec` would start a new process. This function works in a running process, so that ranks are
+    started in the same way on both kinds of links.
     """
     clone_newnet = 0x40000000  # <sched.h>
     with open(f"/run/netns/{name}") as space:

@@ -255,7 +255,14 @@ __device__ __forceinline__ void sum_chunk(const Rank& r, const SendTable& send_t
   sum_tokens<T>(r, chunk, team);
 }
 
-// The size of the second product's result in tiles: rows of tiles, and columns of one tile.
+// The division of the second product's result into tiles. The result has a row for each received row, and
+// d_model columns.
+//
+// row_tiles: number of tiles that lie one below the other.
+// columns: number of columns of each tile.
+//
+// of_chunk returns the number of tiles of one chunk of columns, for which a communicating warp must wait
+// before it sends the chunk.
 struct Tiling {
   int row_tiles, columns;
 

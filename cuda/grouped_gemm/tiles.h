@@ -55,8 +55,12 @@ struct FixedShape {
 template <Form kForm, class Shape = TileShape>
 class TileWalk {
  public:
-  // columns: number of columns of the result, or of one of its halves if each tile has the same columns of
-  //     both (SwiGLU).
+  // ends: for each expert the number of rows of this and all earlier experts: where the expert's rows end.
+  // experts: number of experts.
+  // m: number of rows of each expert's result, if the results are weight gradients (Form::kWeight).
+  // columns: number of columns of the result. For SwiGLU, whose result consists of two halves (gate and up),
+  //     number of columns of one half: a tile then has the same columns of both halves.
+  // shape: rows and columns of a tile.
   PMOE_HD TileWalk(const int32_t* ends, int experts, int m, int columns, Shape shape)
       : ends_(ends), experts_(experts), m_(m), shape_(shape), across_(ceil_div(columns, shape.columns)) {
     load_group();

@@ -24,15 +24,15 @@ A subclass in another module may compute something else, so the kernels refuse i
 """
 
 
-def refusal_of(modules: LayerModules, taker: str) -> str | None:
+def refusal_of(modules: LayerModules, component: str) -> str | None:
     """Returns why a part of pmoe cannot take a layer: a text about a feature that the part does not support.
 
     Returns None if the part supports all features of the layer.
 
-    taker: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes calls; a
-        source of row counts; or a prediction of times or memory.
+    component: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes
+        calls; a source of row counts; or a prediction of times or memory.
     """
-    feature = refused(taker, modules.features)
+    feature = refused(component, modules.features)
     if feature is None:
         return None
     kinds = {name: type(getattr(modules, name)).__name__ for name in ("gate", "experts", "order")}

@@ -52,9 +52,10 @@ class LayerCache:
     counted: tuple[int, ...] = ()
 
     def forget_ranks(self) -> None:
-        """Makes the ranks compare their experts and their calls with padded rows again.
+        """Forgets what was found out together with the ranks, because the ranks have a new process group.
 
-        It is called when the ranks have a new process group.
+        In the next calls the ranks compare their experts again, and compare their calls that have padded rows
+        again. Rows are no longer counted for the numbers of chunks of the last call.
         """
         self.differed = None
         self.padded_kinds.clear()
@@ -288,20 +289,20 @@ class LayerModules(PassModules):
         """
         if self.ranks.size > 1 or (self.options.rotates and not self.options.fused):
             return False  # `refusal` says the same, but would first compute the features of the layer
-        takers = ("one rank", "one rank's counts") if self.options.fused else ("one rank",)
-        return any(self.refusal(taker) is None for taker in takers)
+        components = ("one rank", "one rank's counts") if self.options.fused else ("one rank",)
+        return any(self.refusal(component) is None for component in components)
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
         """The features that the layer has and a layer with default options does not have."""
         return features_of(self)
 
-    def refusal(self, taker: str) -> str | None:
+    def refusal(self, component: str) -> str | None:
         """Returns why a part of pmoe cannot take this layer: a text about a feature that it does not support.
 
         Returns None if the part supports all features of the layer.
 
-        taker: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes calls;
-            a source of row counts; or a prediction of times or memory.
+        component: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes
+            calls; a source of row counts; or a prediction of times or memory.
         """
-        return refusal_of(self, taker)
+        return refusal_of(self, component)

@@ -116,9 +116,12 @@ def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choi
 def _choices_of_stage(
     batch: TrialBatch, left: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
 ) -> Sequence[Choice]:
-    """Returns the choices that the next stage tries: the first `STAGE` of those that are left.
+    """Returns the choices that the next stage tries: the first few of those that are left.
 
-    They are all that are left if these need hardly more memory, and two if the memory suffices for no more.
+    - Usually they are the first `STAGE` choices.
+    - If the last choice needs hardly more memory than the last of these, they are all choices that are left.
+    - If `MIN_TOKENS` tokens of these `STAGE` choices do not fit into the allowed memory, they are the first
+      two.
 
     left: the choices that may be the fastest, in order of their memory.
     peaks: predicted peak in bytes of each choice with the whole batch.
@@ -316,7 +319,8 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
     """Returns the fraction of the tokens with which trials need no more than the allowed memory.
 
     batch: the routed batch.
-    peak: the predicted peak in bytes, with all tokens, of the choice that needs most of those to try.
+    peak: the predicted peak in bytes, with all tokens, of the one choice that needs the most memory, among
+        those that will be tried.
     allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
     """
     sizes = batch.sizes

@@ -244,7 +244,8 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
     """Returns the file in $PMOE_CACHE that keeps the results of trials with this key between runs.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    version: version of the file's format. Version 1 was never kept in $PMOE_CACHE.
+    version: version of the file's format, 2 or 3. There are no files of version 1 in $PMOE_CACHE; only users
+        have such files, which `load_degrees` reads.
 
     Returns None if $PMOE_CACHE is not set.
     """
@@ -457,7 +458,7 @@ def load_learned(
     saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key.
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
-    $PMOE_CACHE cannot be used, only warns: the next trials replace it.
+    $PMOE_CACHE cannot be used, the function only warns, because the next trials write a new one.
     """
     # Rank 0's key is sent too, because keys hold settings of users' modules, which may differ between ranks.
     sent: tuple[Mapping[str, Any], Tables | Exception] = (key, {})

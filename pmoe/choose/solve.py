@@ -229,7 +229,10 @@ def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost,
 
 
 def _agreed(grid: Grid, device: torch.device, lines: Sequence[LineCost]) -> list[LineCost]:
-    """Returns lines of which each alpha and each beta is the largest of any rank. Collective.
+    """Returns the costs that all ranks use: lines of which each alpha and each beta is the largest of any
+    rank.
+
+    A line is alpha + beta * size, in seconds. Collective.
 
     grid: the ranks that agree.
     device: of the rows.
@@ -299,9 +302,10 @@ def layer_costs(
 
 
 def step_costs(modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore: Restore) -> StepCosts:
-    """Returns the costs of both passes of a layer, as the solver and the partition of gradients price them.
+    """Returns the predicted costs of the tasks of a layer's forward and backward pass.
 
-    Collective the first time for a layer and a dtype of rows.
+    FSMoE's solver and the partition of gradients use these costs. Collective the first time for a layer and a
+    dtype of rows.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
@@ -422,7 +426,10 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
 def _chunk_key(
     modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore: Restore
 ) -> tuple[object, ...]:
-    """Returns the key of `LayerCache.choosers` for the fixed cost of a chunk. Similar batches share it."""
+    """Returns the key of `LayerCache.choosers` for the fixed cost of a chunk.
+
+    The number of tokens in the key is rounded, so that batches of nearly the same size share a key.
+    """
     return ("chunk cost", modules.options, restore, rows_TM.dtype, rounded_up(num_tokens))
 
 

@@ -139,10 +139,10 @@ class TrialBatch:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The numbers of chunks for which the batch can be cut with its row counts.
+        """The numbers of chunks into which this batch can be cut with the row counts that it has.
 
-        They are all numbers that may be chosen. With ``pipeline="solve"``, they are those of them for which
-        rows were counted.
+        Without ``pipeline="solve"`` they are all numbers that the options allow. With it, they are only the
+        numbers for which rows were counted.
         """
         options = self.modules.options
         if not options.solves:
@@ -153,9 +153,9 @@ class TrialBatch:
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
         """Returns this batch with row counts for some choices.
 
-        Rows are counted again only with ``pipeline="solve"``; that is a collective. If all numbers of chunks
-        divide the largest one, they are counted for that one, too: a step in so many chunks needs the least
-        memory (`pmoe.choose.part_of_batch.smallest_peak`).
+        Rows are counted again only with ``pipeline="solve"``; that is a collective. They are also counted for
+        the largest number of chunks that the options allow, if all other allowed numbers divide it, because a
+        step with the most chunks needs the least memory (`pmoe.choose.part_of_batch.smallest_peak`).
 
         choices: the numbers of chunks and restore pairs.
         """
@@ -169,9 +169,10 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing for trials, whose backward passes do not reduce gradients of other layers.
+        """The routing for trials, without the all-reduces that a gradient reducer adds to backward passes.
 
-        Beside a `pmoe.GradientReducer` the layer's own backward passes do. A trial must not touch gradients.
+        A `pmoe.GradientReducer` sends gradients of other layers during this layer's backward pass. The
+        backward pass of a trial must not, because it is no part of a training step.
         """
         orders = self.orders
         if orders.modules.gradients is not None:
@@ -331,7 +332,7 @@ class Trial:
         forward: the forward pass, after it has run.
         grad_TM: (T, M), the gradient of the layer's output: T tokens, M = d_model.
         """
-        state = forward.left
+        state = forward.saved
         state.wanted = [tensor is not None and tensor.requires_grad for tensor in self.batch.inputs.all]
         return make_backward(forward.plan, grad_TM, state, TrialBackward)
 

@@ -62,23 +62,23 @@ def run_command(args: argparse.Namespace) -> Output:
         ways = plan_ways(rates, **options)
     except ValueError as error:
         raise ValueError(str(error).replace("memory_budget", "--budget", 1)) from None
-    way = ways[0]
+    advice = ways[0]
     fields = {
         **layer.layer_fields(args),
         "slack": args.slack,
-        "device": way.profile.device_type,
+        "device": advice.profile.device_type,
         "budget_bytes": args.budget,
-        "profile": {"path": str(path), **asdict(way.profile.identity), "when": way.profile.when},
-        "ways": [*map(_way_fields, ways)],
+        "profile": {"path": str(path), **asdict(advice.profile.identity), "when": advice.profile.when},
+        "ways": [*map(_advice_fields, ways)],
         "sensitivity": list(sensitivity(rates, ways, **options)) if isinstance(rates, Cluster) else [],
-        "decision": {**_candidate_fields(way.decision, way, args.budget), "why": way.why},
-        "fastest": _candidate_fields(way.fastest, way, args.budget),
-        "candidates": [_candidate_fields(candidate, way, args.budget) for candidate in way.candidates],
-        "python": _python(args, way),
+        "decision": {**_candidate_fields(advice.decision, advice, args.budget), "why": advice.why},
+        "fastest": _candidate_fields(advice.fastest, advice, args.budget),
+        "candidates": [_candidate_fields(candidate, advice, args.budget) for candidate in advice.candidates],
+        "python": _python(args, advice),
     }
     if args.html is not None:
-        _write_page(args, way, fields)
-    return Output(fields, _lines(args, way, fields))
+        _write_page(args, advice, fields)
+    return Output(fields, _lines(args, advice, fields))
 
 
 def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
@@ -119,85 +119,87 @@ def _named_profile(args: argparse.Namespace) -> Profile:
     return profile
 
 
-def _python(args: argparse.Namespace, way: Advice) -> str:
+def _python(args: argparse.Namespace, advice: Advice) -> str:
     """Returns the Python code that builds the layer with the chosen options, so that a user can copy it.
 
-    way: the chosen all-to-all, ESP degree (number of ranks that share each expert), n and restore pair.
+    advice: the chosen all-to-all, ESP degree (number of ranks that share each expert), n and restore pair.
     """
-    profile = way.profile
-    esp = way.sizes.esp_size
-    restore = way.decision.restore
+    profile = advice.profile
+    esp = advice.sizes.esp_size
+    restore = advice.decision.restore
     options: dict[str, Any] = {"memory_reuse": restore.strategy or restore}
-    if way.dispatch != "flat":
-        options |= {"dispatch": way.dispatch, "nodes": profile.num_ranks // profile.num_nodes}
-    line = layer.python_line(args, pipeline=way.decision.forward, **options)
+    if advice.dispatch != "flat":
+        options |= {"dispatch": advice.dispatch, "nodes": profile.num_ranks // profile.num_nodes}
+    line = layer.python_line(args, pipeline=advice.decision.forward, **options)
     if esp == 1:
         return line
     mesh = f"make_meshes(ep={profile.num_ranks // esp}, esp={esp}).experts"
     return f"from pmoe.training.parallel import make_meshes\n{line[:-1]}, mesh={mesh})"
 
 
-def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], int | None]]:
+def _tables(advice: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], int | None]]:
     """Yields the tables of the output: for each, its cells, and which row to highlight.
 
     The first row of cells is the header. The index of the highlighted row counts from below the header; None
     highlights no row.
 
-    way: the chosen all-to-all and ESP degree, with its candidates.
+    advice: the chosen all-to-all and ESP degree, with its candidates.
     fields: the JSON output.
     """
     if fields["sensitivity"]:
         yield by_key(fields["ways"]), 0
         yield by_key(fields["sensitivity"]), None
-    yield by_key(fields["candidates"]), way.candidates.index(way.decision)
+    yield by_key(fields["candidates"]), advice.candidates.index(advice.decision)
 
 
-def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> Iterator[str]:
+def _lines(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of the output: the layer, the profile, the tables, the decision, and Python code.
 
-    way: the chosen all-to-all and ESP degree, with the decision about n and the restore pair.
+    advice: the chosen all-to-all and ESP degree, with the decision about n and the restore pair.
     fields: the JSON output.
     """
     yield layer.describe_layer(args, fields["device"])
-    yield f"rates: {fields['profile']['path']}\n  {way.profile}\n"
-    for rows, marked in _tables(way, fields):
+    yield f"rates: {fields['profile']['path']}\n  {advice.profile}\n"
+    for rows, marked in _tables(advice, fields):
         yield table([[*row, "<-" * (i - 1 == marked)] for i, row in enumerate(rows)]) + "\n"
-    yield from _conclusions(way)
+    yield from _conclusions(advice)
     if args.html is not None:
         yield f"wrote {args.html}"
     yield fields["python"]
 
 
-def _conclusions(way: Advice) -> list[str]:
+def _conclusions(advice: Advice) -> list[str]:
     """Returns lines of text: the decision, its reason, and the fastest candidate.
 
     The fastest candidate is left out if it is the decision. The decision is another candidate if the fastest
     one exceeds the memory budget, or if the restore pair was chosen by Eq. 10 of the MPipeMoE paper and not
     by simulated times.
 
-    way: the chosen all-to-all and ESP degree, with its candidates.
+    advice: the chosen all-to-all and ESP degree, with its candidates.
     """
-    lines = [f"decision: {way.decision}", way.why]
-    return lines + [f"fastest of all: {way.fastest}"] * (way.fastest is not way.decision)
+    lines = [f"decision: {advice.decision}", advice.why]
+    return lines + [f"fastest of all: {advice.fastest}"] * (advice.fastest is not advice.decision)
 
 
-def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> None:
+def _write_page(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) -> None:
     """Writes the HTML page of --html: the output with pictures.
 
-    way: the chosen all-to-all and ESP degree, with its candidates.
+    advice: the chosen all-to-all and ESP degree, with its candidates.
     fields: the JSON output.
 
     Raises ValueError if matplotlib is not installed or the file cannot be written.
     """
     path = args.html
     with refused_as(f"--html ({path}) needs matplotlib: install it, or leave the option out", ImportError):
-        pictures = _pictures(way, args.budget)
-    tables = [part("table", head, rows, [marked], words=1) for (head, *rows), marked in _tables(way, fields)]
+        pictures = _pictures(advice, args.budget)
+    tables = [
+        part("table", head, rows, [marked], words=1) for (head, *rows), marked in _tables(advice, fields)
+    ]
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
-    sentences = [f"{line[:1].upper()}{line[1:]}." for line in _conclusions(way)]
+    sentences = [f"{line[:1].upper()}{line[1:]}." for line in _conclusions(advice)]
     described = layer.describe_layer(args, fields["device"]) + budget
     code = part("code", "In Python:", fields["python"])
-    parts = [described, f"Profile: {way.profile}.", *sentences, *pictures, *tables, code]
+    parts = [described, f"Profile: {advice.profile}.", *sentences, *pictures, *tables, code]
     text = template().render(title="pmoe plan", parts=parts).strip() + "\n"
     with refused_as(f"--html ({path}) must be a file to write", OSError):
         path.write_text(text, encoding="utf-8")
@@ -223,17 +225,17 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
     return scatter_figure(points, title, budget)
 
 
-def _pictures(way: Advice, budget: int | None) -> list[str]:
+def _pictures(advice: Advice, budget: int | None) -> list[str]:
     """Returns the two pictures of the page as HTML.
 
     The first shows each candidate's time over its bytes, the second when each task of the decision would run.
 
-    way: the chosen all-to-all and ESP degree, with its candidates.
+    advice: the chosen all-to-all and ESP degree, with its candidates.
     budget: limit of bytes; None for none.
     """
-    name = f"n={way.decision.forward}, {pair_name(way.decision.restore)}"
-    bars = {name: step_bars(way.sizes, way.profile, way.num_tokens, way.decision)}
-    points = time_over_memory(way, budget)
+    name = f"n={advice.decision.forward}, {pair_name(advice.decision.restore)}"
+    bars = {name: step_bars(advice.sizes, advice.profile, advice.num_tokens, advice.decision)}
+    points = time_over_memory(advice, budget)
     figures = {
         "Predicted time of a step over the bytes that no routing exceeds": points,
         f"The schedule of the decision, {name}, as simulated": drawing(bars, "one step, simulated"),
@@ -241,16 +243,16 @@ def _pictures(way: Advice, budget: int | None) -> list[str]:
     return [part("picture", inline_svg(figure, about), about) for about, figure in figures.items()]
 
 
-def _way_fields(way: Advice) -> dict[str, Any]:
+def _advice_fields(advice: Advice) -> dict[str, Any]:
     """Returns a row of the table that compares all-to-alls and ESP degrees, as values by column name.
 
     An ESP degree is the number of ranks that share each expert. The row has the best n (number of chunks) and
     restore pair, predicted seconds and bytes.
 
-    way: the predictions for one all-to-all and ESP degree.
+    advice: the predictions for one all-to-all and ESP degree.
     """
-    num_bytes = {"even_bytes": way.even_bytes, "promised_bytes": way.decision.memory.promised}
-    return {**way.way, "exposed_seconds": way.exposed_seconds, **num_bytes}
+    num_bytes = {"even_bytes": advice.even_bytes, "promised_bytes": advice.decision.memory.promised}
+    return {**advice.way, "exposed_seconds": advice.exposed_seconds, **num_bytes}
 
 
 def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:

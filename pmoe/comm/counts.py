@@ -164,7 +164,7 @@ class RankCounts:
         return replace(self, recv_device=self.recv, received_once_device=self.received_once)
 
     def travelling(self, rank: int) -> RankCounts:
-        """Returns the counts of the rows that leave this rank or come to it: rows to itself count as 0.
+        """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
 
         rank: this rank's number, which is also the index of its own rows in the counts.
         """
@@ -300,11 +300,13 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
     """Returns F = lcm(degrees) * 2**k, the number of bins in which rows are counted.
 
     Bins are equal ranges of a rank's tokens, and a chunk consists of neighbouring bins. Finer bins allow
-    finer chunks. k grows until F >= lcm(degrees) * num_ranks. Then even a batch that sends all rows to one
-    rank can be cut into chunks that fit into buffers of fixed size (ring slots). k stops earlier where F
-    would exceed `MAX_BINS`, or F * num_experts `MAX_COUNTS`, so that the message of counts stays small.
+    finer chunks. k is the smallest number for which F >= lcm(degrees) * num_ranks: then even a batch that
+    sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). k is
+    smaller if F would otherwise exceed `max_bins`, because the message of row counts must stay small.
 
     degrees: the numbers of chunks that may be chosen.
+    num_ranks: number of ranks of the layer.
+    num_experts: number of experts of all ranks.
 
     Example: degrees (4, 2) on 3 ranks -> 16.
     """
@@ -316,7 +318,14 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
 
 
 def max_bins(num_experts: int) -> int:
-    """Returns the largest number of bins that `num_bins` gives degrees whose lcm is not larger itself."""
+    """Returns the bound up to which `num_bins` may double the number of bins: min(256, 2**16 // num_experts).
+
+    A message of row counts has one count for each bin and each expert, so that the bound limits its size. The
+    constants are `MAX_BINS` and `MAX_COUNTS`. The number of bins exceeds the bound only if the least common
+    multiple of the numbers of chunks does.
+
+    num_experts: number of experts of all ranks.
+    """
     return min(MAX_BINS, MAX_COUNTS // num_experts)
 
 
@@ -333,8 +342,8 @@ HEADER = 4
 
     tokens       number of its tokens
     fault        number of its `Fault`
-    mode         bits such as TRAINING, plus LIFE times `GroupRecord.life`, which tells a process group from a
-                 destroyed one of the same name
+    mode         sum of bits such as TRAINING, and of LIFE times `GroupRecord.life`: the number of the default
+                 process group among those of this job, which distinguishes groups of the same name
     type, layer  index of the rows' dtype in TYPES, plus LAYER times the layer's number (`Ranks.number`)
 """
 
@@ -451,7 +460,7 @@ class CountsExchange:
         mode = mode_of_call(needs_grad=needs_grad, training=training)
         if ranks.size > 1:
             ranks.count_exchange()
-            mode += ranks.standing.life * LIFE
+            mode += ranks.record.life * LIFE
         # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
         header = torch.tensor([num_tokens, fault_number, mode, kind], pin_memory=counts_FE.is_cuda)
         header = header.to(counts_FE.device, non_blocking=True)
@@ -475,7 +484,7 @@ class CountsExchange:
     def finish(self) -> RankCounts:
         """Waits for the counts of the other ranks, and returns the row counts of the call.
 
-        Raises FaultError on every rank if any rank has a fault, or if ranks make different calls.
+        Raises FaultError on every rank if any rank has a fault, or if the ranks do not make the same call.
         """
         if self._work is None:  # a single rank, which waits for no other
             device_FWX, on_host = self._to_host()
@@ -618,13 +627,20 @@ class CountsExchange:
 def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
     """Raises FaultError, on every rank, if the ranks do not make the same call.
 
-    Each rank has sent a header in front of its row counts. If some ranks are in training mode and others are
-    not, the function only warns. It also sets this rank's `GroupRecord.life` to the largest of all ranks.
+    Each rank has sent a header of four numbers in front of its row counts. If some ranks are in training mode
+    and others are not, the function only warns.
 
-    modes: the third number of each rank's header: bits such as TRAINING, and `GroupRecord.life`.
-    kinds: the fourth number of each rank's header: the rows' dtype and the layer's number.
+    The headers also have each rank's `GroupRecord.life`: the number of the default process group, counted
+    over all default groups of this job. The function sets this rank's number to the largest of all ranks, so
+    that all ranks use the same keys in the store.
+
+    modes: for each rank, the third number of its header: the sum of bits such as TRAINING, and of LIFE times
+        its `GroupRecord.life`.
+    kinds: for each rank, the fourth number of its header: the index of the rows' dtype, plus LAYER times the
+        layer's number.
+    ranks: the ranks of the layer.
     """
-    ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
+    ranks.record.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
 
     def with_and_without(flag: int) -> tuple[str, str]:
         """Returns two texts for messages: the ranks that have set the flag, and those that have not.

@@ -78,16 +78,16 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
         return  # no failure: torch raises it on all ranks, to end a checkpoint's second pass early
     if not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
         return
-    standing = ranks.standing
-    if not standing.left:
+    record = ranks.record
+    if not record.reason_left:
         where = f" in {stage}{' of ' if ranks.layer else ''}{ranks.layer}" if stage else ""
-        standing.left = f"{type(error).__name__}{where}: {error}"
-        standing.left_with = f"global rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-        standing.left_at = standing.place() if by_itself else ""
-    tell(standing)
+        record.reason_left = f"{type(error).__name__}{where}: {error}"
+        record.left_with = f"global rank {dist.get_rank()} raised {type(error).__name__}: {error}"
+        record.left_at = record.place() if by_itself else ""
+    publish_leaving(record)
 
 
-def tell(standing: GroupRecord) -> None:
+def publish_leaving(record: GroupRecord) -> None:
     """Publishes in the store the error with which this rank has left a pass over a group.
 
     The error is stored under two keys (`FAILED`):
@@ -96,16 +96,16 @@ def tell(standing: GroupRecord) -> None:
       longer be used.
     - The other key is for ranks that wait for this rank in any other group. This rank's next call empties it.
 
-    standing: this rank's record of the group.
+    record: this rank's record of the group.
     """
     rank = dist.get_rank()
-    text = standing.left_with[:4000]
+    text = record.left_with[:4000]
     failure_published.set()
-    _to_take_back.add(_key(standing, rank))
+    _to_take_back.add(_key(record, rank))
     in_store = {
-        _key(standing, rank): f"{standing.name}\n{standing.left_at}\n{text}",
-        f"{_key(standing, rank)}/{standing.name}": f"{standing.left_at}\n{text}",
-        _any_failed(standing): "",
+        _key(record, rank): f"{record.name}\n{record.left_at}\n{text}",
+        f"{_key(record, rank)}/{record.name}": f"{record.left_at}\n{text}",
+        _any_failed(record): "",
     }
     _write(in_store)
 
@@ -119,12 +119,12 @@ def publish_outside_pass(error: BaseException) -> None:
     world = dist.group.WORLD
     if world is None:
         return
-    standing = record_of_group(world)
+    record = record_of_group(world)
     rank = dist.get_rank()
     text = f"global rank {rank} raised {type(error).__name__}: {error}"[:4000]
     failure_published.set()
-    _to_take_back.add(_key(standing, rank))
-    _write({_key(standing, rank): f"\n\n{text}", _any_failed(standing): ""})
+    _to_take_back.add(_key(record, rank))
+    _write({_key(record, rank): f"\n\n{text}", _any_failed(record): ""})
 
 
 PATIENCE_SECONDS = 3.0
@@ -143,26 +143,26 @@ def settle(ranks: Ranks) -> bool:
     other ranks left, for at most `PATIENCE_SECONDS`. If the result is True, it clears this rank's record of
     leaving.
 
-    After False, the caller must call `tell` again. `tell` then publishes an empty `GroupRecord.left_at`, from
-    which the other ranks see that the group cannot be used, and stop waiting.
+    After False, the caller must call `publish_leaving` again. `publish_leaving` then publishes an empty
+    `GroupRecord.left_at`, from which the other ranks see that the group cannot be used, and stop waiting.
     """
     group = ranks.group
-    standing = ranks.standing
+    record = ranks.record
     assert group is not None
     store = dist.distributed_c10d._get_default_store()
     end = time.monotonic() + PATIENCE_SECONDS
-    keys = [f"{_key(standing, rank)}/{standing.name}" for rank in dist.get_process_group_ranks(group)]
-    while standing.left_at:
+    keys = [f"{_key(record, rank)}/{record.name}" for rank in dist.get_process_group_ranks(group)]
+    while record.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
         # Reports stay in the store. A rank with the place of the last time has not left again since.
-        new_places = [place for place in places if not place or place != standing.settled_at]
-        if new_places == [standing.left_at] * ranks.size:
-            standing.settled_at = standing.left_at
-            standing.left = standing.left_with = standing.left_at = ""
+        new_places = [place for place in places if not place or place != record.settled_at]
+        if new_places == [record.left_at] * ranks.size:
+            record.settled_at = record.left_at
+            record.reason_left = record.left_with = record.left_at = ""
             return True
-        if set(new_places) - {standing.left_at} or time.monotonic() > end:
-            standing.left_at = ""
+        if set(new_places) - {record.left_at} or time.monotonic() > end:
+            record.left_at = ""
         time.sleep(0.01)
     return False
 
@@ -174,7 +174,7 @@ _to_take_back: set[str] = set()
 def withdraw_failures() -> None:
     """Empties this rank's reports of failures in the store, because the rank goes on with another call.
 
-    Reports stay if they are about a group that this rank left in the middle of a pass (`tell` wrote them):
+    Reports stay if they are about a group that this rank left in the middle of a pass (`publish_leaving`):
     ranks that still wait in this group read them, and then stop waiting.
     """
     failure_published.clear()
@@ -183,12 +183,12 @@ def withdraw_failures() -> None:
     _to_take_back.clear()
 
 
-def _key(standing: GroupRecord, rank: int) -> str:
-    return f"{FAILED}/{standing.life}/{rank}"
+def _key(record: GroupRecord, rank: int) -> str:
+    return f"{FAILED}/{record.life}/{rank}"
 
 
-def _any_failed(standing: GroupRecord) -> str:
-    return f"{FAILED}/{standing.life}"
+def _any_failed(record: GroupRecord) -> str:
+    return f"{FAILED}/{record.life}"
 
 
 def _write(values: dict[str, str]) -> None:
@@ -263,14 +263,14 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     raise PeerError(min(reports, key=len))  # the shortest is the cause: peers' errors quote each other's
 
 
-def _look(group: dist.ProcessGroup, told: list[str]) -> None:
-    """Adds to ``told`` the reasons, as texts, why a collective of the group will not end.
+def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
+    """Adds to ``reasons`` the reasons, as texts, why a collective of the group will not end.
 
     The reasons are failures that ranks of the group have published. If there are none, the reasons are peers
     that wait for this rank before a call that this rank will not make (`pmoe.comm.meeting`).
     """
     with contextlib.suppress(RuntimeError):
-        told += failures(group) or left_out(record_of_group(group), group.rank(), range(group.size()))
+        reasons += failures(group) or left_out(record_of_group(group), group.rank(), range(group.size()))
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
@@ -283,24 +283,24 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     - a rank failed outside of any pass (`publish_outside_pass`).
     """
     store = dist.distributed_c10d._get_default_store()
-    standing = record_of_group(group)
-    if not store.check([_any_failed(standing)]):
+    record = record_of_group(group)
+    if not store.check([_any_failed(record)]):
         return []
 
     def value_of(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
     texts = []
-    known_here = names_of_left_groups() - {standing.name}
+    known_here = names_of_left_groups() - {record.name}
     for rank in dist.get_process_group_ranks(group):
         # The rank has left this group, and not all ranks left it at the same place (`settle`).
-        place, _, in_group = value_of(f"{_key(standing, rank)}/{standing.name}").partition("\n")
-        if in_group and not (place and place == standing.settled_at):
+        place, _, in_group = value_of(f"{_key(record, rank)}/{record.name}").partition("\n")
+        if in_group and not (place and place == record.settled_at):
             texts.append(in_group)
-        left, _, rest = value_of(_key(standing, rank)).partition("\n")
+        left_group, _, rest = value_of(_key(record, rank)).partition("\n")
         # The rank has left another group, or no group (`publish_outside_pass`). If this rank has left that
         # group too, the report says nothing about the present group.
-        if rest and left != standing.name and left not in known_here:
+        if rest and left_group != record.name and left_group not in known_here:
             texts.append(rest.partition("\n")[2])
     return texts
 
@@ -346,11 +346,11 @@ def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextM
 
     stage: what the block does, in words. The error of this rank's next call quotes it.
     """
-    return contextlib.nullcontext() if ranks.size == 1 else _telling(ranks, stage)
+    return contextlib.nullcontext() if ranks.size == 1 else _publishing(ranks, stage)
 
 
 @contextlib.contextmanager
-def _telling(ranks: Ranks, stage: str) -> Iterator[None]:
+def _publishing(ranks: Ranks, stage: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -379,7 +379,7 @@ def enter_call(ranks: Ranks, changed: str = "") -> None:
     """
     if ranks.size > 1:
         check_whole(ranks)
-        is_open = ranks.open_call in ranks.standing.open_calls and torch._C._current_graph_task_id() == -1
+        is_open = ranks.open_call in ranks.record.open_calls and torch._C._current_graph_task_id() == -1
         if changed or is_open:
             meet(ranks, changed or IS_OPEN)
     elif ranks.by_default:
@@ -414,9 +414,9 @@ def check_whole(ranks: Ranks) -> None:
     their own and after the same collectives, the group can be used again. To find that out, the function may
     wait some seconds (`settle`).
     """
-    if ranks.size == 1 or not ranks.standing.left:
+    if ranks.size == 1 or not ranks.record.reason_left:
         return
-    standing = ranks.standing
+    record = ranks.record
     if settle(ranks):
         return
     cure = "end all processes and start again from the last checkpoint"
@@ -426,10 +426,10 @@ def check_whole(ranks: Ranks) -> None:
             "ranks, with a new store under torchrun (docs/troubleshooting.md), and go on"
         )
     error = RuntimeError(
-        f"pmoe: {ranks} left its process group in the middle of a pass ({standing.left}), and the group's "
-        f"collectives do not match any more: {cure}"
+        f"pmoe: {ranks} left its process group in the middle of a pass ({record.reason_left}), and the "
+        f"group's collectives do not match any more: {cure}"
     )
-    tell(standing)
+    publish_leaving(record)
     raise error
 
 
@@ -446,7 +446,7 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     if ranks.size == 1:
         return contextlib.nullcontext()
     check_whole(ranks)
-    return ranks.standing.backward_pass(number, ranks.layer)
+    return ranks.record.backward_pass(number, ranks.layer)
 
 
 def meet(ranks: Ranks, why: str) -> None:
@@ -463,7 +463,7 @@ def meet(ranks: Ranks, why: str) -> None:
     with at_stage("waiting for the other ranks before a call", ranks):
         began = time.monotonic()
         timeout = timeout_of(group) or dist.default_pg_timeout
-        meeting = Meeting(group, ranks.standing, why)
+        meeting = Meeting(group, ranks.record, why)
         while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
             texts = failures(group)
             if texts:

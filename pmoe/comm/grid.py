@@ -52,12 +52,15 @@ class Grid:
         return self.esp.size > 1
 
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
-        """Turns counts for P ranks into counts for the W = P * L ranks that hold the same experts.
+        """Copies counts for each of P ranks to the L ranks that share the experts of that rank.
+
+        P is the number of ranks among which rows are dispatched. Each of their experts is split over L ranks,
+        which all must know how many rows the expert gets.
 
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
-            ranks among which rows are dispatched.
+            ranks.
 
-        Returns (F, W, X). L ranks hold parts of the same experts, so all L of them get the same counts.
+        Returns (F, W, X), with the W = P * L ranks of the layer in order of their number in ``all``.
         """
         if not self.is_sharded:
             return counts_FPX
@@ -68,7 +71,7 @@ class Grid:
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
         """Reorders the source ranks of counts into the order in which their rows lie after the gathering.
 
-        Rows are gathered from the L ranks that share experts.
+        The gathering collects the rows that each of the L ranks that share experts has received.
 
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.

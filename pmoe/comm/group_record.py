@@ -25,7 +25,7 @@ class GroupRecord:
     life: the number of the default group under which the group was made: 1 for the first one that layers used
         in this job, 2 for the second. torchrun's store outlives a group that is destroyed and made again
         under the same name; this number in the keys of the store tells the two groups apart.
-    left: why this rank left a pass in the middle; "" while the group is whole.
+    reason_left: why this rank left a pass in the middle; "" while the group is whole.
     left_with: the text of that error, as peers get it.
     left_at: `place` at the moment when this rank left by an error of its own; "" if a peer or a collective
         caused the error. If all ranks left by errors of their own at the same place, the group can be used
@@ -45,7 +45,7 @@ class GroupRecord:
 
     name: str = ""
     life: int = 0
-    left: str = ""
+    reason_left: str = ""
     left_with: str = ""
     left_at: str = ""
     settled_at: str = ""
@@ -66,7 +66,10 @@ class GroupRecord:
         return f"{self.exchanges} {collectives.begun - self.begun_before} {self.backward_of}"
 
     def open_call(self, number: int) -> None:
-        """Records that the call with this number may have a backward pass later."""
+        """Records that the call with this number may have a backward pass later.
+
+        At most `MOST_OPEN` calls are kept; the oldest are dropped.
+        """
         self.open_calls[number] = None
         if len(self.open_calls) > MOST_OPEN:
             del self.open_calls[next(iter(self.open_calls))]
@@ -99,7 +102,7 @@ collectives: Collectives = Collectives()
 MOST_OPEN = 1024
 """The most call numbers that `GroupRecord.open_calls` keeps."""
 
-_standings: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
 
 
 def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
@@ -107,11 +110,11 @@ def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
 
     group: a group that torch.distributed knows (`is_known`).
     """
-    standing = _standings.get(group)
-    if standing is None:
-        standing = GroupRecord(name=str(group.group_name), life=_life())
-        _standings[group] = standing
-    return standing
+    record = _records.get(group)
+    if record is None:
+        record = GroupRecord(name=str(group.group_name), life=_life())
+        _records[group] = record
+    return record
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
@@ -121,7 +124,7 @@ def is_known(group: dist.ProcessGroup) -> bool:
 
 def names_of_left_groups() -> set[str]:
     """Returns the names of the groups in which an error made this rank leave a pass before its end."""
-    return {standing.name for standing in _standings.values() if standing.left}
+    return {record.name for record in _records.values() if record.reason_left}
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -135,10 +138,13 @@ A header of row counts has only a few bits for them.
 
 
 def _life() -> int:
-    """Counts the default process groups with which this rank has used layers, the present one included.
+    """Returns the number of the present default process group, counted over those of this job: 1, 2, ...
 
-    The count is in the default group's store, which is asked once for each default group. The result is 0 if
-    there is no default group, no store, or no answer within 5 seconds.
+    Groups that are destroyed and made again may have the same names. The number distinguishes the keys of the
+    old and the new group in the store. Only default groups with which this rank has used layers are counted.
+
+    The counter is in the default group's store, which is asked once for each default group. The result is 0
+    if there is no default group, no store, or no answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

@@ -4,8 +4,8 @@ A rank may skip the backward pass of a layer's last call and call the layer agai
 backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
 before the call detects this:
 
-- A rank comes to a meeting only if it has not run the backward pass of the layer's last call. If all ranks
-  have run this pass, or none has, then all come to the meeting, or none does.
+- A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
+  If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, none comes.
 - If a peer runs that backward pass while a rank waits in a meeting, the waiting rank has skipped the pass:
 
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
@@ -15,8 +15,8 @@ A rank also comes to a meeting if its options were changed since its last call, 
 sizes would abort the processes of its peers. If all ranks have changed their options, all come.
 
 A call has the number of its exchange of row counts. The exchange is a collective, so all ranks have the same
-number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so no meeting is held for a backward pass
-there.
+number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no meeting for a backward pass
+on a GPU.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class Meeting:
         waiting/RANK  of a rank that waits, three lines: the call's number, `GroupRecord.open_calls`, why;
                       empty again when the rank goes on
 
-    standing: this rank's record of the group.
+    record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
     is_complete: whether this rank is the last one to come. Otherwise `has_all` waits for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, standing: GroupRecord, why: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, record: GroupRecord, why: str) -> None:
         self._store = dist.distributed_c10d._get_default_store()
-        self._standing = standing
-        self._folder = _folder(standing)
+        self._record = record
+        self._folder = _folder(record)
         self._rank = dist.get_rank(group)
-        self._call = standing.exchanges + 1
+        self._call = record.exchanges + 1
         self._why = why
-        standing.meetings += 1
-        self._number = standing.meetings
+        record.meetings += 1
+        self._number = record.meetings
         self._is_published = False
         size = dist.get_world_size(group)
         self.is_complete: bool = int(self._store.add(f"{self._folder}/{self._number}", 1)) >= size
@@ -101,35 +101,35 @@ class Meeting:
         return True
 
     def publish(self) -> None:
-        """Writes into the store which call this rank is about to make, and why it waits for the other ranks.
+        """Writes into the store before which call this rank waits, and why it waits for the other ranks.
 
         Peers read this with `left_out`, and raise an error if they will not make that call.
         """
         if not self._is_published:
-            numbers = ",".join(map(str, self._standing.open_calls))
+            numbers = ",".join(map(str, self._record.open_calls))
             self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{numbers}\n{self._why}")
             self._store.set(f"{self._folder}/waiting", "")
             self._is_published = True
 
     def leave(self) -> None:
         """Ends this rank's part in the meeting, after all ranks have come."""
-        self._standing.last_meeting = self._call
+        self._record.last_meeting = self._call
         if self._is_published:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")
 
 
-def left_out(standing: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
+def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits for this rank before a call that it will not make.
 
     In each case the peer and this rank do different things: this rank runs a backward pass that the peer has
     skipped, or this rank has already made the call for which the peer waits.
 
-    standing: this rank's record of the group.
+    record: this rank's record of the group.
     own_rank: this rank's number in the group.
     ranks: the numbers in the group of the ranks to look at.
     """
     store = dist.distributed_c10d._get_default_store()
-    folder = _folder(standing)
+    folder = _folder(record)
     if not store.check([f"{folder}/waiting"]):
         return []
     sentences = []
@@ -142,15 +142,15 @@ def left_out(standing: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list
         without_backward = set(map(int, filter(None, numbers.split(","))))
         # Two cases: this rank runs a backward pass that the peer has skipped; or this rank has made the call
         # for which the peer waits, and has not met anyone before it.
-        if standing.backward_of in without_backward and int(call) > standing.exchanges:
+        if record.backward_of in without_backward and int(call) > record.exchanges:
             sentences.append(
                 f"rank {rank} begins its next call without the backward pass of "
-                f"{standing.backward_of_layer}, which rank {own_rank} is running: {CURE}"
+                f"{record.backward_of_layer}, which rank {own_rank} is running: {CURE}"
             )
-        elif standing.last_meeting < int(call) <= standing.exchanges:
+        elif record.last_meeting < int(call) <= record.exchanges:
             sentences.append(f"rank {rank} {why}")
     return sentences
 
 
-def _folder(standing: GroupRecord) -> str:
-    return f"pmoe/meet/{standing.life}/{standing.name}"
+def _folder(record: GroupRecord) -> str:
+    return f"pmoe/meet/{record.life}/{record.name}"

@@ -42,7 +42,7 @@ class Ranks:
     number: int = 0
     call: int = 0
     open_call: int = 0
-    _standing: GroupRecord | None = None
+    _record: GroupRecord | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -93,15 +93,15 @@ class Ranks:
         return "" if self.group is None else f"{self.group.group_name} {self.members}"
 
     @property
-    def standing(self) -> GroupRecord:
+    def record(self) -> GroupRecord:
         """This rank's record of the group: the calls that have used it, and the errors that ended a pass.
 
         A single rank has no group and no record.
         """
-        if self._standing is None:
+        if self._record is None:
             assert self.group is not None
-            self._standing = record_of_group(self.group)
-        return self._standing
+            self._record = record_of_group(self.group)
+        return self._record
 
     def reconnect(self) -> bool:
         """Takes the default group if the group was lost by pickling, or was a destroyed default group.
@@ -130,7 +130,7 @@ class Ranks:
         self.number = 0
         self.call = 0
         self.open_call = 0
-        self._standing = None
+        self._record = None
         return was_destroyed
 
     def _refuse_destroyed(self) -> NoReturn:
@@ -150,9 +150,9 @@ class Ranks:
 
         Its number is also the number of the layer's call.
         """
-        self.standing.exchanges += 1
-        self.standing.begun_before = collectives.begun
-        self.call = self.standing.exchanges
+        self.record.exchanges += 1
+        self.record.begun_before = collectives.begun
+        self.call = self.record.exchanges
 
     def expect_backward(self, device: torch.device) -> int:
         """Records that the layer's current call may have a backward pass later. Returns the call's number.
@@ -167,7 +167,7 @@ class Ranks:
         if self.size == 1 or device.type != "cpu" or torch._C._current_graph_task_id() != -1:
             return 0
         self.open_call = self.call
-        self.standing.open_call(self.call)
+        self.record.open_call(self.call)
         return self.call
 
     def take_number(self) -> None:
@@ -176,8 +176,8 @@ class Ranks:
         All ranks take part in the same exchange, so they give the layer the same number. Ranks compare it in
         later exchanges, to find out if one of them calls another layer.
         """
-        self.standing.num_layers += 1
-        self.number = self.standing.num_layers
+        self.record.num_layers += 1
+        self.number = self.record.num_layers
 
     def of_layer(self, name: str) -> Ranks:
         """Returns a copy of these ranks for a layer of this name, with the same group."""

@@ -118,9 +118,7 @@ class Topology:
 
     @property
     def is_level(self) -> bool:
-        """Whether there is only one node, or only one rank on each node, so that one flat collective does
-        all.
-        """
+        """Whether one flat collective suffices: there is only one node, or each node has only one rank."""
         return self.num_nodes == 1 or self.max_local == 1
 
     @cached_property
@@ -143,7 +141,7 @@ class Topology:
     def across(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that have the same place in their nodes as ``rank``, in group order.
 
-        A node with too few ranks has none at this place.
+        A node that has fewer ranks than this place needs is left out.
         """
         place = self.place(rank)
         ranks = (node[place] for node in self.members if place < len(node))

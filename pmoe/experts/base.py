@@ -295,9 +295,13 @@ class Experts(nn.Module, abc.ABC):
         def __call__(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor: ...
 
     def compute_alone(self, x: Tensor) -> Tensor:
-        """Computes every row (T, M) with the only expert, by operations that autograd differentiates.
+        """Computes all rows (T, M) with the only expert of this object, for a layer's shared expert. Returns
+        (T, M).
 
-        Raises TypeError in this default. A class that is used for shared experts with hooks implements it.
+        T is the number of tokens, M = d_model. Autograd must be able to differentiate the operations. The
+        layer calls it, by `forward`, if the shared expert has hooks or is in a wrapper.
+
+        Raises TypeError in this class. A subclass for such shared experts must implement the method.
         """
         raise TypeError(
             f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "

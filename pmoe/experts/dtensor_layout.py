@@ -47,10 +47,11 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Registers two hooks on the steps of all optimizers of this process; later calls do nothing.
+    """Makes every step of every optimizer of this process check and mark the experts' parameters.
 
-    The first hook runs before a step, and raises if the optimizer has a parameter that was replaced. The
-    second runs after a step, and increments the version counters of the DTensors that the step has changed.
+    It registers two hooks, once. Before a step, `_check_optimizer` raises if the optimizer still has a
+    parameter that `replace_parameter` has replaced. After a step, `_count_versions` increments the version
+    counters of the experts' DTensors, so that a step between forward and backward is noticed.
     """
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_count_versions)

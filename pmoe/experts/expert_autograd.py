@@ -2,10 +2,10 @@
 
 The graph is kept without the tensors that autograd saves for it. Forward (`record`) returns these tensors to
 the caller, who keeps them or copies them to the host. Backward (`gradients`) gets them back. While autograd
-writes or reads them, they are in a `SavedTensorSlots`, which this file calls the graph's shelf:
+writes or reads them, they are in a `SavedTensorSlots`, the graph's saved_slots:
 
-    forward    shelf.open -> put, put, ... -> seal -> close     close returns the tensors
-    backward   shelf.tensors = ..., shelf.rows = ... -> get, get, ... -> close
+    forward    saved_slots.open -> put, put, ... -> seal -> close     close returns the tensors
+    backward   saved_slots.tensors = ..., saved_slots.rows = ... -> get, get, ... -> close
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SavedTensorSlots:
     """Holds the tensors that autograd saves for one expert's graph, while it writes or reads them.
 
     `put` and `get` are the saved-tensor hooks of the graph. All tensors may have any shape. Variables call
-    such an object the graph's shelf.
+    such an object the graph's saved_slots.
 
     own_storages: addresses of the storages of the modules' parameters and buffers.
     own: the parameters and buffers that were saved.
@@ -192,17 +192,17 @@ def saves_plainly() -> bool:
 class Graph:
     """The autograd graph of one expert's rows of a chunk (micro-batch), without the tensors that it saved.
 
-    at: the slice of the chunk's rows that the expert computed.
-    shelf: the `SavedTensorSlots` that holds the saved tensors while autograd writes or reads them.
-    num_tensors: number of tensors that the shelf held after the recording.
+    chunk_rows: the slice of the chunk's rows that the expert computed.
+    saved_slots: the `SavedTensorSlots` that holds the saved tensors while autograd writes or reads them.
+    num_tensors: number of tensors that saved_slots had after the recording.
     rows: the autograd edge of the input rows, at which their gradient is read.
     output: the autograd edge of the output, where differentiation starts; None if nothing in the graph needs
         a gradient.
     saved_output: the index of the output (T_DO) among the saved tensors; -1 if the output was not saved.
     """
 
-    at: slice
-    shelf: SavedTensorSlots
+    chunk_rows: slice
+    saved_slots: SavedTensorSlots
     num_tensors: int
     rows: GradientEdge
     output: GradientEdge | None
@@ -229,36 +229,40 @@ class _Enter(torch.autograd.Function):
 
 
 def record(
-    run: Callable[[Tensor], Tensor], rows: Tensor, at: slice, shelf: SavedTensorSlots, own_rows: bool = False
+    run: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    chunk_rows: slice,
+    saved_slots: SavedTensorSlots,
+    own_rows: bool = False,
 ) -> tuple[Graph, Tensor]:
     """Runs one expert on its rows and records the autograd graph.
 
-    Returns the graph and the detached output. ``shelf`` then holds the tensors that autograd saved.
+    Returns the graph and the detached output. ``saved_slots`` then holds the tensors that autograd saved.
 
     run: the expert, or another function of rows, such as a user's callback.
     rows: (rows, columns), the rows of the chunk (micro-batch) that ``run`` gets.
-    at: which of the chunk's rows these are.
-    shelf: an empty `SavedTensorSlots`.
+    chunk_rows: which of the chunk's rows these are.
+    saved_slots: an empty `SavedTensorSlots`.
     own_rows: who keeps the input rows until backward.
         False, for experts: the engine has the rows (T_DI) anyway. Views of them are not stored, and the
-        caller must set ``shelf.rows`` before backward. The output is stored, because experts need it in
+        caller must set ``saved_slots.rows`` before backward. The output is stored, because experts need it in
         backward.
         True, for callbacks: nobody else has the rows. Views of them are stored like any other saved tensor,
         and the output is not stored.
     """
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
-    shelf.checks_own = saves_plainly()
-    with torch.enable_grad(), saved_tensors_hooks(shelf.put, shelf.get):
+    saved_slots.checks_own = saves_plainly()
+    with torch.enable_grad(), saved_tensors_hooks(saved_slots.put, saved_slots.get):
         entered_rows = _Enter.apply(anchor, rows)  # type: ignore[no-untyped-call]
         rows_edge = get_gradient_edge(entered_rows)  # before run: an in-place operation changes it
-        shelf.open(torch.empty(0) if own_rows else entered_rows.detach())
+        saved_slots.open(torch.empty(0) if own_rows else entered_rows.detach())
         output = run(entered_rows)
-    saved_output = -1 if own_rows else shelf.put(output)
-    shelf.seal()
+    saved_output = -1 if own_rows else saved_slots.put(output)
+    saved_slots.seal()
     graph = Graph(
-        at=at,
-        shelf=shelf,
-        num_tensors=len(shelf.tensors),
+        chunk_rows=chunk_rows,
+        saved_slots=saved_slots,
+        num_tensors=len(saved_slots.tensors),
         rows=rows_edge,
         output=get_gradient_edge(output) if output.requires_grad else None,
         saved_output=saved_output,
@@ -271,7 +275,8 @@ def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Se
 
     The gradient is None for a tensor that requires none, or that the graph does not use.
 
-    graph: the graph. ``graph.shelf`` (a `SavedTensorSlots`) must hold the tensors that autograd saved for the
+    graph: the graph. ``graph.saved_slots`` (a `SavedTensorSlots`) must hold the tensors that autograd saved
+    for the
         graph. The tensors stay in it.
     wanted: the parameters, of any shape.
     grad_output: the gradient of the graph's output, of the same shape.

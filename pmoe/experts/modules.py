@@ -154,24 +154,25 @@ class ModuleExperts(Experts):
         graphs = list[Graph]()
         tensors = list[Tensor]()
         for graph, output in self._graphs(rows_NM, groups):
-            out[graph.at] = output * weight_N[graph.at].unsqueeze(1)
-            tensors += graph.shelf.close()
+            out[graph.chunk_rows] = output * weight_N[graph.chunk_rows].unsqueeze(1)
+            tensors += graph.saved_slots.close()
             graphs.append(graph)
         return out, Hidden(tensors=tensors, graph=graphs)
 
     def _graphs(self, rows_NM: Tensor, groups: RowGroups) -> Iterator[tuple[Graph, Tensor]]:
         """Runs each expert that has rows, and yields its autograd graph and its output.
 
-        The caller must take the tensors that autograd saved (``graph.shelf.close()``) before the next pair.
+        The caller must take the tensors that autograd saved (``graph.saved_slots.close()``) before the next
+        pair.
         """
         own_storages = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in itertools.chain(self.parameters(), self.buffers())
         )
         for expert, at in groups.slices():
-            shelf = SavedTensorSlots(own_storages)
-            graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, shelf)
-            if shelf.rows_changed:
+            saved_slots = SavedTensorSlots(own_storages)
+            graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, saved_slots)
+            if saved_slots.rows_changed:
                 # The graph's rows have a version counter of their own (`_Enter`). The engine reads that of
                 # rows_NM.
                 increment_version(rows_NM)
@@ -212,9 +213,9 @@ class ModuleExperts(Experts):
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
             for graph, _ in self._graphs(expert_rows.rows_NM, expert_rows.groups):
                 for buffer, version in changed:
-                    if buffer._version == version and graph.shelf.has_saved(buffer):
+                    if buffer._version == version and graph.saved_slots.has_saved(buffer):
                         raise changed_in_place(buffer)
-                tensors += graph.shelf.close()
+                tensors += graph.saved_slots.close()
                 graphs.append(graph)
         return Hidden(tensors=tensors, graph=graphs, expendable=True)
 
@@ -259,11 +260,11 @@ class ModuleExperts(Experts):
         for part, runs in parts:
             for graph in part.graph:
                 forward_rows, backward_rows = next(
-                    run for run in runs if run[0].start <= graph.at.start < run[0].stop
+                    run for run in runs if run[0].start <= graph.chunk_rows.start < run[0].stop
                 )
-                start = backward_rows.start + graph.at.start - forward_rows.start
-                at = slice(start, start + graph.at.stop - graph.at.start)
-                graphs.append(replace(graph, at=at))
+                start = backward_rows.start + graph.chunk_rows.start - forward_rows.start
+                at = slice(start, start + graph.chunk_rows.stop - graph.chunk_rows.start)
+                graphs.append(replace(graph, chunk_rows=at))
             tensors += part.tensors
         return Hidden(tensors=tensors, graph=graphs)
 
@@ -292,19 +293,19 @@ class ModuleExperts(Experts):
         totals: list[Tensor | None] = [None] * len(parameters)
         saved_tensors = iter(hidden.tensors)
         for graph in hidden.graph:
-            at = graph.at
-            shelf = graph.shelf
-            shelf.tensors = list(itertools.islice(saved_tensors, graph.num_tensors))
-            shelf.rows = expert_rows.rows_NM[at]
-            output = shelf.get(graph.saved_output)
+            at = graph.chunk_rows
+            saved_slots = graph.saved_slots
+            saved_slots.tensors = list(itertools.islice(saved_tensors, graph.num_tensors))
+            saved_slots.rows = expert_rows.rows_NM[at]
+            output = saved_slots.get(graph.saved_output)
             grad_weight_N[at] = row_dot(output, grad_NM[at].to(output.dtype)).to(grad_weight_N.dtype)
             if graph.output is None:
                 out[at] = 0
-                shelf.close()
+                saved_slots.close()
                 continue
             grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)
             grads = gradients(graph, parameters, grad_output)
-            shelf.close()
+            saved_slots.close()
             out[at] = 0 if grads[0] is None else grads[0]
             for i, grad in enumerate(grads[1:]):
                 total = totals[i]

@@ -118,7 +118,7 @@ def expert_product(
     bias_EO: Tensor | None = None,
     out: Tensor | None = None,
     scale_N: Tensor | None = None,
-    way: str | None = None,
+    method: str | None = None,
 ) -> Tensor:
     """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O).
 
@@ -128,13 +128,13 @@ def expert_product(
     bias_EO: (E, O); None adds nothing.
     out: (N, O), memory for the result; None allocates it.
     scale_N: (N,), a factor for each row; None is 1.
-    way: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
+    method: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
     """
-    way = choice("forward", rows_NI, weight_EOI, groups, bias_EO, out) if way is None else way
-    if way == PMOE:
+    method = choice("forward", rows_NI, weight_EOI, groups, bias_EO, out) if method is None else method
+    if method == PMOE:
         scale = None if scale_N is None else scale_of(scale_N, rows_NI)  # the kernel scales before it rounds
         return grouped_gemm.product(rows_NI, weight_EOI, groups.ends_E, bias_EO=bias_EO, scale=scale, out=out)
-    if way == GROUPED_MM:
+    if method == GROUPED_MM:
         result = F.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=groups.ends_E)
         out = result.contiguous() if out is None else out.copy_(result)
     else:
@@ -162,7 +162,7 @@ def expert_input_gradient(
     weight_EOI: Tensor,
     groups: RowGroups,
     out: Tensor | None = None,
-    way: str | None = None,
+    method: str | None = None,
 ) -> Tensor:
     """Returns grad @ weight[e] for the rows of each expert e: the gradient of the rows, (N, I).
 
@@ -170,12 +170,12 @@ def expert_input_gradient(
     weight_EOI: (E, O, I), a matrix for each of E experts, with I input features.
     groups: where each expert's rows begin and end.
     out: (N, I), memory for the result; None allocates it.
-    way: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
+    method: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
     """
-    way = choice("input", grad_NO, weight_EOI, groups, None, out) if way is None else way
-    if way == PMOE:
+    method = choice("input", grad_NO, weight_EOI, groups, None, out) if method is None else method
+    if method == PMOE:
         return grouped_gemm.input_gradient(grad_NO, weight_EOI, groups.ends_E, out=out)
-    return expert_product(grad_NO, weight_EOI.transpose(1, 2), groups, out=out, way=way)
+    return expert_product(grad_NO, weight_EOI.transpose(1, 2), groups, out=out, method=method)
 
 
 class GradientSum:
@@ -208,22 +208,24 @@ class GradientSum:
         self._of_expert = self.total.unbind()
         self._first = True
 
-    def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, way: str | None = None) -> None:
+    def add_weight(
+        self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, method: str | None = None
+    ) -> None:
         """Adds the weights' gradient of some rows: for each expert e, grad[of e]^T @ rows[of e] to total[e].
 
         grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
         rows_NI: (N, I), the rows of I input features that the results were computed from.
         groups: where each expert's rows begin and end.
-        way: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
+        method: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
         """
-        way = choice("weight", grad_NO, rows_NI, groups, None, self.total) if way is None else way
+        method = choice("weight", grad_NO, rows_NI, groups, None, self.total) if method is None else method
         # pmoe's kernel writes the parameter's dtype, but adds in float32 only.
-        if way == PMOE and (self._first or self.total.dtype == torch.float32):
+        if method == PMOE and (self._first or self.total.dtype == torch.float32):
             grouped_gemm.weight_gradient(
                 grad_NO, rows_NI, groups.ends_E, out=self.total, accumulate=not self._first
             )
-        elif way != LOOP:
-            self.add(_weight_gradient(way, grad_NO, rows_NI, groups))
+        elif method != LOOP:
+            self.add(_weight_gradient(method, grad_NO, rows_NI, groups))
         else:
             if self._first and 0 in groups.counts:
                 self.total.zero_()
@@ -249,9 +251,9 @@ class GradientSum:
             # A product with ones sums in a fixed order, unlike atomic adds, so the result repeats to the bit.
             # 8 columns are the least that kernels take: 16 bytes a row.
             ones = grad_NO.new_ones(grad_NO.shape[0], 8)
-            way = choice("weight", grad_NO, ones, groups)
-            if way != LOOP:
-                self.add(_weight_gradient(way, grad_NO, ones, groups)[..., 0])
+            method = choice("weight", grad_NO, ones, groups)
+            if method != LOOP:
+                self.add(_weight_gradient(method, grad_NO, ones, groups)[..., 0])
                 return
         if self._first and 0 in groups.counts:
             self.total.zero_()
@@ -278,15 +280,15 @@ class GradientSum:
         return self.total.to(self._dtype)
 
 
-def _weight_gradient(way: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> Tensor:
+def _weight_gradient(method: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> Tensor:
     """Returns grad[rows of e]^T @ rows[rows of e] for each expert e, (E, O, I), from one kernel launch.
 
-    way: PMOE for pmoe's kernel, anything else for torch's grouped_mm.
+    method: PMOE for pmoe's kernel, anything else for torch's grouped_mm.
     grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
     rows_NI: (N, I), the rows of I input features.
     groups: where each of the E experts' rows begin and end.
     """
-    if way == PMOE:
+    if method == PMOE:
         return grouped_gemm.weight_gradient(grad_NO, rows_NI, groups.ends_E)
     products = F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E)
     for expert, count in enumerate(groups.counts):

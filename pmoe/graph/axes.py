@@ -633,10 +633,11 @@ def _new(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.permute.default, aten.transpose.int, aten.t.default)
 def _permute(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a permutation into parts: along each dimension, or as summands.
+    """Yields the ways to cut the input and the result of a permutation of dimensions into parts.
 
-    Each dimension comes with its position in the result. The sum of permuted summands (`SUM`) is the permuted
-    sum.
+    The input may be cut along any dimension; the result is then cut along the same dimension, which has
+    another index. The parts may also be summands: the permutation of a sum is the sum of the permuted
+    summands (`SUM`).
     """
     rank = len(shape(node))
     order = list(range(rank))

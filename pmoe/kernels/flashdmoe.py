@@ -151,12 +151,14 @@ def forward_tensors(
 
     Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E, M =
     d_model, G = columns of T_M: d_hidden, or twice as many for SwiGLU. A cell is the rows that one rank sends
-    to one expert: this rank receives A cells, and sends A cells. A row is element [p, c] of the tensors (P,
-    C, ...):
+    to one expert: this rank sends A cells, one for each expert of all ranks, and receives A cells, one from
+    each rank for each of its own E experts. Rows that arrive and rows that are sent are stored in the same
+    way, as elements [p, c] of tensors (P, C, ...):
 
         with a capacity      P = A: p is the row's cell, c its index in the cell. C is the capacity
         without a capacity   P = 1: c is the row's index in a pool of C rows, in which each cell begins at an
-                             offset that the launch chooses
+                             offset that the launch chooses. Rows that arrive have one pool, rows that are
+                             sent another one
 
     A slot is one of the T * K (token, choice) pairs. The new tensors, by name:
 
@@ -164,12 +166,15 @@ def forward_tensors(
         hidden        (P, C, G)     T_M of the rows that arrived; None unless it is kept
         send_counts   (A,) int32    number of this rank's rows for each of the A experts of all ranks
         expert        (T, K) int32  global expert index of each slot
-        row           (T, K) int32  index c of the slot's row among the rows that this rank sends; -1 if
-                                    the slot is dropped
+        row           (T, K) int32  index c of the row that this rank sends for each slot; -1 if the slot is
+                                    dropped
         slot          (P, C) int32  slot of each row that this rank sends; the inverse of "row"
-        home          (A,) int32    offset in the pool at which the cell of each expert begins, for the
-                                    cells that this rank sends; None with a capacity
-        offset        (A,) int32    the same for the cells that arrive, by sending rank and local expert
+        home          (A,) int32    for each expert of all ranks, where the cell that this rank sends begins
+        in
+                                    this rank's pool of sent rows, into which the results come back; None with
+                                    a capacity
+        offset        (A,) int32    for each rank and each expert of this rank, where the cell that arrives
+                                    begins in this rank's pool of arriving rows; None with a capacity
     """
     _, wide, d_model = arguments["w1"].shape
     expert_TK = chosen.expert_TK
@@ -298,11 +303,11 @@ def launch_pass(
 
 
 def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns an uninitialised tensor with ``columns`` numbers for each row that can arrive in the heap.
+    """Returns an uninitialised tensor with ``columns`` numbers for each row that this rank can receive.
 
-    The shape is (P, C, columns), in which ``arguments["active"]`` has the same P and C.
-
-    A row is element [p, c]: p is one of P groups of rows (cells, or 1 for the pool), c the row's index in it.
+    The shape is (P, C, columns), with P and C of ``arguments["active"]``: P cells of C rows each, one cell
+    for each sending rank and local expert; without a capacity P is 1, and the C rows of all cells are in one
+    pool.
 
     arguments: the result of `pass_tensors`.
     dtype: dtype of the result; None means the dtype of the rows.

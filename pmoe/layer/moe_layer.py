@@ -83,7 +83,7 @@ class MoELayer(OldAttributes, nn.Module):
         normalize_gate: whether a token's weights are divided by their sum; None is the gate's default.
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
-        pad_to_capacity: pads the rows of every expert to this number, so the host waits for no row counts.
+        pad_to_capacity: fills up each expert's rows to that number, so the host waits for no row counts.
         check_finite: whether gate logits that are not finite raise on every rank. None means True, unless
             pad_to_capacity is True: the check would make the host wait.
 
@@ -104,9 +104,9 @@ class MoELayer(OldAttributes, nn.Module):
         dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes
             the fastest of them), or a `pmoe.Dispatch`.
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
-        nodes: if hierarchical, ranks of a node, or a list of each rank's node; None reads LOCAL_WORLD_SIZE.
+        nodes: if hierarchical, a node's number of ranks, or each rank's node; None reads LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
-        order: copies tokens into rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
+        order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
     Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the sizes d_model
@@ -115,7 +115,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M), gate rows first;
     ``experts.w2`` (E / W, M, H). Expert parameters have ``allreduce = False``: their gradients are sums over
-    all ranks' tokens already. Under one seed, all ranks together hold the values of a layer on one rank.
+    all ranks' tokens already. Under one seed, an expert has the same initial values on any number of ranks.
 
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """

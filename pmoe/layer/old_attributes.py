@@ -19,9 +19,9 @@ class OldAttributes:
 
     @property
     def layer_modules(self) -> LayerModules:
-        """Declares for type checkers which type ``parts`` returns.
+        """Declares the property of `MoELayer` that ``parts`` reads, so that type checkers know its type.
 
-        `MoELayer` overrides this property, so it is never called.
+        It is never called, because `MoELayer` defines the property.
         """
         raise NotImplementedError
 

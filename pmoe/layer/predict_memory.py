@@ -59,13 +59,13 @@ def predict_memory(
     check_kind((RankCounts, type(None)), "None or what layer.row_counts holds", row_counts=row_counts)
     check_predictable(modules)
     num_tokens, pipeline, pipeline_backward = map(plain_int, (num_tokens, pipeline, pipeline_backward))
-    choices = _ways(modules, pipeline, pipeline_backward, memory_reuse)
+    choices = _choices(modules, pipeline, pipeline_backward, memory_reuse)
     rotates = modules.options.rotates or memory_reuse is not None
     sizes = replace(memory_shape(modules), rotates=rotates)
     if row_counts is not None and modules.options.solves and pipeline is None:
         # Rows were counted for the numbers of chunks of that call only.
         choices = [choice for choice in choices if _is_counted(choice, row_counts)] or choices
-    memory_of = {choice: _of_way(modules, sizes, num_tokens, row_counts, choice) for choice in choices}
+    memory_of = {choice: _of_choice(modules, sizes, num_tokens, row_counts, choice) for choice in choices}
     arguments = (row_counts, pipeline, pipeline_backward, memory_reuse)
     if (budget := modules.options.budget) is not None and all(argument is None for argument in arguments):
         priced = [
@@ -125,7 +125,7 @@ def unknown(modules: LayerModules) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _ways(
+def _choices(
     modules: LayerModules,
     pipeline: int | None,
     pipeline_backward: int | None,
@@ -160,17 +160,20 @@ def _ways(
 
 
 def _is_counted(choice: Choice, counts: RankCounts) -> bool:
-    """Returns whether the rows of a call were counted for a choice that the solver might have made.
+    """Returns whether row counts of a call are fine enough for both numbers of chunks of a choice.
 
-    choice: the numbers of chunks.
+    With ``pipeline="solve"`` a call counts its rows only for the numbers of chunks that the solver may take
+    in that call. Memory can be predicted from these counts only for the same numbers.
+
+    choice: the numbers of chunks of forward and of backward.
     counts: the row counts of the call.
     """
     bins = counts.send.shape[0]
     return all(bins % n == 0 and n in (counts.depth or {n}) for n in choice.degrees)
 
 
-def _of_way(
-    modules: LayerModules, sizes: LayerSizes, num_tokens: int, counts: RankCounts | None, way: Choice
+def _of_choice(
+    modules: LayerModules, sizes: LayerSizes, num_tokens: int, counts: RankCounts | None, choice: Choice
 ) -> PredictedMemory:
     """Predicts the memory of one choice of the numbers of chunks and of the restore pair.
 
@@ -178,18 +181,18 @@ def _of_way(
     sizes: sizes of the layer.
     num_tokens: number of this rank's tokens.
     counts: row counts of a batch; None predicts an upper bound for any routing.
-    way: the number of chunks of forward and of backward, and what is kept for backward.
+    choice: the number of chunks of forward and of backward, and what is kept for backward.
 
     Raises ValueError if a number of chunks does not divide the number of bins of ``counts``: the parts of the
     batch in which rows were counted.
     """
-    sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
-    counted = way.degrees if modules.options.solves else modules.options.degrees
+    sizes = replace(sizes, rotates=sizes.rotates or choice.rearranged)
+    counted = choice.degrees if modules.options.solves else modules.options.degrees
     call = rows_of_call(modules, num_tokens, counted)
     if counts is None:
-        return bound(sizes, call, way, modules.options.slack, modules.bins_for(counted))
+        return bound(sizes, call, choice, modules.options.slack, modules.bins_for(counted))
     bins = counts.send.shape[0]
-    degrees = (way.forward, way.backward)
+    degrees = (choice.forward, choice.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
     # Skewed routing was cut into more chunks.
@@ -197,4 +200,4 @@ def _of_way(
     rank = modules.ranks.rank
     place = modules.grid.esp.rank
     forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in (forward_n, backward_n))
-    return predict(sizes, call, forward, backward, way.restore, rearranged=forward_n != backward_n)
+    return predict(sizes, call, forward, backward, choice.restore, rearranged=forward_n != backward_n)

@@ -48,7 +48,7 @@ ROUNDS = 7
 """Number of rounds that count."""
 
 
-def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[FusedRouting]:
+def fused_routings_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[FusedRouting]:
     """Returns, for each of these ranks, where its rows are sent and which rows it receives.
 
     The result has the form that the fused kernels (COMET) take.
@@ -126,7 +126,7 @@ def time_division(
     try:
         launcher = Launcher(heaps, lambda kernel, direction: division)
         routes = even_routes(ranks * tokens, top_k, num_experts, ranks, device)
-        fused_routings = journeys_of(routes, sizes, [heap.rank for heap in heaps])
+        fused_routings = fused_routings_of(routes, sizes, [heap.rank for heap in heaps])
         w1 = matrices(kernel.d_hidden * (1 + kernel.gated), kernel.d_model)
         w2 = matrices(kernel.d_model, kernel.d_hidden)
         x_TM = random(ranks * tokens, kernel.d_model)

@@ -243,20 +243,20 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
+def compute(method: str, operands: ProductOperands, groups: RowGroups) -> None:
     """Computes one product by a candidate, and writes the result into the operands' ``out``.
 
-    way: name of the candidate: pmoe's kernels or a plain computation.
+    method: name of the candidate: pmoe's kernels or a plain computation.
     groups: which rows belong to each expert.
     """
     form, first, second, experts, bias, out = operands
     if form == "forward":
-        expert_product(first, second, groups, bias, out, way=way)
+        expert_product(first, second, groups, bias, out, method=method)
     elif form == "input":
-        expert_input_gradient(first, second, groups, out, way)
+        expert_input_gradient(first, second, groups, out, method)
     else:
         like = first.new_empty(1).expand(experts, first.shape[1], second.shape[1])
-        GradientSum(like, 1).add_weight(first, second, groups, way)
+        GradientSum(like, 1).add_weight(first, second, groups, method)
 
 
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:

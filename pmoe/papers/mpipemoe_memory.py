@@ -70,10 +70,13 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
 
 
 def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
-    """Eq. 6: elements that reuse of memory saves, over all elements of a pipeline without reuse.
+    """Eq. 6: the fraction of all elements that a pipeline need not hold if it reuses memory.
 
-    Both activations and temporary buffers are saved. The whole includes model states. For H = 4 M and large B
-    the ratio approaches 1/4 at n = 2, 1/2 at n = 4 and 5/8 at n = 8.
+    It is the number of elements that reuse saves, over the number of elements that a pipeline without reuse
+    holds: model states, activations and temporary buffers. Reuse saves elements of activations and, equally
+        many,
+    of temporary buffers. For H = 4 M and large B the ratio approaches 1/4 at n = 2, 1/2 at n = 4 and 5/8 at
+    n = 8.
 
     B: tokens of a rank.
     M, H, E: d_model, d_hidden, number of experts.

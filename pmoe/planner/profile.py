@@ -168,7 +168,10 @@ class Profile(Identity):
 
     @property
     def identity(self) -> Identity:
-        """The record of what was measured, without the costs."""
+        """The fields that say on what the profile was measured, such as device and ranks, without the costs.
+
+        A profile is used only where these fields are the same as those of the present device and group.
+        """
         return Identity(**{part.name: getattr(self, part.name) for part in fields(Identity)})
 
     @property

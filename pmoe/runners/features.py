@@ -98,11 +98,11 @@ The pipeline runner supports all features, because it computes the calls that no
 """
 
 
-def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
+def refused(component: str, features: Iterable[Feature]) -> Feature | None:
     """Returns the first of a layer's features that an entry of `SUPPORTED` lacks; None if it lacks none.
 
-    taker: the key of the entry: the name of a runner, a source of row counts or a prediction.
+    component: the key of the entry: the name of a runner, a source of row counts or a prediction.
     features: the features of the layer.
     """
-    missing = frozenset(features) - SUPPORTED[taker]
+    missing = frozenset(features) - SUPPORTED[component]
     return next((feature for feature in Feature if feature in missing), None) if missing else None

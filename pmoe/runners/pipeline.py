@@ -45,7 +45,7 @@ class PipelineRunner:
         with publishing_failures(plan.modules.grid.all, "a forward pass"):
             forward = make_forward(plan, inputs, keep, Forward)
             y_TM = forward.run()
-        return y_TM, keep_for_backward(plan, forward.left) if keep else None
+        return y_TM, keep_for_backward(plan, forward.saved) if keep else None
 
 
 def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType]) -> ForwardType:
@@ -90,8 +90,9 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
     Only the files of these features are imported.
 
     plan: the plan of the call.
-    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation) to the host; in
-        backward, whether it reads them from the host or regroups them.
+    moves: for forward, whether it copies T_DI (dispatched rows) or T_M (hidden activation) to the host. For
+        backward, whether it reads them from the host, or has other chunks than forward and so must copy their
+        rows into the order of its own chunks.
     """
     modules = plan.modules
     variants: list[Variant] = []
@@ -137,19 +138,19 @@ def _compose(classes: tuple[type[Any], ...]) -> type[Any]:
     return Composed
 
 
-def keep_for_backward(plan: Plan, left: ForwardState) -> Saved:
+def keep_for_backward(plan: Plan, state: ForwardState) -> Saved:
     """Returns the state that autograd saves for the engine's backward pass.
 
     plan: the plan of the call.
-    left: the state of the forward pass. All its tensors go into one list, and `_backward` puts them back in
+    state: the state of the forward pass. All its tensors go into one list, and `_backward` puts them back in
         the same order. The first tensor, the input x_TM (T tokens, d_model columns), is left out if backward
         does not read it.
     """
     tensors: list[Tensor | None] = []
-    checked = _checked(plan, left.inputs)
-    if checked is not left.inputs:
-        left = replace(left, inputs=checked)
-    emptied = map_saved_tensors(left, tensors.append)
+    checked = _checked(plan, state.inputs)
+    if checked is not state.inputs:
+        state = replace(state, inputs=checked)
+    emptied = map_saved_tensors(state, tensors.append)
     if plan.restore.dispatched != "communicate" and not plan.modules.stages.shared:
         tensors[0] = None
     return Saved(tensors, functools.partial(_backward, plan, emptied))
@@ -194,23 +195,23 @@ def _backward(
         return make_backward(plan, grad_TM, saved, Backward).run()
 
 
-def map_saved_tensors(left: ForwardState, swap: Callable[[Any], Any]) -> ForwardState:
+def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> ForwardState:
     """Returns a copy of the state of a forward pass with each tensor replaced by swap(tensor).
 
     ``swap`` is called in a fixed order, also for a tensor that is None. So one call can take all tensors out,
     and a later call can put them back.
     """
-    inputs = left.inputs.like([swap(each) for each in left.inputs.all])
-    swapped = ForwardState(inputs=inputs, weight_received=swap(left.weight_received))
-    for unit, kept in left.kept.items():
+    inputs = state.inputs.like([swap(each) for each in state.inputs.all])
+    swapped = ForwardState(inputs=inputs, weight_received=swap(state.weight_received))
+    for unit, kept in state.kept.items():
         rows_NM = swap(kept.rows_NM)
         hidden = kept.hidden
         if hidden is not None:
             tensors = [swap(tensor) for tensor in hidden.tensors]
             hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)
         swapped.kept[unit] = SavedUnit(rows_NM, hidden, kept.recipe)
-    for point, each in left.passed.items():
+    for point, each in state.passed.items():
         swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
     # For `pmoe.engine.variants.send_once`, forward found ``regroup``, so the plan does not have it.
-    swapped.regroup = [swap(each) for each in left.regroup]
+    swapped.regroup = [swap(each) for each in state.regroup]
     return swapped

@@ -88,29 +88,29 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         **dict.fromkeys(("home", "home_L"), 2 if remote else 1),
     }
 
-    def compute(i: int, at: str) -> None:
+    def compute(i: int, place: str) -> None:
         """Adds the task in which the experts compute one part of chunk i, and copies of tensors to the host.
 
         Copies are added for the part's dispatched rows (T_DI) and hidden activation (T_M), if they are
         offloaded.
 
-        at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
+        place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
-        rows = [f"T_DI_L.{i}"] if at else [f"T_DI.{i}", f"T_DI_sorted.{i}"]
-        hidden = f"T_M{at}.{i}"
-        active = f"active{at}.{i}"
-        if at:
+        rows = [f"T_DI_L.{i}"] if place else [f"T_DI.{i}", f"T_DI_sorted.{i}"]
+        hidden = f"T_M{place}.{i}"
+        active = f"active{place}.{i}"
+        if place:
             reads = [f"T_I_L.{i}", "weight"]
             writes = [*rows, hidden, active, f"home_L.{i}"]
         else:
             reads = [rows[0], "weight_DI"]
             writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
-        tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, writes)
+        tasks.add(Kind.LOCAL if place else Kind.COMPUTE, i, reads, writes)
         if dispatched == "offload":
-            tasks.add(Kind.COPY_ROWS_OUT.at(at), i, rows, [f"host_T_DI{at}.{i}"])
+            tasks.add(Kind.COPY_ROWS_OUT.at(place), i, rows, [f"host_T_DI{place}.{i}"])
         if hidden_fate == "offload":
-            tasks.add(Kind.COPY_HIDDEN_OUT.at(at), i, [hidden], [f"host_T_M{at}.{i}"])
+            tasks.add(Kind.COPY_HIDDEN_OUT.at(place), i, [hidden], [f"host_T_M{place}.{i}"])
 
     if remote:
         tasks.dispatch(0)
@@ -118,12 +118,12 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         tasks.dispatch(1)
     tasks.shared()
     tasks.open(0)
-    for i, at in _units(range(n), stages):
+    for i, place in _units(range(n), stages):
         tasks.open(i + 1)
-        compute(i, at)
+        compute(i, place)
         if not remote:
             tasks.output(i)
-        elif not at:
+        elif not place:
             tasks.combine(i)
             tasks.close(i - 1)
             tasks.dispatch(i + 2)
@@ -186,20 +186,20 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             tasks.open(i, again=True)
         tasks.open(i)
 
-    def fetch(i: int, at: str) -> None:
+    def fetch(i: int, place: str) -> None:
         """Adds the copies from the host of chunk i's tensors that forward has offloaded.
 
         These may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
 
-        at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
+        place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
         if dispatched == "offload":
-            tasks.add(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"])
+            tasks.add(Kind.COPY_ROWS_IN.at(place), i, [f"host_T_DI{place}.{i}"], [f"T_DI{place}.{i}"])
         if hidden_fate == "offload":
-            tasks.add(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"])
+            tasks.add(Kind.COPY_HIDDEN_IN.at(place), i, [f"host_T_M{place}.{i}"], [f"T_M{place}.{i}"])
 
-    def compute(i: int, at: str) -> None:
+    def compute(i: int, place: str) -> None:
         """Adds the backward tasks of the experts for one part of chunk i, in this order:
 
         1. the hidden activation (T_M) is recomputed, if the restore pair says so;
@@ -207,24 +207,24 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         3. the combine all-to-all sends these gradients back, if other ranks sent the rows;
         4. the gradients of parameters are computed.
 
-        at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
+        place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
-        rows = [f"T_DI{at}.{i}"]
-        hidden = f"T_M{at}.{i}"
-        if not at and (sends_again or (dispatched == "keep" and not rearranged)):
+        rows = [f"T_DI{place}.{i}"]
+        hidden = f"T_M{place}.{i}"
+        if not place and (sends_again or (dispatched == "keep" and not rearranged)):
             rows.append(f"T_DI_sorted.{i}")
         # The first task of these rows also writes T_DI in expert order: from kept chunks, from rows that were
         # sent again, or from T_I. `arranged` has the buffers that the next task writes for that reason.
         arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             inputs = [buffer for buffer in rows if buffer not in arranged]
-            tasks.add(Kind.RECOMPUTE.at(at), i, inputs, [*arranged, hidden])
+            tasks.add(Kind.RECOMPUTE.at(place), i, inputs, [*arranged, hidden])
             arranged = []
         elif hidden_fate == "keep" and rearranged:
             arranged = [*arranged, hidden]
-        work = [f"{name}{at}.{i}" for name in ("dT_M", "active", "scratch")]
-        if at:
+        work = [f"{name}{place}.{i}" for name in ("dT_M", "active", "scratch")]
+        if place:
             grads = [f"dT_DO_L.{i}"]
             source = [f"dT_O_L.{i}"]
             result = [f"dhome_L.{i}"]
@@ -235,11 +235,11 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
         if hidden_fate != "keep":  # the task overwrites T_M with the activated hidden
             arranged = [*arranged, hidden]
-        tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
-        if not at:
+        tasks.add(Kind.LOCAL if place else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
+        if not place:
             tasks.combine(i)
-        inputs = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
-        tasks.add(Kind.WGRAD.at(at), i, [*inputs, "dw"], ["dw"])
+        inputs = [*rows, hidden, *work[:2], *grads, *([] if place else source)]
+        tasks.add(Kind.WGRAD.at(place), i, [*inputs, "dw"], ["dw"])
 
     if remote:
         dispatch(n - 1)
@@ -247,14 +247,14 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     tasks.shared()
     fetch(*units[0])
     unpack(n - 1)
-    for place, (i, at) in enumerate(units):
+    for index, (i, place) in enumerate(units):
         unpack(i - 1)
-        for unit in units[place + 1 : place + 2]:
+        for unit in units[index + 1 : index + 2]:
             fetch(*unit)
-        compute(i, at)
+        compute(i, place)
         if not remote:
             tasks.output(i)
-        elif not at:
+        elif not place:
             tasks.close(i + 1)
             dispatch(i - 2)
             tasks.output(i + 1 + stages.hooked)

@@ -265,10 +265,13 @@ class BackwardStep:
     """
 
     def gradient_is_ready(self, at: int) -> None:
-        """Called when backward has added the gradient of parameter number ``at`` to its ``grad``."""
+        """Notes that backward has added a gradient to the ``grad`` of parameter number ``at``."""
 
     def layer_begins(self, layer: int) -> None:
-        """Called when the backward pass of MoE layer number ``layer`` begins."""
+        """Notes that the backward pass of an MoE layer begins; a dense part of backward has ended.
+
+        layer: index of the layer among the model's MoE layers.
+        """
 
     def inside_layer(self) -> dist.Work | None:
         """Starts an all-reduce of gradients while an MoE layer's backward pass runs.
@@ -279,7 +282,7 @@ class BackwardStep:
         return None
 
     def layer_ends(self) -> None:
-        """Called when the backward pass of an MoE layer has ended. A dense part follows."""
+        """Notes that the backward pass of an MoE layer has ended; a dense part of backward follows."""
 
 
 def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:

@@ -1,4 +1,4 @@
-"""Layers with every option on meshes of ranks, and what the plain definition makes of the same tokens."""
+"""Layers with every option on meshes of ranks, and the plain definition's result for the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ TOKENS = {1: (13,), 2: (9, 0), 4: (5, 0, 11, 2)}
 
 @dataclass(frozen=True)
 class Case:
-    """ep, esp: the mesh, None for a group. options: of MoELayer."""
+    """A layer and its ranks.
+
+    ep, esp: sizes of the mesh; None for a process group.
+    options: options of MoELayer.
+    """
 
     num_experts: int = 4
     top_k: int = 2
@@ -50,7 +54,9 @@ def mesh_of(ep: int, esp: int, is_reversed: bool) -> DeviceMesh:
 
 
 def lines(alpha: float, message: float, compute: float) -> Operations:
-    """Costs of a launch, of a byte that is sent, and of a multiplication, as if they had been measured."""
+    """Returns costs as if they had been measured: seconds of a launch, of a sent byte, and of a
+    multiplication.
+    """
 
     def fit(beta: float) -> Fit:
         return Fit(line=LineCost(alpha, beta), r_squared=1.0, num_sizes=3)
@@ -68,7 +74,7 @@ def lines(alpha: float, message: float, compute: float) -> Operations:
 
 
 class Doubling(pmoe.Callback):
-    """Each hook changes values in a way of its own; what is sent has two columns more."""
+    """A callback whose hooks each change values in another way; sent rows have two columns more."""
 
     def before_moe_start(self, x: Tensor) -> Tensor:
         return x.sin()
@@ -114,7 +120,7 @@ def build(case: Case, world: int) -> pmoe.MoELayer:
 
 
 class Gated(nn.Module):
-    """A user's shared expert."""
+    """A shared expert of a user's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +152,7 @@ def run(rank: int, world: int, case: Case) -> dict[str, Any]:
 
 
 class WithMore(Definition):
-    """The definition with a shared expert and `Doubling` around it, one rank at a time."""
+    """The plain definition with a shared expert and `Doubling` around it, for one rank at a time."""
 
     shared: Any = None
     doubling: bool = False
@@ -159,8 +165,10 @@ class WithMore(Definition):
 
 
 def expected(world: int, case: Case) -> list[dict[str, Tensor]]:
-    """By rank what `run` finds, from loops and autograd; the shared expert's gradients are each rank's
-    own."""
+    """Returns for each rank what `run` must return, computed by loops and autograd.
+
+    The gradients of the shared expert are each rank's own.
+    """
     alone = {
         name: value for name, value in case.options.items() if name not in ("dispatch", "combine", "nodes")
     }
@@ -215,7 +223,11 @@ def by_hand(
 
 
 def doubled(definition: WithMore, case: Case, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Results are squared before they return and their cosines summed: every row by itself."""
+    """Computes the plain definition with `Doubling`: results are squared before they return, and their
+    cosines summed.
+
+    Each row is computed by itself.
+    """
     probability = torch.softmax(x @ gate.t(), dim=-1)
     _, aux = definition.rank(x, gate)
     rows = []
@@ -244,7 +256,7 @@ def shared_by_hand(case: Case, kind: str, dense: dict[str, Tensor], x: Tensor) -
 
 
 def part_of(name: str, value: Tensor, case: Case, rank: int, world: int) -> Tensor:
-    """What of the whole experts' parameter rank holds."""
+    """Returns the part of a parameter of all experts that a rank holds."""
     ep, esp = (case.ep, case.esp) if case.ep is not None and case.esp is not None else (world, 1)
     at, shard = (rank % ep, rank // ep) if case.reversed_mesh else (rank // esp, rank % esp)
     local = case.num_experts // ep

@@ -1,4 +1,4 @@
-"""As tests/kit.py for layers on several ranks: their tokens, steps, collectives and errors."""
+"""Helpers for tests of layers on several ranks: tokens, steps, collectives and errors (see tests/kit.py)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tests.kit import AUX, tokens
 
 NUM_EXPERTS = 8
 TOKENS = {1: (13,), 2: (9, 4), 4: (5, 0, 11, 2)}
-"""By number of ranks, how many each has."""
+"""Number of tokens of each rank, by the number of ranks."""
 
 
 def build(**options: Any) -> MoELayer:
-    """As `tests.kit.build`: 8 experts in all, two micro-batches."""
+    """Returns a layer with 8 experts in all and two micro-batches, made by `tests.kit.build`."""
     return kit.build(NUM_EXPERTS, **{"pipeline": 2, **options})
 
 
 def inputs(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """This rank's x and dy."""
+    """Returns (x, dy) of this rank."""
     count = TOKENS[world][rank]
     return tokens(count, 10 + rank), tokens(count, 20 + rank)
 
 
 def backward(layer: MoELayer, x: Tensor, dy: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> dict:
-    """y and every gradient of one forward and backward."""
+    """Runs one forward and one backward pass. Returns y and every gradient."""
     layer.zero_grad(set_to_none=True)
     y = (run or layer)(x)
     ((y * dy).sum() + AUX * layer.l_aux).backward()
@@ -50,8 +50,11 @@ def one_step(layer: MoELayer, rank: int, world: int, run: Callable[[Tensor], Ten
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[list[str]]:
-    """The names of all collectives that this rank issues in the block, in their order; but not the one with
-    which a layer compares its options at its first call (tests/gloo/test_alike.py)."""
+    """Yields a list of the names of all collectives that this rank starts in the block, in their order.
+
+    The collective with which a layer compares its options at its first call is left out
+    (tests/gloo/test_alike.py).
+    """
     names = [
         n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))
     ]
@@ -82,7 +85,7 @@ def counted_collectives() -> Iterator[list[str]]:
 
 
 def error_of(function: Callable[[], object]) -> str:
-    """The type and text of what ``function`` raises, '' where it raises nothing."""
+    """Calls a function. Returns the type and text of the error that it raises; "" for none."""
     try:
         function()
     except Exception as error:
@@ -91,7 +94,7 @@ def error_of(function: Callable[[], object]) -> str:
 
 
 def part_of(whole: dict[str, Tensor], name: str, rank: int, world: int) -> Tensor:
-    """What rank ``rank`` of ``world`` calls ``name``, in the values of one rank that holds all experts."""
+    """Returns what one rank calls ``name``, from the values of one rank that holds all experts."""
     local = NUM_EXPERTS // world
     numbered = re.fullmatch(r"experts\.local\.(\d+)(.*)", name)
     if numbered:

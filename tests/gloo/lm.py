@@ -17,7 +17,7 @@ import pmoe
 # B sequences of S tokens in all, M = D_MODEL columns.
 D_MODEL, D_HIDDEN, VOCABULARY, S = 8, 12, 11, 5
 SLOW_IMPORT = 240
-"""Seconds: a rank's first use of FSDP imports it, which may take long on a busy machine."""
+"""Seconds that a rank's first use of FSDP may take, because it imports it, on a busy machine."""
 
 
 class Block(nn.Module):
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens to logits of the next."""
+    """A language model: maps tokens to logits of the next token."""
 
     def __init__(self, mesh: DeviceMesh | None, **options: Any) -> None:
         super().__init__()
@@ -49,7 +49,9 @@ class Model(nn.Module):
 
 
 def build(mesh: DeviceMesh | None, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """From one seed: ranks have the same dense part, and together the experts of one process."""
+    """Builds a model from one seed: ranks have the same dense part, and together the experts of one
+    process.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -60,7 +62,9 @@ def build(mesh: DeviceMesh | None, dtype: torch.dtype = torch.float32, **options
 
 
 def batch(step: int, world: int, sequences: int = 2) -> Tensor:
-    """(world * sequences, S + 1), by rank: each token follows from the one before."""
+    """Returns the tokens of all ranks, (world * sequences, S + 1), by rank. Each token follows from the one
+    before.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     columns = [torch.randint(VOCABULARY, (world * sequences,), generator=generator)]
     for _ in range(S):
@@ -69,7 +73,7 @@ def batch(step: int, world: int, sequences: int = 2) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Without l_aux, which each rank has of its own tokens."""
+    """Returns the loss without l_aux, because each rank computes l_aux of its own tokens only."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -91,12 +95,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def square(rank: int, world: int) -> DeviceMesh:
-    """The ranks as copies x experts."""
+    """Returns a mesh of the ranks: copies of the experts x ranks that share them."""
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
 
 
 def submesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What a layer takes."""
+    """Returns the part of a mesh that a layer takes."""
     return mesh[tuple(name for name in mesh.mesh_dim_names if name in ("ep", "esp"))]
 
 
@@ -105,6 +109,6 @@ def make_mesh(sizes: dict[str, int]) -> DeviceMesh:
 
 
 def alone(**options: Any) -> Model:
-    """Built with a group of this rank: each rank has all experts."""
+    """Builds a model with a group of this rank only, so that each rank has all experts."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return build(None, torch.float64, group=groups[dist.get_rank()], **options)

@@ -33,8 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pmoe.comm import base, hierarchical
-from pmoe.comm import expert_sharding as sharing
+from pmoe.comm import base, expert_sharding, hierarchical
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.buffers import arena
@@ -43,7 +42,7 @@ from pmoe.engine.lanes import cuda as cuda_lanes
 from pmoe.engine.lanes import run as engine
 from pmoe.engine.lanes.base import Action
 from pmoe.engine.lanes.cuda import CudaLanes
-from pmoe.engine.variants import offload as offloaded
+from pmoe.engine.variants import offload
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 # ---- streams that only keep clocks
@@ -59,8 +58,12 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """clock[s] is the number of operators of stream s that have ended before the next one of this stream
-    starts. before_wait is called while the clock still shows what was known without the wait."""
+    """A stream that only has a clock.
+
+    clock: clock[s] is the number of operators of stream s that have ended before the next one of this stream
+        starts.
+    before_wait: called before the stream waits, while the clock still shows what was known without the wait.
+    """
 
     before_wait: Callable[[], None]
     clock: Counter[Stream] = field(default_factory=Counter)
@@ -78,7 +81,7 @@ class Stream:
 
 @dataclass
 class Message:
-    """The Work of a collective: its wait holds up the current stream, as NCCL's does."""
+    """The Work of a collective. Its wait blocks the current stream, as NCCL's does."""
 
     work: dist.Work
     end: Event
@@ -105,22 +108,28 @@ class Access:
     end: int
 
     def meets(self, other: Access) -> bool:
-        """Whether the order of the two matters."""
+        """Returns whether the order of two accesses matters."""
         return (self.writes or other.writes) and self.start < other.end and other.start < self.end
 
     def is_over_for(self, stream: Stream) -> bool:
         return stream.clock[self.stream] >= self.time
 
     def stands_for(self, before: Access) -> bool:
-        """Whether who waits for this access has waited for ``before``, and must wait for this one too."""
+        """Returns whether waiting for this access includes waiting for ``before``.
+
+        A stream that must wait for ``before`` must then wait for this access, too.
+        """
         covers = self.start <= before.start and before.end <= self.end
         return covers and (self.writes or not before.writes) and before.is_over_for(self.stream)
 
 
 @dataclass
 class Buffer:
-    """The memory of some tensors. home: the stream that allocated it; None for a block of the host pool,
-    which any may be handed next: then accesses are those of the pool, and start is its address."""
+    """The memory of some tensors.
+
+    home: the stream that allocated it. None for a block of the host pool, which any stream may get next:
+        accesses are then those of the whole pool, and start is the block's address.
+    """
 
     memory: StorageWeakRef
     home: Stream | None
@@ -135,7 +144,10 @@ COPY_LANES = (Lane.COPY_OUT, Lane.COPY_IN)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Task ``then``, or FREE, does not wait for task ``first``. example: the operators of one such case."""
+    """Task ``then``, or FREE, does not wait for task ``first``, as it must.
+
+    example: the operators of one such case.
+    """
 
     first: str
     then: str
@@ -143,11 +155,11 @@ class Finding:
 
 
 OUTSIDE = "outside"
-"""Stands for a task where an operator runs outside the schedules of a layer."""
+"""Stands for a task if an operator runs outside the schedules of a layer."""
 
 
 class Watch(TorchDispatchMode):
-    """Notes every operator under the current stream and task, and collects the findings."""
+    """Records every operator with the current stream and task, and collects the findings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +227,10 @@ class Watch(TorchDispatchMode):
         self.findings.add(Finding(first=first.task, then=then, example=f"{first.operator}, {what}"))
 
     def look_for_frees(self) -> None:
-        """Called before any stream waits, and at the end: until then a free counts as it did when it came."""
+        """Looks for buffers that were freed. Called before any stream waits, and at the end.
+
+        Until then, a free counts as if it came now.
+        """
         for key in [key for key, buffer in self.buffers.items() if buffer.memory.expired()]:
             buffer = self.buffers.pop(key)
             if buffer.home is None:
@@ -234,7 +249,9 @@ class Watch(TorchDispatchMode):
         )
 
     def message(self, rows: Tensor, out: Tensor, work: dist.Work, group: dist.ProcessGroup) -> Message:
-        """Each group's messages run on a stream of the group's own, as NCCL's do."""
+        """Records a collective. The messages of each group run on a stream of the group's own, as NCCL's
+        do.
+        """
         self.num_messages += 1
         wire = self.wires.setdefault(group, Stream(self.look_for_frees))
         wire.wait_stream(self.current)
@@ -254,7 +271,7 @@ class Watch(TorchDispatchMode):
 
 
 def runs(index: Tensor) -> list[slice]:
-    """The rows that ``index`` names, as ranges."""
+    """Returns the rows that ``index`` names, as slices."""
     rows = index.unique()
     if not rows.numel():
         return []
@@ -264,7 +281,9 @@ def runs(index: Tensor) -> list[slice]:
 
 
 class WatchedLanes(CudaLanes):
-    """CudaLanes that tell the watch which task they run, and count those of the copy lanes that copied."""
+    """CudaLanes that report to the watch which task runs, and count the tasks of the copy lanes that
+    copied.
+    """
 
     def __init__(self, schedule: Schedule, group: Ranks, device: torch.device, watch: Watch) -> None:
         super().__init__(schedule, group, device)
@@ -283,7 +302,7 @@ class WatchedLanes(CudaLanes):
 
 @contextlib.contextmanager
 def watching() -> Iterator[Watch]:
-    """In the block layers run on CudaLanes, whose streams are ours."""
+    """Runs layers in the block on CudaLanes with streams of this file. Yields the watch."""
     watch = Watch()
     cuda = SimpleNamespace(
         Event=Event,
@@ -309,12 +328,12 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(CudaLanes, "_streams", {}),
         mock.patch.object(engine, "lanes_for", watched_lanes),
         mock.patch.object(base, "all_to_all", watched_message),
-        mock.patch.object(sharing, "all_to_all", watched_message),
+        mock.patch.object(expert_sharding, "all_to_all", watched_message),
         mock.patch.object(hierarchical, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),
         mock.patch.object(arena, "LARGE_BYTES", 1 << 62),  # on a GPU all memory is torch's
-        mock.patch.object(offloaded, "current_stream", lambda tensor: watch.current),
-        mock.patch.object(offloaded, "hold_for", watch.hold_for),
+        mock.patch.object(offload, "current_stream", lambda tensor: watch.current),
+        mock.patch.object(offload, "hold_for", watch.hold_for),
         watch,
     ):
         yield watch
@@ -322,8 +341,10 @@ def watching() -> Iterator[Watch]:
 
 @dataclass(frozen=True)
 class Report:
-    """What a job found; the other numbers show that it looked at something. copy_tasks: tasks of the copy
-    lanes that copied."""
+    """The findings of a job, and numbers that show that it looked at something.
+
+    copy_tasks: number of tasks of each copy lane that copied.
+    """
 
     findings: set[Finding]
     num_messages: int

@@ -1,4 +1,4 @@
-"""Ranks agree: by one reduction, alike on all ranks, and an error where a peer is missing."""
+"""Agreement of ranks: one reduction gives the same result on all ranks, and an error if a peer is missing."""
 
 from __future__ import annotations
 

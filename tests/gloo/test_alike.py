@@ -1,4 +1,4 @@
-"""Ranks whose layers were given different options are told so, all of them, before anything else travels."""
+"""Ranks whose layers have different options: every rank raises an error before any row is sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Doubled(pmoe.Callback):
 
 
 class Told(pmoe.Callback):
-    """Looks on from outside."""
+    """A callback that only looks on, outside of the layer."""
 
     def before_moe_start(self, x: Tensor) -> Tensor:
         return x
@@ -45,7 +45,7 @@ def build(**options: Any) -> pmoe.MoELayer:
 
 
 class OwnDispatch(FlatAllToAll):
-    """A hierarchical one is compared, by a collective, where it is built."""
+    """A dispatch of a user's own. Hierarchical ones are compared by a collective when they are built."""
 
 
 class OwnCombine(FlatAllToAll):
@@ -91,7 +91,9 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
 ]
 
 NOT_COMPARED = {"self", "group", "mesh", "device", "nodes", "callbacks"}
-"""Who takes part, and where; nodes are compared where they are given; callbacks below."""
+"""Arguments that are not compared: they say who takes part and where; nodes and callbacks have tests of their
+own.
+"""
 
 
 def test_every_argument_of_a_layer_is_compared() -> None:
@@ -152,7 +154,10 @@ def test_the_first_difference_has_its_values_told_and_the_others_their_names() -
 
 
 def once_job(rank: int, world: int) -> list[int]:
-    """Comparisons after: a first call, a second, a checkpoint's two passes of a copy, a failed call."""
+    """Returns the numbers of comparisons after four events.
+
+    They are a first call, a second call, both passes of a copy under a checkpoint, and a failed call.
+    """
     seen: list[int] = []
     compared = mock.Mock(side_effect=rank_consistency.compare_options)
     with mock.patch.object(rank_consistency, "compare_options", compared):

@@ -25,7 +25,7 @@ from tests.pool import ranks
 from tests.unit.test_profile import MADE, OPERATIONS
 
 Found = tuple[str, str, list[str], list[str], dict[str, torch.Tensor]]
-"""Of a rank: both exchanges, what the log says, warnings, and a step's results."""
+"""The results of a rank: both exchanges, log messages, warnings, and the results of a step."""
 
 
 def built(rank: int, world: int, folders: list[str], local: int, options: dict[str, Any]) -> Found:
@@ -47,7 +47,7 @@ def built(rank: int, world: int, folders: list[str], local: int, options: dict[s
 
 
 def stored(rank: int, world: int, folder: str, alpha_outside: float) -> str:
-    """A profile of these ranks, with that alpha of a message to another machine; the path."""
+    """Stores a profile of these ranks, with this alpha of a message to another machine. Returns the path."""
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         who = identity(Ranks(), "cpu", torch.float64)
     lines = {"all_to_all": LineCost(alpha_outside, 1e-9), "all_gather": LineCost(1e-6, 1e-10)}

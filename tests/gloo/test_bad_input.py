@@ -1,5 +1,7 @@
-"""A bad argument or input on one rank alone is an error on every rank: there with its name, on the others
-with that rank's. Nobody waits for the timeout."""
+"""A wrong argument or input on one rank only is an error on every rank, long before the timeout.
+
+On that rank the error names the argument; on the others it names the rank.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +76,11 @@ BAD: dict[str, dict[str, Callable[[], Any]]] = {
         "settings": lambda: [1],
     },
 }
-"""By what is called, values by argument. Spaces at the end tell several of one argument apart."""
+"""Wrong values by call and argument. Spaces at the end distinguish several values of an argument."""
 
 
 def bad_on_rank_1(rank: int, world: int, folder: Path) -> dict[str, str]:
-    """What this rank is told, by call and argument."""
+    """Returns the errors of this rank by call and argument."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     saved(mesh, folder)
     calls: dict[str, Callable[..., Any]] = {
@@ -112,7 +114,7 @@ def test_a_bad_argument_of_one_rank_is_an_error_on_both(case: str, told: list[di
 
 
 def stepped(mesh: DeviceMesh, **given: Any) -> None:
-    """What every step does, and compares nothing: who waits for a rank that refused ends by the timeout."""
+    """Runs a training step. If a rank has refused it, the others end by the timeout."""
     model = nn.Linear(M, M)
     model(torch.ones(1, M)).sum().backward()
     if "divide_by" in given:

@@ -1,5 +1,4 @@
-"""How a layer behaves on several ranks, beside computing the right thing: freezing, orders of calls, traffic,
-groups."""
+"""Behaviour of a layer on several ranks besides its results: freezing, orders of calls, traffic, groups."""
 
 from __future__ import annotations
 
@@ -35,7 +34,10 @@ from tests.spread import named, spread
 
 
 def initial_job(rank: int, world: int, expert: object, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The second of two layers, so that the first's number of experts would show in its values."""
+    """Returns the values of the second of two layers.
+
+    They would be wrong if they depended on the first one's number of experts.
+    """
     torch.manual_seed(1)
     MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, expert=expert, dtype=dtype)
     layer = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, expert=expert, dtype=dtype)
@@ -155,7 +157,9 @@ def test_several_forwards_may_run_backward_in_any_order(order: tuple[int, ...], 
 
 
 def chained(rank: int, world: int, layers: list[MoELayer]) -> dict[str, Tensor]:
-    """Two layers, one of them twice in one graph: the order of their backwards is autograd's."""
+    """Calls two layers, one of them twice in one graph: autograd decides the order of their backward
+    passes.
+    """
     first, second = layers
     x, dy = inputs(rank, world)
     x.requires_grad_()
@@ -267,8 +271,10 @@ def traffic_job(rank: int, world: int, options: dict[str, Any]) -> list[dict[str
 def test_exactly_the_rows_of_other_ranks_experts_travel(
     world: int, bypass_local: bool, top_k: int, n: int, dtype: torch.dtype
 ) -> None:
-    """A row travels there and back with its routing weight, in backward likewise; nothing is padded. What a
-    rank sends to itself is no traffic."""
+    """A row is sent there and back with its routing weight, and the same in backward; nothing is padded.
+
+    Rows that a rank sends to itself are no traffic.
+    """
     local = NUM_EXPERTS // world
     options = {"top_k": top_k, "pipeline": n, "dtype": dtype, "bypass_local": bypass_local}
     found = ranks(world).run(traffic_job, options)
@@ -319,7 +325,7 @@ def collectives_job(
 def test_every_rank_issues_the_same_collectives_whatever_its_tokens(
     world: int, options: dict[str, Any], load: str, n: int
 ) -> None:
-    """Counts, weights, and n dispatches and n combines; in backward the same without counts."""
+    """They are counts, weights, and n dispatches and n combines; in backward the same without counts."""
     for forward, back in ranks(world).run(collectives_job, n, load, options):
         assert forward == ["all_to_all_single"] * (2 + 2 * n)
         assert back == ["all_to_all_single"] * (1 + 2 * n)
@@ -357,7 +363,7 @@ def test_modules_as_experts_equal_the_definition(world: int, top_k: int, n: int)
 
 
 def checkpoint_job(rank: int, world: int, use_reentrant: bool, options: dict[str, Any]) -> list[Any]:
-    """Two checkpointed layers whose experts are loaded unevenly, with and without checkpoints."""
+    """Runs two layers whose experts are loaded unevenly, with and without activation checkpoints."""
     layers = nn.ModuleList([build(**options), build(**options)])
     with torch.no_grad():
         for layer in layers:

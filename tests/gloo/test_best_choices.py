@@ -1,4 +1,4 @@
-"""What a layer chooses by itself is the best there is, by stated seconds in place of measured ones."""
+"""The choices of a layer are the best that it can make, if measured seconds are replaced by given ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import torch
 import pmoe
 from pmoe import warn
 from pmoe.call.sizes import memory_shape
-from pmoe.choose import open_choice as chosen
-from pmoe.choose import search as searched
-from pmoe.choose import trials
+from pmoe.choose import open_choice, search, trials
 from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
@@ -35,13 +33,13 @@ from tests.kit import D_HIDDEN, D_MODEL, tokens
 from tests.pool import ranks
 
 COUNT = 2048
-"""Tokens of a rank: as few as n is tried for."""
+"""Number of tokens of a rank: the fewest for which n is tried."""
 SLACK = 2.0
-"""No routing of these tests is so uneven that chunks must be cut deeper."""
+"""A slack with which no routing of these tests makes layers cut their chunks finer."""
 
 
 def step(layer: pmoe.MoELayer, rank: int) -> Any:
-    """How one step ran."""
+    """Runs one step, and returns the layer's report of it."""
     layer.zero_grad(set_to_none=True)
     layer(tokens(COUNT, rank).requires_grad_()).sum().backward()
     return layer.ran
@@ -51,7 +49,10 @@ def step(layer: pmoe.MoELayer, rank: int) -> Any:
 
 
 class StatedClock:
-    """Passes take stated seconds for their n; the first timed pass of n = 4 takes ``hiccup`` times those."""
+    """A clock on which passes take given seconds for their n.
+
+    The first timed pass with n = 4 takes ``hiccup`` times as long.
+    """
 
     def __init__(self, forward: dict[int, float], backward: dict[int, float], hiccup: float) -> None:
         self.now, self.hiccup = 0.0, hiccup
@@ -71,23 +72,23 @@ def tried_job(
     options: dict[str, Any],
     lanes: dict[str, LineCost] | None = None,
 ) -> tuple[list[tuple[int, int]], dict[tuple[str, int], int]]:
-    """n of both passes in three calls, and the number of passes by direction and n.
+    """Returns n of both passes in three calls, and the number of passes by direction and n.
 
-    lanes: of a stored profile; None if there is none.
+    lanes: costs of a stored profile; None if there is none.
     """
     clock = StatedClock(**stated[rank])
     stored = None if lanes is None else profile(**lanes)
     ahead, back = Forward.run, Backward.run
 
     def forward(self: Any) -> Any:
-        clock.passed("forward", len(self.cut.chunks))
+        clock.passed("forward", len(self.pass_plan.chunks))
         return ahead(self)
 
     def backward(self: Any) -> Any:
-        clock.passed("backward", len(self.cut.chunks))
+        clock.passed("backward", len(self.pass_plan.chunks))
         return back(self)
 
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
         mock.patch.object(trials, "stored_profile_of", lambda *_: stored),
@@ -97,12 +98,12 @@ def tried_job(
     ):
         layer = build(pipeline=True, top_k=1, slack=SLACK, **options)
         found = [step(layer, rank) for _ in range(3)]
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     return [(ran.forward, ran.backward) for ran in found], clock.runs
 
 
 def seconds(best: int, least: float = 1.0) -> dict[int, float]:
-    """By n: the further from the best one, the more."""
+    """Returns seconds by n: they grow with the distance from the best n."""
     at = DEGREES.index(best)
     return {n: least * (1 + abs(i - at)) for i, n in enumerate(DEGREES)}
 
@@ -140,7 +141,9 @@ def test_the_fastest_n_by_trials_is_what_a_layer_runs_with(
 
 
 def test_an_n_that_is_clearly_slower_is_not_tried_again() -> None:
-    """n = 4 takes a second a pass, 2 and 8 take two. Three calls run n = 4 beside the trials."""
+    """A pass takes one second with n = 4, two with 2 and 8. Three calls run n = 4 in addition to the
+    trials.
+    """
     (_, runs), _ = ranks(2).run(tried_job, (stated(seconds(4), seconds(4)),) * 2, {})
     assert runs == {
         (direction, n): 3 + 3 if n == 4 else 2 for direction in ("forward", "backward") for n in DEGREES
@@ -148,7 +151,7 @@ def test_an_n_that_is_clearly_slower_is_not_tried_again() -> None:
 
 
 def test_only_what_a_stored_profile_predicts_to_be_near_the_fastest_is_tried() -> None:
-    """Products take a second for each chunk, whatever its size: by the profile fewer chunks are faster."""
+    """Products take a second for each chunk of any size: the profile predicts that few chunks are fast."""
     lanes = lanes_of(1, 1, 1, alpha=1.0)
     sizes = ranks(2).run(chosen_job, lanes, {})[0][1]
     predicted = {n: step_seconds(sizes, profile(**lanes), COUNT, both_passes(n, KEEP)) for n in DEGREES}
@@ -167,10 +170,13 @@ def test_a_stored_profile_that_the_trials_contradict_does_not_hide_the_fastest_n
 
 
 def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], list[str]]:
-    """The names of the tables, n of two layers, and the pairs that were tried, with memory_reuse=True."""
-    searched._LEARNED.clear()
+    """Returns the names of the tables, n of two layers, and the restore pairs that were tried.
+
+    The layers have memory_reuse=True.
+    """
+    search._LEARNED.clear()
     pairs_tried: list[str] = []
-    real = searched.measure_in_stages
+    real = search.measure_in_stages
 
     def measure(batch: Any, choices: Any, *most: Any) -> Any:
         pairs_tried.extend(str(each.restore) for each in choices)
@@ -179,16 +185,16 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
     taken = []
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),
-        mock.patch.object(searched, "measure_in_stages", measure),
-        mock.patch.object(chosen, "_compared_with_steps", lambda _, choice: choice),
+        mock.patch.object(search, "measure_in_stages", measure),
+        mock.patch.object(open_choice, "_compared_with_steps", lambda _, choice: choice),
     ):
         for name in ("S1", "S4"):
-            with mock.patch.object(chosen, "_cheapest_pair", lambda _, name=name: STRATEGIES[name]):
+            with mock.patch.object(open_choice, "_cheapest_pair", lambda _, name=name: STRATEGIES[name]):
                 ran = step(build(pipeline=True, memory_reuse=True, top_k=1, slack=SLACK), rank)
                 assert ran.restore == STRATEGIES[name]
                 taken.append((ran.forward, ran.backward))
-    [learned] = searched._LEARNED.values()
-    searched._LEARNED.clear()
+    [learned] = search._LEARNED.values()
+    search._LEARNED.clear()
     return sorted(learned.tables), taken, sorted(set(pairs_tried))
 
 
@@ -202,7 +208,7 @@ def test_one_table_holds_for_all_restore_pairs() -> None:
 
 
 def profile(**lines: LineCost) -> Profile:
-    """Of lanes that do not slow each other."""
+    """Returns a profile with these lines, of lanes that do not slow each other."""
     return Profile(
         device="stated",
         device_type="cpu",
@@ -224,8 +230,11 @@ def chosen_job(
     options: dict[str, Any],
     trials: dict[Any, float] | None = None,
 ) -> Any:
-    """How a layer ran, and its sizes. trials: the seconds of a pass by n, or by pair, as trials would measure
-    them; none are made where they are not stated."""
+    """Returns the report of a layer's step, and the layer's sizes.
+
+    trials: the seconds of a pass that trials would measure, by n or by restore pair. Without them no trials
+        run.
+    """
 
     def tried(_: Any, choices: Any) -> Any:
         if trials is None:
@@ -234,7 +243,7 @@ def chosen_job(
 
     with (
         mock.patch("pmoe.choose.trials.profile_of", lambda *_: profile(**lanes)),
-        mock.patch.object(chosen, "_tried", tried),
+        mock.patch.object(open_choice, "_tried", tried),
     ):
         layer = build(top_k=1, slack=SLACK, **options)
         ran = step(layer, rank)
@@ -246,7 +255,7 @@ def chosen_job(
 
 
 def lanes_of(compute: float, message: float, copy: float, alpha: float = 0.0) -> dict[str, LineCost]:
-    """Lanes on which a unit of Table II takes so many seconds: half of the rows travel."""
+    """Returns lanes on which a unit of Table II takes these seconds; half of the rows are sent."""
     row_bytes = COUNT * D_MODEL * 8
     copies = LineCost(alpha, copy / row_bytes)
     return {
@@ -275,7 +284,10 @@ def test_the_pair_that_suits_the_machine_is_what_a_layer_runs_with(name: str) ->
 
 
 def contradicted_job(rank: int, world: int, times: float) -> list[str]:
-    """The warnings of three layers whose real steps take so many times what their profile predicts."""
+    """Returns the warnings of three layers whose steps take a multiple of what their profile predicts.
+
+    times: the factor.
+    """
     lanes = lanes_of(1, 1, 50)
 
     def tried(batch: Any, choices: Any) -> Any:
@@ -287,12 +299,12 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
         step = times * most * seconds
         return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}
 
-    chosen._compared.clear()
+    open_choice._compared.clear()
     warn.GIVEN.clear()
     rows_of = (Ranks().name, torch.device("cpu"), tokens(COUNT, rank).dtype)
     with (
-        mock.patch.dict(chosen.PROFILES, {rows_of: profile(**lanes)}),
-        mock.patch.object(chosen, "measure_trials", tried),
+        mock.patch.dict(open_choice.PROFILES, {rows_of: profile(**lanes)}),
+        mock.patch.object(open_choice, "measure_trials", tried),
         warnings.catch_warnings(record=True) as given,
     ):
         warnings.simplefilter("always")
@@ -309,8 +321,10 @@ def test_a_profile_that_real_steps_contradict_is_told_once(times: float, is_told
 
 @pytest.mark.parametrize("fastest", STRATEGIES)
 def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
-    """Where computing hides everything, a step is 6 units with S1 and S2, and 7 with S3 and S4. With dear
-    copies S4 alone is worth a trial, whatever it would say."""
+    """If computation hides everything, a step takes 6 units with S1 and S2, and 7 with S3 and S4.
+
+    If copies are slow, only S4 is near the fastest, and no trial is needed.
+    """
     trials = {pair: 1.0 + (name != fastest) for name, pair in STRATEGIES.items()}
     options = {"pipeline": 2, "memory_reuse": True}
     for lanes, expected in ((lanes_of(1, 1e-6, 1e-6), fastest), (lanes_of(1, 1, 50), "S4")):
@@ -319,18 +333,18 @@ def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
 
 
 def test_no_trial_is_made_where_a_host_is_full() -> None:
-    """One that offloads would fail on that rank alone."""
+    """A trial that offloads would fail on that rank only."""
     nothing: Any = None
     with mock.patch.object(TrialBatch, "trials_allowed", True):
         for shortage in (True, False):
             counts: Any = SimpleNamespace(host_shortage=shortage)
             assert TrialBatch(nothing, counts, nothing, nothing).may_try is not shortage
         full: Any = SimpleNamespace(host_shortage=True)
-        assert chosen._tried(TrialBatch(nothing, full, nothing, nothing), []) is None
+        assert open_choice._tried(TrialBatch(nothing, full, nothing, nothing), []) is None
 
 
 WIDE = 48
-"""Columns of T_M where bytes are counted, so that the gate's are not the most."""
+"""Columns of T_M in tests that count bytes, so that the gate needs fewer bytes than the rows."""
 OVERLAP_PAYS = lanes_of(D_HIDDEN / WIDE, 1.5, 0.2, alpha=0.02)
 
 
@@ -339,7 +353,7 @@ def both_passes(n: int, pair: Restore) -> Choice:
 
 
 def candidates(sizes: Any, bins: int, given: dict[str, LineCost]) -> dict[tuple[int, int, Restore], Any]:
-    """By n, n and pair: (seconds, the most bytes of any routing)."""
+    """Returns (seconds, most bytes of any routing) by (n of forward, n of backward, restore pair)."""
     return {
         (n, n, pair): (
             step_seconds(sizes, profile(**given), COUNT, both_passes(n, pair)),
@@ -370,7 +384,7 @@ def test_of_what_fits_a_budget_a_layer_runs_with_the_fastest() -> None:
 
 @pytest.mark.parametrize("best", [1, 4, 16])
 def test_of_what_fits_a_budget_trials_choose_the_number_of_chunks(best: int) -> None:
-    """With the pair that is predicted to be the fastest of those that fit with it."""
+    """The restore pair is the one that is predicted to be fastest within the budget."""
     options = {"pipeline": True, "memory_reuse": True, "d_hidden": WIDE}
     _, sizes, bins = ranks(2).run(chosen_job, OVERLAP_PAYS, {**options, "memory_budget": 1 << 40})[0]
     known = candidates(sizes, bins, OVERLAP_PAYS)

@@ -1,4 +1,4 @@
-"""Among several ranks: experts' parameters by name, hooks that one rank alone has, masks that differ."""
+"""Several ranks: parameters of experts that are read by name, hooks of one rank only, masks that differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Scaled(nn.Module):
-    """Multiplies each expert's weights by a number of its own."""
+    """A wrapper that multiplies the weights of each expert by a number of its own."""
 
     def __init__(self, num_experts: int, first: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_hooks_of_one_rank_alone_run_and_change_nothing(way: str) -> None:
 
 
 def masked_job(rank: int, world: int, way: str) -> list[str]:
-    """Ranks have other masks, one of them of no tokens at all."""
+    """Calls layers with other masks on each rank; one of the masks has no tokens."""
     layer = build(**WAYS[way])
     x, dy = tokens(10, 10 + rank), tokens(10, 20 + rank)
     mask = torch.arange(10) % (rank + 2) == 0 if rank else torch.zeros(10, dtype=torch.bool)
@@ -222,7 +222,7 @@ def test_fsdp_may_shard_experts_over_ranks_that_hold_the_same() -> None:
 
 
 def adapted_job(rank: int, world: int) -> list[Any]:
-    """Experts of a parallelized model get LoRA, as a parametrization; DDP must leave it to its rank."""
+    """Experts of a parallelized model get LoRA as a parametrization; DDP must not reduce its gradients."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), build(bias=False))
     pmoe.parallelize(model, mesh)
@@ -243,7 +243,7 @@ def adapted_job(rank: int, world: int) -> list[Any]:
 
 
 class Adapter(nn.Module):
-    """LoRA of one rank's experts, which lie in a DTensor."""
+    """LoRA of the experts of one rank, which are stored in a DTensor."""
 
     def __init__(self, weight: Any, rank: int) -> None:
         super().__init__()

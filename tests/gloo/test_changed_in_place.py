@@ -1,4 +1,4 @@
-"""Parameters that change in place between a layer's passes, in every form that several ranks give them."""
+"""Parameters that change in place between a layer's passes, in all forms that they have on several ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORMS = ["plain", "parallelized", "wrapped in DDP", "with a gate sharded by FSDP
 
 
 def formed(form: str, world: int, **options: Any) -> tuple[MoELayer, nn.Module]:
-    """The layer, and what is called in its place."""
+    """Returns the layer, and the module that is called in its place."""
     layer = kit.build(NUM_EXPERTS, **options)
     if form == "plain":
         return layer, layer
@@ -64,7 +64,7 @@ def error_of(layer: MoELayer, module: nn.Module, x: Tensor, change: Any) -> str:
 
 
 def linear_raises(form: str, world: int) -> bool:
-    """Whether a linear layer of torch's in this form says that its weight was changed."""
+    """Returns whether torch's linear layer in this form reports that its weight was changed."""
     linear: nn.Module = nn.Linear(D_MODEL, D_MODEL).double()
     if form == "with a gate sharded by FSDP2":
         fully_shard(linear, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))
@@ -127,7 +127,9 @@ def steps_job(rank: int, world: int, form: str, name: str, options: dict[str, An
 def test_an_optimizers_step_between_the_passes_raises_on_every_rank(
     form: str, name: str, options: dict[str, Any]
 ) -> None:
-    """Also where torch counts no versions of DTensors, in steps of many tensors at once."""
+    """It raises also in steps of many tensors at once, for which torch does not count versions of
+    DTensors.
+    """
     ranks(2).run(steps_job, form, name, options)
 
 

@@ -1,5 +1,8 @@
-"""Checkpoints of several ranks: loaded by other numbers of them to the bit, whole whenever a rank is killed,
-refused by all ranks alike."""
+"""Checkpoints of several ranks: loaded by other numbers of ranks bit by bit, and refused by all ranks
+together.
+
+If a rank is killed while a checkpoint is written, an older one is complete.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from tests.pool import Pool, ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 Mesh = dict[str, int]
-"""Sizes of its dimensions, by name."""
+"""Sizes of a mesh's dimensions, by name."""
 
 
 def make_mesh(sizes: Mesh) -> DeviceMesh:
@@ -41,7 +44,7 @@ def make_mesh(sizes: Mesh) -> DeviceMesh:
 
 
 def make(sizes: Mesh | None, wrap: str, expert: Any) -> tuple[nn.Module, AdamW]:
-    """A model over a mesh of such sizes, or in one process, with its optimizer."""
+    """Returns a model and its optimizer, over a mesh of these sizes, or in one process."""
     if sizes is None:
         model = build(None, expert=expert)
         return model, AdamW(model.parameters(), lr=1e-2)
@@ -60,7 +63,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every parameter and all of its state as one process has them, by name."""
+    """Returns every parameter and all of its state as one process has them, by name."""
     found = {}
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.")
@@ -78,7 +81,7 @@ def saved(rank: int, world: int, folder: Path, sizes: Mesh, wrap: str, expert: A
 
 
 def loaded(rank: int, world: int, folder: Path, sizes: Mesh | None, wrap: str, expert: Any) -> Any:
-    """Into a model of other values and an optimizer of another rate, before its first step."""
+    """Loads into a model with other values and an optimizer with another rate, before its first step."""
     model, optimizer = make(sizes, wrap, expert)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -133,7 +136,7 @@ def test_what_four_ranks_saved_one_and_two_load_to_the_bit(case: str, tmp_path: 
 
 
 def of_all(name: str, place: int) -> str:
-    """The name among all experts of what a rank at ``place`` of two calls its own."""
+    """Returns the name among all experts of a tensor that a rank at ``place`` of two calls ``name``."""
     before, found, after = name.partition(".experts.local.")
     number, _, rest = after.partition(".")
     return f"{before}{found}{int(number) + 2 * place}.{rest}" if found else name
@@ -159,7 +162,7 @@ def test_what_some_ranks_saved_twice_as_many_load_to_the_bit(
 
 
 def raw(rank: int, world: int, folder: Path, sizes: Mesh, saves: bool) -> dict[str, Tensor]:
-    """By torch's own functions alone."""
+    """Saves or loads with torch's own functions only."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -220,13 +223,13 @@ def die(*_: object, **__: object) -> None:
 
 
 def die_in_the_middle(writer: Any, plan: Any, planner: Any) -> None:
-    """Half of a file is there."""
+    """Kills the process when half of a file is written."""
     (Path(writer.path) / "__0_0.distcp").write_bytes(b"half")
     die()
 
 
 def before(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Dies where ``call`` would touch a path with ``name`` in it."""
+    """Returns ``call``, changed to kill the process when it would use a path with ``name`` in it."""
 
     def replaced(*paths: Any, **options: Any) -> Any:
         if any(name in str(path) for path in paths):
@@ -294,7 +297,7 @@ def refused(rank: int, world: int, act: Callable[..., Any], *args: Any) -> str:
 
 
 def other_model(rank: int, world: int, folder: Path) -> tuple[str, bool]:
-    """One with a block more and another width on the way."""
+    """Loads into a model that has one block more and another width."""
     model, optimizer = make({"ep": 2}, "none", "ffn")
     pmoe.save_checkpoint(folder, model, optimizer, step=1)
     mesh = make_mesh({"ep": 2})
@@ -323,7 +326,7 @@ def re_shape(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> str:
 
 
 def unreadable(rank: int, world: int, folder: Path) -> tuple[str, bool, int]:
-    """One rank does not see a file."""
+    """Loads with a file that only one rank cannot see."""
     model, optimizer = make({"ep": 2}, "none", "ffn")
     pmoe.save_checkpoint(folder, model, optimizer, step=1)
     train(model, optimizer, range(1), rank, world)
@@ -350,7 +353,9 @@ def test_a_file_missing_on_one_rank_is_an_error_on_all_before_anything_changes(t
 
 
 def damaged(rank: int, world: int, folder: Path) -> tuple[dict[str, str], bool]:
-    """What is told of each file of both ranks with a bit flipped, and whether nothing was changed by it."""
+    """Flips a bit in each file of both ranks. Returns the errors, and whether nothing was changed by
+    loading.
+    """
     model, optimizer = make({"ep": 2}, "none", "ffn")
     path = pmoe.save_checkpoint(folder, model, optimizer, step=1)
     train(model, optimizer, range(1), rank, world)
@@ -406,7 +411,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path:
 
 
 class Stateful(nn.Module):
-    """With an extra state that one rank cannot give: it raises, or is no plain data."""
+    """A module with extra state that one rank cannot save: it raises, or is not plain data."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

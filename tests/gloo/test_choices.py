@@ -1,4 +1,4 @@
-"""What a layer chooses by itself: n by trials, the restore pair by the cost model, both under a budget."""
+"""The choices of a layer: n by trials, the restore pair by the cost model, and both under a budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.choose import search as searched
+from pmoe.choose import search
 from pmoe.engine.passes import base as passes
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
@@ -34,7 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that several tests share: this machine's rates are measured once for each number of ranks."""
+    """Returns a cache for several tests, so that this machine is measured once for each number of ranks."""
     return tmp_path_factory.mktemp("measured")
 
 
@@ -86,7 +86,7 @@ def search_job(rank: int, world: int, counts: tuple[int, ...], options: dict[str
         step(layer, counts[rank], rank)
     with counted_collectives() as other_layer:
         step(build(pipeline=True, top_k=1, **options), counts[rank], rank)
-    [table] = searched.learned_degrees(layer.layer_modules).tables.values()
+    [table] = search.learned_degrees(layer.layer_modules).tables.values()
     degrees = table.lookup(max(counts))
     return {
         "degrees": degrees,
@@ -128,8 +128,10 @@ def small_job(rank: int, world: int) -> list[int]:
 
 
 def test_small_batches_and_inference_are_not_tried() -> None:
-    """n = 1 for few rows: counts, weights, S and R, and the same back without counts. 9000 tokens without
-    gradients: n = 8, by the rule."""
+    """n = 1 for few rows: counts, weights, S and R, and the same back without counts.
+
+    9000 tokens without gradients get n = 8, by the rule.
+    """
     assert ranks(2).run(small_job) == [[7, 7, 18]] * 2
 
 

@@ -1,5 +1,7 @@
-"""Hierarchical all-to-alls give what the flat one gives, bit by bit, on every topology; and they send what a
-hand formula says."""
+"""Hierarchical all-to-alls give what the flat one gives, bit by bit, on every topology.
+
+They send as many rows as formulas by hand say.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ WIDTH = 3
 
 
 def table(load: str, world: int, bins: int, seed: int) -> Tensor:
-    """Rows of each bin that each rank has for each, (F, W, W): many are zero."""
+    """Returns the rows of each bin that each rank has for each rank, (F, W, W). Many are zero."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 6, (bins, world, world), generator=generator)
     counts *= torch.rand(counts.shape, generator=generator) < 0.6
@@ -65,7 +67,7 @@ def table(load: str, world: int, bins: int, seed: int) -> Tensor:
 
 
 def payload(rank: int, count: int, dtype: torch.dtype, width: int | None) -> Tensor:
-    """Rows whose bytes say whose they are: misrouted ones show."""
+    """Returns rows whose bytes say which rank they belong to, so that wrong destinations are seen."""
     shape = (count,) if width is None else (count, width)
     numbers = torch.randint(
         0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=seeded(rank, count)
@@ -90,7 +92,7 @@ def bound(kind: type[Exchange], group_ranks: Ranks, *args: Any) -> Exchange:
 def carried(
     exchange: Exchange, counts_WW: Tensor, rows: Tensor, relayed: list[int] | tuple[()] = ()
 ) -> Tensor:
-    """What this rank receives, once it is there."""
+    """Exchanges rows, and returns what this rank receives."""
     rank = exchange.ranks.rank
     recv = counts_WW[:, rank].tolist()
     out = torch.zeros(
@@ -116,7 +118,10 @@ def relayed_by(exchange: Exchange, counts_FWW: Tensor) -> Tensor:
 def equal_job(
     rank: int, world: int, kind: str, nodes: Nodes, loads: list[str], dtypes: list[Any]
 ) -> list[str]:
-    """What differs from flat, by direction, load, dtype and number of dimensions; [] where nothing does."""
+    """Returns the cases in which an exchange differs from the flat one; [] if there are none.
+
+    A case is a direction, load, dtype and number of dimensions.
+    """
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     group_ranks, wrong = Ranks(), []
     for direction in ("dispatch", "combine"):
@@ -169,7 +174,7 @@ def traffic_job(rank: int, world: int, kind: str, nodes: Nodes, width: int | Non
 
 
 def rows_sent(kind: str, at: Topology, rank: int, counts: list[list[int]]) -> tuple[int, int]:
-    """Rows that a rank sends inside its node and across nodes, by hand."""
+    """Returns (rows that a rank sends inside its node, rows that it sends across nodes), by hand."""
     everyone, node, place = range(len(counts)), at.inside(rank), at.place(rank)
     if at.is_level:
         sent = sum(counts[rank][d] for d in everyone if d != rank)
@@ -211,7 +216,7 @@ def test_every_rank_counts_the_bytes_that_it_sends_its_own_and_others(
 
 
 def test_as_many_rows_cross_nodes_as_by_the_flat_all_to_all() -> None:
-    """Hierarchies save messages, not bytes."""
+    """Hierarchical exchanges save messages, not bytes."""
     at, counts = Topology.of_nodes([0, 0, 1, 1], range(4)), table("uneven", 4, 2, 9).sum(0).tolist()
     across = sum(counts[s][d] for s in range(4) for d in range(4) if at.node(s) != at.node(d))
     assert across > 0
@@ -243,8 +248,10 @@ def test_every_rank_issues_the_same_collectives_whatever_its_rows(
 
 
 def thread_job(rank: int, world: int, kind: str, nodes: int) -> bool:
-    """Exchanges in a lane's thread while this one sends other rows in the layer's group, each rank at its own
-    pace: in one group they would be taken for each other."""
+    """Exchanges rows in a lane's thread, while this thread sends other rows in the layer's group.
+
+    Each rank has its own pace: in one group the two kinds of messages would be confused.
+    """
     group_ranks = Ranks()
     flat = bound(FlatAllToAll, group_ranks)
     exchanges = [bound(KINDS[kind], group_ranks, nodes) for _ in range(2)]
@@ -391,7 +398,7 @@ def test_exchanges_can_be_copied_and_pickled(kind: str) -> None:
 
 
 def subset_job(rank: int, world: int) -> list[str] | None:
-    """Ranks 1 to 3 make layers; rank 0 takes part in nothing but the making of their group."""
+    """Ranks 1 to 3 make layers. Rank 0 only takes part in making their group."""
     group = dist.new_group([1, 2, 3])
     if rank == 0:
         return None

@@ -1,5 +1,7 @@
-"""Fused layers on several ranks, their kernels' place taken by all-to-alls and plain products: the plain
-definition to 1e-12, the same bits every time, and the same decisions on every rank."""
+"""Fused layers on several ranks, with all-to-alls and plain products in the place of their kernels.
+
+They equal the plain definition to 1e-12, give the same bits every time, and decide the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.operators import FusedRouting
-from pmoe.runners import fused_steps as comet
+from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.pool import ranks
@@ -68,7 +70,7 @@ def inputs(world: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class Taking:
-    """Makes the steps of a case, and notes for which calls."""
+    """Runs the steps of a case, and records for which calls."""
 
     def __init__(self, max_rows: int = 1000) -> None:
         self.max_rows, self.fused = max_rows, list[bool]()
@@ -122,7 +124,7 @@ def check(world: int, case: Case) -> None:
 
 
 def max_rows(world: int, case: Case) -> int:
-    """The most rows that any rank receives, from the gate alone."""
+    """Returns the most rows that any rank receives, computed from the gate only."""
     if case.max_rows == 1000:
         return 0
     layer = build(replace(case, local_experts=case.local_experts * world), 1, fused=False)
@@ -200,8 +202,10 @@ def test_two_runs_give_the_same_bits(way: bool | str, world: int) -> None:
 
 
 def order_job(rank: int, world: int, expert_TK: list[list[int]]) -> list[float]:
-    """`gradient_combine` of rank 0's rows, of one column: 1 for expert 0, s = 2**-24 for all others. By how
-    many s the sums are above 1."""
+    """Returns by how many s the sums of `gradient_combine` are above 1.
+
+    Rank 0's rows have one column: 1 for expert 0, s = 2**-24 for all others.
+    """
     small = 2.0**-24
     of_rank_0 = torch.tensor(expert_TK)
     expert = of_rank_0 if rank == 0 else of_rank_0[:0]
@@ -235,7 +239,7 @@ def test_ranks_sum_their_own_rows_before_the_owner_sums_theirs() -> None:
 
 
 def different_job(rank: int, world: int, way: bool | str, pair: pmoe.Restore) -> dict[str, Any]:
-    """On rank 0 experts are frozen, and only rank 1's input needs a gradient."""
+    """Runs a step in which rank 0's experts are frozen, and only rank 1's input needs a gradient."""
     layer = build(Case(options={"fused": way, "memory_reuse": pair}), world)
     if rank == 0:
         layer.requires_grad_(False)
@@ -267,7 +271,7 @@ def test_without_gradients_the_result_is_the_same() -> None:
 
 
 def mixed_job(rank: int, world: int, way: bool | str) -> Tensor:
-    """Rank 0 alone differentiates nothing: all is frozen there."""
+    """Runs a step in which everything is frozen on rank 0 only."""
     layer, (xs, _) = build(Case(options={"fused": way, "pipeline": 2}), world), inputs(world)
     layer.requires_grad_(rank != 0)
     with using(plain_steps):
@@ -298,7 +302,7 @@ def test_shards_and_hierarchies_are_not_fused() -> None:
 
 
 class Uneven(nn.Module):
-    """Says of each row which token it is of, on one rank."""
+    """A gate that says, on one rank only, which token each of its rows belongs to."""
 
     def __init__(self, gate: nn.Module, says: bool) -> None:
         super().__init__()
@@ -341,16 +345,16 @@ def test_a_routing_that_does_not_fit_on_one_rank_is_fused_on_none() -> None:
 
 
 def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
-    """Rank 1 has no kernels."""
+    """Runs a layer on ranks of which rank 1 has no kernels."""
     layer, (xs, _) = build(Case(), world), inputs(world)
     asked: list[Request] = []
     warn.GIVEN.clear()
     with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(comet, "_agreed", {})
-        patch.setattr(comet, "refusal", lambda *_, **__: "no kernels here" if rank == 1 else None)
-        patch.setattr(comet, "ranks_refusal", lambda *_: None)
-        patch.setattr(comet, "_kernel_steps", asked.append)
+        patch.setattr(fused_steps, "_agreed", {})
+        patch.setattr(fused_steps, "refusal", lambda *_, **__: "no kernels here" if rank == 1 else None)
+        patch.setattr(fused_steps, "ranks_refusal", lambda *_: None)
+        patch.setattr(fused_steps, "_kernel_steps", asked.append)
         for _ in range(2):
             layer(xs[rank]).sum().backward()
     return [str(each.message) for each in told], bool(asked)
@@ -365,7 +369,7 @@ def test_kernels_that_one_rank_lacks_are_taken_on_none() -> None:
 
 
 def nodes_job(rank: int, world: int, hosts: list[str]) -> list[str]:
-    """Which heap is asked for."""
+    """Returns which kind of heap a layer asks for."""
     layer, (xs, _) = build(Case(), world), inputs(world)
     warn.GIVEN.clear()
 
@@ -377,12 +381,12 @@ def nodes_job(rank: int, world: int, hosts: list[str]) -> list[str]:
 
     with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(comet, "_agreed", {})
-        patch.setattr(comet, "refusal", lambda *_, **__: None)
-        patch.setattr(comet, "ranks_refusal", lambda *_: None)
-        patch.setattr(comet, "host_name", lambda: hosts[rank])
-        patch.setattr(comet, "process_heap", no)
-        patch.setattr(comet, "nvshmem_heap", none_beyond)
+        patch.setattr(fused_steps, "_agreed", {})
+        patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
+        patch.setattr(fused_steps, "ranks_refusal", lambda *_: None)
+        patch.setattr(fused_steps, "host_name", lambda: hosts[rank])
+        patch.setattr(fused_steps, "process_heap", no)
+        patch.setattr(fused_steps, "nvshmem_heap", none_beyond)
         for _ in range(2):
             layer(xs[rank]).sum().backward()
     return [str(each.message) for each in told]
@@ -398,15 +402,15 @@ def test_the_heap_follows_from_the_nodes_that_the_ranks_are_on(hosts: str, wante
 
 def worth_job(rank: int, world: int) -> tuple[int, int]:
     taking, layer = Taking(), build(Case(options={"fused": "auto"}), world)
-    xs, worth = inputs(world)[0], comet.is_faster
+    xs, worth = inputs(world)[0], fused_steps.is_faster
     try:
         with using(taking):
             layer(xs[rank])
             before = len(taking.fused)
-            comet.is_faster = lambda request: request.max_tokens == 9
+            fused_steps.is_faster = lambda request: request.max_tokens == 9
             layer(xs[rank])
     finally:
-        comet.is_faster = worth
+        fused_steps.is_faster = worth
     return before, len(taking.fused)
 
 

@@ -1,6 +1,8 @@
-"""Fused layers of several processes by the kernels' own source: every rank's launch in an emulator of its
-own, rows written straight into heaps in files that the processes map, flags raised and awaited across
-them."""
+"""Fused layers of several processes with the kernels' own source: each rank's launches run in an emulator.
+
+Rows are written straight into heaps, which are files that all processes map; flags are raised and awaited
+across processes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Case:
 
 
 def run(rank: int, case: Case, fused: bool | str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Some steps of one layer, with routing that changes with the tokens."""
+    """Runs some steps of one layer, with routing that depends on the tokens."""
     torch.manual_seed(3)
     layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 2 * len(case.tokens), 2, dtype=BF16, fused=fused, **case.options)
     layer = layer.to(dtype)
@@ -63,7 +65,7 @@ def run(rank: int, case: Case, fused: bool | str, dtype: torch.dtype) -> list[di
 
 
 def job(rank: int, world: int, path: Path, case: Case, fused: bool | str) -> list[tuple[str, float, float]]:
-    """(name, error of the fused layer, of the unfused one), both beside float64."""
+    """Returns (name, error of the fused layer, error of the unfused one), both against float64."""
     import warnings
 
     with emulated(path, division=Division(1, 256)), warnings.catch_warnings():
@@ -110,7 +112,7 @@ def test_four_processes(kernels: Path) -> None:
 
 
 def absent_job(rank: int, world: int, path: Path) -> str:
-    """Rank 1 takes part in everything but the launches: rank 0 must tell for whom it waited, and go on."""
+    """Rank 1 takes part in everything but the launches. Rank 0 must say for whom it waited, and go on."""
     import warnings
 
     from pmoe.kernels.comet import launcher

@@ -1,5 +1,5 @@
-"""examples/compress_rows.py: rows and their gradients travel in exactly the bytes that it says, and come out
-within what their formats round.
+"""examples/compress_rows.py: rows and gradients are sent in the bytes that it says, and are rounded as its
+formats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROW_BYTES = {
     "float8, e5m2 back": D_MODEL + 4,
 }
 ROUNDING = {"bfloat16": 2.0**-8, "float8": 2.0**-4, "float8, e5m2 back": 2.0**-3}
-"""By how much of itself a value is rounded at most."""
+"""Largest relative rounding error of a format."""
 FLOAT8 = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 
 
@@ -55,7 +55,7 @@ def run(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, 
 
 
 def together(results: list[dict[str, Any]], what: str) -> Tensor:
-    """Of all ranks, one behind the other."""
+    """Returns the tensors ``what`` of all ranks, concatenated."""
     return torch.cat([each["found"][what].flatten() for each in results])
 
 

@@ -1,4 +1,4 @@
-"""All ranks divide the fused kernels alike: as rank 0's table says, whatever the others have stored."""
+"""All ranks divide the fused kernels in the same way: as rank 0's table says, whatever others have stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, table
 
 
 def taken(rank: int, world: int, folder: str, given: list[FusedKernelSizes]) -> list[Any]:
-    """What each rank takes, its reductions, and its error; of a folder a rank."""
+    """Returns what each rank takes, its reductions, and its error. Each rank has a folder of its own."""
     forget()
     group, found, error = Ranks(), None, None
     own = mock.patch.dict(os.environ, PMOE_CACHE=str(Path(folder) / str(rank)))
@@ -70,7 +70,7 @@ def test_unlike_shapes_are_an_error_on_every_rank(tmp_path: Path) -> None:
 
 
 def filled(rank: int, world: int) -> tuple[Division, dict[Division, float]]:
-    """Rank 0 is fast with few blocks, rank 1 with many; n_c=4 fails on rank 1."""
+    """Fills a table. Rank 0 is fast with few blocks, rank 1 with many; n_c=4 fails on rank 1."""
 
     def time(shape: FusedKernelSizes, division: Division) -> float:
         if rank == 1 and division.n_c == 4:

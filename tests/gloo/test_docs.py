@@ -1,4 +1,4 @@
-"""Every Python snippet of the documentation that wants several processes runs on as many."""
+"""Every Python snippet of the documentation that needs several processes runs on as many."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What fairseq's checkpoints hold of experts, and what a rank takes of them: pure functions, tried without
-fairseq."""
+"""Experts in fairseq's checkpoints, and what a rank takes of them: functions that need no fairseq."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.pool import ranks
 
 
 def build(group: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with a dense part, and AdamW on it; experts carry fairseq's mark as well."""
+    """Returns a model with a dense part, and AdamW on it. Experts also have fairseq's mark."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), pmoe.MoELayer(8, 16, num_experts=8, top_k=2, group=group))
     for parameter in model[1].experts.parameters():
@@ -25,7 +24,9 @@ def build(group: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def whole_checkpoint() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Of one process with all experts after a step: different values in every tensor."""
+    """Returns the checkpoint of one process with all experts after a step. All its tensors have different
+    values.
+    """
     model, optimizer = build(Ranks.single())
     model(torch.randn(32, 8)).square().sum().backward()
     optimizer.step()
@@ -33,8 +34,10 @@ def whole_checkpoint() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_and_gather(rank: int, num_ranks: int) -> tuple[Any, Any, Any, Any]:
-    """Each rank takes its part of one process's checkpoint. Returns that, and what the ranks then hold,
-    gathered."""
+    """Lets each rank load its part of one process's checkpoint, and gathers what the ranks then have.
+
+    Returns the checkpoint, and the gathered one.
+    """
     parameters, moments = whole_checkpoint()
     model, optimizer = build()
     model.load_state_dict(own_experts(model, parameters))

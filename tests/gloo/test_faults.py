@@ -1,4 +1,4 @@
-"""A fault on one rank is an error on all, and a peer that dies or never comes is one within the timeout."""
+"""A fault on one rank is an error on all. A peer that dies or never comes is one within the timeout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def broken_input(fault: str, x: Tensor) -> Tensor:
 
 
 class Fragile(nn.Module):
-    """Raises when told to, or returns what is no routing."""
+    """A gate that raises when it is asked to, or returns something that is no routing."""
 
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_logits_that_may_be_no_numbers_hang_nothing_and_spoil_no_other_token(
 
 
 def lonely_job(rank: int, world: int, stage: str, ending: str) -> tuple[str, float]:
-    """Rank 1 leaves before ``stage``; rank 0 goes on and tells what it met, and after how long."""
+    """Rank 1 leaves before ``stage``. Returns rank 0's error, and the seconds after which it came."""
     layer = build()
     x, dy = inputs(rank, world)
     x.requires_grad_()
@@ -181,8 +181,10 @@ def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str,
 
 
 def mesh_job(rank: int, world: int) -> tuple[dict[str, float], str, float]:
-    """Seconds of groups: torch's own of a mesh, those that are set, and those of the group that pmoe makes of
-    both; then how a rank ends that waits for another, and when."""
+    """Returns timeouts of groups in seconds, then how a rank ends that waits for another, and when.
+
+    The groups are torch's own of a mesh, those whose timeout was set, and the group that pmoe makes of both.
+    """
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "ep", "esp"))
     seconds = {"before": timeout_of(mesh.get_group("esp")).total_seconds()}
     for name in mesh.mesh_dim_names:  # as docs/troubleshooting.md has it

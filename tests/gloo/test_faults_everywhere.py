@@ -1,5 +1,7 @@
-"""A rank is killed, stopped or raises at a task of its schedule: whichever it is, every other rank raises
-within the group's timeout, names layer, stage and rank, and ends as a process that nothing happened to."""
+"""A rank is killed, stops or raises at any task of its schedule.
+
+Every other rank then raises within the group's timeout, names layer, stage and rank, and ends normally.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from pmoe.schedule.tasks import Schedule, Task
 from tests.pool import Pool
 
 TIMEOUT_SECONDS = 6.0
-"""Of groups that are at it beside several others."""
+"""Timeout of groups that run beside several others."""
 AT_ONCE = 8
-"""Groups that wait at a time: waiting costs nothing."""
+"""Number of groups that wait at the same time, because waiting takes no processor time."""
 
 LAYERS: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -36,7 +38,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "padded": {"pad_to_capacity": True, "capacity_factor": 1.0},
     "hierarchical": {"dispatch": "hierarchical_2d", "nodes": 2},
 }
-"""nodes: ranks a node. Of two ranks, which are then one node, one collective is left."""
+"""Options of layers. ``nodes`` is the number of ranks on a node: two ranks are one node, and use one
+collective.
+"""
 ENDINGS = ("dies", "stops", "raises")
 
 
@@ -51,8 +55,10 @@ def build(options: dict[str, Any], world: int) -> MoELayer:
 
 
 class Failing:
-    """Watches passes: at ``task`` of a pass in ``direction`` it ends this rank. "" lets all pass, and notes
-    their tasks."""
+    """Watches passes, and ends this rank at ``task`` of a pass in ``direction``.
+
+    task: "" ends nothing, and records the tasks.
+    """
 
     def __init__(self, direction: str, task: str, ending: str) -> None:
         self.direction, self.task, self.ending = direction, task, ending
@@ -76,7 +82,7 @@ def step(layer: MoELayer, rank: int) -> None:
 
 
 def tasks_job(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """The tasks of a step by direction and name."""
+    """Returns the tasks of a step as (direction, name)."""
     watcher = Failing("", "", "")
     lanes.watchers.append(watcher)
     step(build(options, world), rank)
@@ -87,7 +93,10 @@ def tasks_job(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str,
 def failing_job(
     rank: int, world: int, options: dict[str, Any], direction: str, task: str, ending: str
 ) -> tuple[str, float]:
-    """What this rank met in two steps, in the first of which rank 1 ends, and the seconds of the longer."""
+    """Returns what this rank met in two steps, in the first of which rank 1 ends.
+
+    It also returns the seconds of the longer step.
+    """
     layer = build(options, world)
     step(layer, rank)  # connections are made
     if rank == 1:
@@ -106,7 +115,7 @@ def failing_job(
 
 
 def what_is_wrong(world: int, options: dict[str, Any], direction: str, task: str, ending: str) -> str:
-    """Of one case, "" if nothing is."""
+    """Returns what is wrong with the result of one case; "" for nothing."""
     pool = Pool(world, TIMEOUT_SECONDS)
     told_by = (
         "global rank 1 raised .*it was planted" if ending == "raises" else "(a peer has died|global rank)"
@@ -139,7 +148,10 @@ def what_is_wrong(world: int, options: dict[str, Any], direction: str, task: str
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm, without the semaphores of Python pools: other tests have theirs for as long."""
+    """Returns the names in /dev/shm, without semaphores of Python pools.
+
+    Other tests use such semaphores at the same time.
+    """
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 

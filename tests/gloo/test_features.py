@@ -1,4 +1,4 @@
-"""The table of features among ranks: where rows travel or experts are sharded, beside every other feature."""
+"""The table of features among ranks: rows that are sent, and sharded experts, with every other feature."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.pool import ranks
 from tests.takers import COMPUTED, TAKERS, wrong_of
 
 
-def wrong_job(rank: int, world: int, taker: str, among: Feature, some: slice) -> dict[str, list[str]]:
+def wrong_job(rank: int, world: int, component: str, among: Feature, some: slice) -> dict[str, list[str]]:
     cases = [(among, other) for other in Feature if other not in (Feature.RANKS, Feature.SHARDED)]
-    return wrong_of(COMPUTED[taker], [(among,), *filter(featured.fit, cases)][some])
+    return wrong_of(COMPUTED[component], [(among,), *filter(featured.fit, cases)][some])
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("among", [Feature.RANKS, Feature.SHARDED], ids=lambda feature: feature.name)
-@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("component", TAKERS)
 def test_each_feature_among_ranks_gives_the_definitions_result_or_is_refused_by_name(
-    taker: str, among: Feature
+    component: str, among: Feature
 ) -> None:
-    for wrong in ranks(2).run(wrong_job, taker, among, slice(None)):
+    for wrong in ranks(2).run(wrong_job, component, among, slice(None)):
         assert not wrong

@@ -1,5 +1,8 @@
-"""The flexible layer equals the plain definition to 1e-12: experts sharded over the ranks of a node, rows
-that travel once or in a hierarchy, shared experts, orders, and callbacks, in combination (FSMoE)."""
+"""The flexible layer equals the plain definition to 1e-12 (FSMoE).
+
+Its features are combined: sharded experts, rows that are sent only once or in a hierarchy, shared experts,
+orders and callbacks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ from tests.reference import relative_error
 from tests.spread import named, spread
 
 MESHES = [(2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1)]
-"""world, ep, esp"""
+"""(world, ep, esp)"""
 
 
 @pytest.mark.sampled(4)
@@ -159,7 +162,7 @@ def test_callbacks_of_sharded_experts_equal_the_definition(
 
 
 class Sine(pmoe.Callback):
-    """One hook alone: the others are not even called."""
+    """A callback with one hook; the others are not even called."""
 
 
 def sine(point: str) -> pmoe.Callback:
@@ -169,7 +172,9 @@ def sine(point: str) -> pmoe.Callback:
 def sine_job(
     rank: int, world: int, point: str, esp: int, reuse: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Against the flat layer's: a hook on all rows of a chunk is the same wherever rows go."""
+    """Compares a layer with one hook with the flat layer: a hook on all rows of a chunk is the same
+    everywhere.
+    """
     xs, grads = inputs(world)
     found = []
     for sharded in (True, False):
@@ -219,7 +224,10 @@ GATES = [name for name in pmoe.gates.GATES if name not in ("noisy_topk", "random
 
 
 def gated_job(rank: int, world: int, gate: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Outputs and gradients of the layer, and of a loop over what its gate says, on this rank's tokens."""
+    """Returns outputs and gradients of the layer, and those of a loop over its gate's routing.
+
+    The tokens are this rank's.
+    """
     torch.manual_seed(7)
     capacity, top_k = None if gate == "soft" else 0.9, 1 if gate == "switch" else 2
     layer = pmoe.MoELayer(
@@ -250,7 +258,7 @@ _alone: list[torch.distributed.ProcessGroup] = []
 
 
 def alone() -> torch.distributed.ProcessGroup:
-    """A group of this rank only."""
+    """Returns a group with this rank only."""
     if not _alone:
         groups = [torch.distributed.new_group([rank]) for rank in range(torch.distributed.get_world_size())]
         _alone.append(groups[torch.distributed.get_rank()])
@@ -376,12 +384,12 @@ def test_solved_degrees_are_measured_on_the_live_groups(tmp_path: Any) -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the tests share: this machine's rates are measured once."""
+    """Returns a cache for all tests, so that this machine is measured only once."""
     return tmp_path_factory.mktemp("measured")
 
 
 def chosen_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> float:
-    """A sharded layer that chooses for itself, against one that does not."""
+    """Compares a sharded layer that makes its own choices with one that does not."""
     os.environ["PMOE_CACHE"] = folder
     found = []
     for given in ({"pipeline": 1}, options):

@@ -1,5 +1,7 @@
-"""Bad input of the flexible layer: refused when it is built, raised by every rank before any row travels, or
-raised where it happens while the peers fail within the timeout."""
+"""Wrong input of the flexible layer: refused when it is built, or raised by every rank before rows are sent.
+
+An error that comes later is raised where it happens, and the peers fail within the timeout.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ D_MODEL, D_HIDDEN = 6, 12
 
 
 class Broken(nn.Module):
-    """A gate whose routing ``break_`` spoils on one rank."""
+    """A gate whose routing is spoilt by ``break_`` on one rank."""
 
     def __init__(self, fault: str, who: int) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ def start_job(rank: int, world: int) -> str:
 
 
 def build_job(rank: int, world: int) -> list[str]:
-    """What is refused when a layer is built, the same words on every rank."""
+    """Returns the errors of layers that are refused when they are built, the same on every rank."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "esp"))
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 

@@ -1,4 +1,4 @@
-"""Predicted and promised bytes on several ranks: exact for given row counts, kept whatever the routing."""
+"""Predicted and promised bytes on several ranks: exact for given row counts, enough for any routing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
 from bench.allocations import freed_late
-from pmoe.choose import part_of_batch
-from pmoe.choose import search as searched
+from pmoe.choose import part_of_batch, search
 from pmoe.measure import profile
 from pmoe.planner.degree import Choice
 from pmoe.planner.timed_rounds import PassTimes
@@ -130,7 +129,7 @@ _meshes: dict[int, DeviceMesh] = {}
 
 
 def sharded(world: int, esp: int) -> dict[str, Any]:
-    """Options of a layer whose experts are split over esp ranks."""
+    """Returns the options of a layer whose experts are split over esp ranks."""
     if esp == 1:
         return {}
     if esp not in _meshes:
@@ -205,7 +204,10 @@ def test_a_hierarchical_exchange_adds_two_copies_of_what_a_rank_relays(hop: str)
 
 
 def skewed_job(rank: int, world: int, folder: str, share: float, esp: int = 1) -> dict[str, Any]:
-    """All tokens of all ranks to one expert; the budget is ``share`` of what keep/keep takes at n = 1."""
+    """Sends all tokens of all ranks to one expert.
+
+    share: the budget, as a fraction of what keep/keep takes at n = 1.
+    """
     os.environ["PMOE_CACHE"] = folder
     with mock.patch.object(profile, "measure", Counted()):
         return skewed(world, share, esp)
@@ -255,12 +257,12 @@ SPEEDS = {"few chunks are fast": 1.0, "many chunks are fast": -1.0}
 
 
 def searching_job(rank: int, world: int, folder: str, fastest: str, options: dict[str, Any]) -> list[float]:
-    """Peaks of the first step, in which everything is measured and tried, and of two later ones.
+    """Returns the peaks of the first step, in which everything is measured and tried, and of two later ones.
 
     The seconds of trials are replaced after the trials have run, so that a certain n is taken.
     """
     os.environ["PMOE_CACHE"] = folder
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     profile.PROFILES.clear()
     measured = part_of_batch.measure_trials
     speed = SPEEDS[fastest]
@@ -289,7 +291,7 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
         ),
     ):
         peaks = [float(Allocated(step).peak) for _ in range(3)]
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     profile.PROFILES.clear()
     assert layer.ran is not None and layer.ran.forward == (1 if SPEEDS[fastest] > 0 else 16)
     return peaks

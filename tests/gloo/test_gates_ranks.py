@@ -1,4 +1,4 @@
-"""The bias of `DeepSeekGate` on several ranks: one load, one bias."""
+"""The bias of `DeepSeekGate` on several ranks: all ranks have the loads of all, and so the same bias."""
 
 from __future__ import annotations
 

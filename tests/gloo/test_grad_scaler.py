@@ -1,5 +1,7 @@
-"""pmoe.GradScaler: an overflow on one rank skips the step on all, in one optimizer of plain tensors and
-DTensors."""
+"""pmoe.GradScaler: an overflow on one rank makes all ranks skip the step.
+
+One optimizer has plain tensors and DTensors.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def rows(step: int, world: int) -> Tensor:
 
 
 def expected(expert: Any, world: int) -> list[float]:
-    """Losses of one process that leaves a step out."""
+    """Returns the losses of one process that leaves a step out."""
     model = build(expert)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []
@@ -48,7 +50,7 @@ def expected(expert: Any, world: int) -> list[float]:
 def trained(
     rank: int, world: int, expert: Any, options: dict[str, bool], unscales: bool
 ) -> tuple[list[float], list[float]]:
-    """Losses and scales. The last rank's experts overflow once."""
+    """Returns losses and scales. The experts of the last rank overflow once."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     model = pmoe.parallelize(build(expert, mesh=mesh), mesh)
     wrapped = DistributedDataParallel(model)
@@ -85,7 +87,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 
 
 def without_gradients(rank: int, world: int) -> tuple[float, bool]:
-    """Rank 1 has gradients, rank 0 has none."""
+    """Unscales gradients that only rank 1 has."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = pmoe.GradScaler("cpu", init_scale=SCALE)

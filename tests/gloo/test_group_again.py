@@ -1,4 +1,6 @@
-"""Process groups that are destroyed, and made again: taken up again, or named in one sentence."""
+"""Process groups that are destroyed and made again: layers take the new group, or say in a sentence why
+not.
+"""
 
 from __future__ import annotations
 

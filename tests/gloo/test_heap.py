@@ -1,5 +1,8 @@
-"""Symmetric heaps of several processes: what ranks must have in common, what one rank's failure means for
-all, growth and closing. Memory is in files that the processes map, see tests/heaps.py."""
+"""Symmetric heaps of several processes: what must be equal on all ranks, failures of one rank, growth,
+closing.
+
+The memory is in files that the processes map, see tests/heaps.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm import agreement as agree
+from pmoe.comm import agreement
 from pmoe.comm.heap import close_heaps, nvshmem, providers
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.providers import heap_for, heaps_of, nvshmem_heap, process_heap, wait_seconds
@@ -33,20 +36,22 @@ HOPPER, _ = FileMemory().where
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[object]:
-    """Every exchange about a heap from now on."""
+    """Returns a list to which every exchange about a heap is added."""
     exchanges: list[object] = []
 
     def gathered(ranks: Ranks, value: object, *, stage: str) -> list[Any]:
         exchanges.append(value)
-        return agree.gathered(ranks, value, stage=stage)
+        return agreement.gathered(ranks, value, stage=stage)
 
     patch.setattr(providers, "gathered", gathered)
     return exchanges
 
 
 def attempt(rank: int, world: int, given: list[dict[str, Any]]) -> tuple[str, str, int, int]:
-    """Makes a heap of what ``given`` says of each rank. (error's type and text, exchanges, pieces of memory
-    that are left)"""
+    """Makes a heap from what ``given`` says of each rank.
+
+    Returns (type of the error, its text, number of exchanges, pieces of memory that are left).
+    """
     mine = given[rank]
     memory = mine.get("memory", FileMemory())
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +77,7 @@ def attempt(rank: int, world: int, given: list[dict[str, Any]]) -> tuple[str, st
 
 
 def refused(*given: dict[str, Any]) -> tuple[str, str]:
-    """What all ranks say alike, with nothing left."""
+    """Returns (type, text) of the error, which must be the same on all ranks and leave no memory."""
     found = ranks(len(given)).run(attempt, list(given))
     assert len(set(found)) == 1, found
     kind, text, _, left = found[0]
@@ -84,7 +89,7 @@ def refused(*given: dict[str, Any]) -> tuple[str, str]:
 
 
 def written_by_peers(rank: int, world: int) -> dict[str, Any]:
-    """Each rank writes its number, and the reader's, into a row of every rank."""
+    """Lets each rank write its number, and the reader's, into a row of every rank."""
     memory = FileMemory()
     with pytest.MonkeyPatch.context() as patch:
         use_layout(patch)
@@ -330,7 +335,7 @@ def test_memory_stays_where_a_peer_does_not_come_to_close() -> None:
 
 
 class FakeStream:
-    """Runs what was launched when the host waits for it."""
+    """A stream that runs what was launched when the host waits for it."""
 
     streams: list[FakeStream] = []
 
@@ -372,7 +377,7 @@ class FakeFlags:
 
 
 PROBE_SECONDS = 20.0
-"""Enough on a busy machine for a flag that does come."""
+"""Seconds within which a flag is seen, even on a busy machine."""
 
 
 def probed(rank: int, world: int, silent: int | None) -> list[float | None]:
@@ -402,7 +407,7 @@ def test_where_one_flag_never_comes_the_probe_says_so_on_all_ranks() -> None:
 
 
 class FakeNvshmem:
-    """What cuda/heap/nvshmem.cpp binds."""
+    """Stands in for the functions of cuda/heap/nvshmem.cpp."""
 
     NVSHMEM = "0.0.0"
 

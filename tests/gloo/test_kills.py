@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments of their saves, again and again in one folder: nothing is lost."""
+"""Runs that are killed at random moments of their saves, many times in one folder: nothing is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pool import forks
 
 
 def made(world: int) -> tuple[nn.Module, AdamW]:
-    """With a state of its optimizer."""
+    """Returns a model and its optimizer, which has state."""
     mesh = make_mesh({"ep": world}) if world > 1 else None
     model: nn.Module = build(mesh and mesh["ep"])
     if mesh is not None:
@@ -36,7 +36,7 @@ def made(world: int) -> tuple[nn.Module, AdamW]:
 
 
 def numbers(model: nn.Module, optimizer: AdamW, step: int) -> list[tuple[torch.Tensor, float]]:
-    """Each tensor of this rank, and the number that it is full of at a step."""
+    """Returns each tensor of this rank, and the number that all its elements have at a step."""
     found = []
     for at, parameter in enumerate(model.parameters()):
         state = optimizer.state[parameter].values()
@@ -45,7 +45,7 @@ def numbers(model: nn.Module, optimizer: AdamW, step: int) -> list[tuple[torch.T
 
 
 def run(rank: int, world: int, folder: Path, rendezvous: str, pipe: Any) -> None:
-    """Goes on from the last checkpoint and saves until it is killed. Rank 0 tells each step that is saved."""
+    """Continues from the last checkpoint, and saves until it is killed. Rank 0 reports each saved step."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if world > 1:
@@ -71,7 +71,7 @@ def assert_full(model: nn.Module, optimizer: AdamW, step: int) -> None:
 
 
 def killed(world: int, folder: Path, draw: random.Random, number: int) -> int:
-    """The last step that the run told of before ranks of it were killed, all or some."""
+    """Returns the last step that the run reported before some or all of its ranks were killed."""
     context = forks()
     ours, theirs = context.Pipe()
     processes = [

@@ -1,4 +1,6 @@
-"""Other tensors than plain ones on several ranks: DTensors, refusals that all get, calls without values."""
+"""Other types of tensors than plain ones on several ranks: DTensors, errors on all ranks, calls without
+values.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def step(layer: MoELayer, x: Tensor, run: Any, dy: Any) -> dict[str, Tensor]:
 
 
 def sharded_job(rank: int, world: int, dim: int, options: dict[str, Any]) -> None:
-    """Uneven parts: 7 and 6 sequences, or 5 and 4 of their positions."""
+    """Calls a layer with uneven parts of a DTensor: 7 and 6 sequences, or 5 and 4 of their positions."""
     layer = kit.build(NUM_EXPERTS, **options)
     mesh = init_device_mesh("cpu", (world,))
     whole = (13, 2, D_MODEL) if dim == 0 else (2, 9, D_MODEL)
@@ -80,7 +82,7 @@ def test_a_replicated_input_is_every_ranks_tokens() -> None:
 
 
 def refusals_job(rank: int, world: int) -> list[str]:
-    """Rank 0 is given what a layer does not take; a good call follows each time."""
+    """Calls with inputs that a layer refuses, on rank 0 only. A correct call follows each."""
     layer, x = kit.build(NUM_EXPERTS), tokens(6, rank)
     mesh = init_device_mesh("cpu", (world,))
     bad = [
@@ -128,7 +130,7 @@ def test_a_meta_layer_of_several_ranks_says_how_it_gets_values() -> None:
 
 
 def shapes_job(rank: int, world: int, options: dict[str, Any], is_parallelized: bool) -> None:
-    """One rank makes the call alone: nothing is sent."""
+    """Makes the call on one rank only, because nothing is sent."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     with torch.device("meta"):
         on_meta = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, 2, **options)

@@ -1,4 +1,6 @@
-"""What pipeline=True learns lasts between runs where a cache folder is named: rank 0's file is everyone's."""
+"""The n that pipeline=True finds is kept between runs if a cache folder is set: all ranks use rank 0's
+file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.choose import search as searched
+from pmoe.choose import search
 from pmoe.planner import degree_trials
 from pmoe.planner.granularity import rounded
 from pmoe.warn import GIVEN
@@ -23,8 +25,11 @@ from tests.pool import ranks
 
 
 def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """One run: a new process knows nothing. folders: $PMOE_CACHE of each rank, "" for none."""
-    searched._LEARNED.clear()
+    """Runs once, as a new process that has learned nothing.
+
+    folders: $PMOE_CACHE of each rank, "" for none.
+    """
+    search._LEARNED.clear()
     GIVEN.clear()
     told = listen()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
@@ -55,7 +60,7 @@ KNOWN = [2048, 5120, 2, [[4, 4, 0.0, 0.0]]]
 
 
 def rewrite(path: Path) -> None:
-    """As if trials had found this."""
+    """Changes a file as if trials had found another n."""
     held = json.loads(path.read_text())
     (table,) = held["tables"].values()
     table["ranges"] = [KNOWN]
@@ -64,7 +69,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a run."""
+    """Returns the file that a run has written."""
     folder, other = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     for got in ranks(2).run(run_job, (str(folder), str(other)), (2048,)):
         assert got["tried"] == [2048]
@@ -75,7 +80,9 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folders(tmp_path: Path, first_run: Path) -> tuple[str, str]:
-    """The folders of two ranks: rank 0 has a file with n = 4 for 2048 to 5120 tokens, rank 1 has none."""
+    """Returns the folders of two ranks: rank 0 has a file with n = 4 for 2048 to 5120 tokens, rank 1 has
+    none.
+    """
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     path = tmp_path / "first" / first_run.name
@@ -100,7 +107,7 @@ def test_the_next_run_tries_what_lies_outside_and_keeps_it_beside(folders: tuple
 
 
 def test_a_file_of_version_2_is_read_where_there_is_none_of_this_version(folders: tuple[str, str]) -> None:
-    """It had a table for each restore pair, of measured points. It stays as it is."""
+    """It has a table of measured points for each restore pair, and is not changed."""
     [path] = stored(Path(folders[0]))
     held = json.loads(path.read_text())
     tables = {
@@ -172,8 +179,8 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
 
 
 def apart_job(rank: int, world: int) -> list[int]:
-    """n of a layer that knows, of one like it, and of three that are not."""
-    searched._LEARNED.clear()
+    """Returns n of a layer that has learned, of an equal one, and of three that are not equal."""
+    search._LEARNED.clear()
     layers = [
         build(pipeline=True, **{"top_k": 1, **options})
         for options in ({}, {}, {"activation": "relu"}, {"send_once": True, "top_k": 2}, {"slack": 2.0})
@@ -194,8 +201,10 @@ def test_only_layers_that_are_alike_learn_together() -> None:
 
 
 def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """2,000 steps with batches of other sizes in every step: numbers of searches, ranges and live tensors."""
-    searched._LEARNED.clear()
+    """Runs 2,000 steps with another number of tokens in each. Returns numbers of searches, ranges, live
+    tensors.
+    """
+    search._LEARNED.clear()
     told = listen()
     draw = random.Random(0)  # the same sizes on every rank
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +217,7 @@ def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
                 gc.collect()
                 held.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
                 known.append(len(layer.layer_modules.cache.choosers))
-    [table] = searched.learned_degrees(layer.layer_modules).tables.values()
+    [table] = search.learned_degrees(layer.layer_modules).tables.values()
     tried = [line for line in told.lines if line.startswith("pipeline=True takes")]
     return {
         "searches": len(tried),
@@ -221,7 +230,7 @@ def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_memory(tmp_path: Path) -> None:
-    """From 2,048 to 6,000 tokens there are 27 entries, of which each is searched at most once."""
+    """There are 27 entries from 2,048 to 6,000 tokens, each of which is searched at most once."""
     first, second = ranks(2).run(changing_job, str(tmp_path))
     assert (first["ranges"], first["searches"]) == (second["ranges"], second["searches"])
     assert 1 <= len(first["ranges"]) <= first["searches"] <= 27 and first["answers"] <= 27
@@ -235,27 +244,27 @@ def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_mem
 
 def small_job(rank: int, world: int, counts: tuple[int, ...]) -> dict[str, Any]:
     """Steps of a layer whose smallest step has room for trials of fewer than 256 of about 1,200 tokens."""
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     told = listen()
     asked = []
-    search = searched.search
+    find = search.search
 
     def searching(known: Any, batch: Any, *rest: Any, **options: Any) -> Any:
         asked.append(batch.counts.max_tokens)
-        return search(known, batch, *rest, **options)
+        return find(known, batch, *rest, **options)
 
     torch.manual_seed(0)
     layer = pmoe.MoELayer(32, 64, 8, top_k=2, pipeline=True, memory_reuse="S1")
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(degree_trials, "MOST_ROUNDS", 1)
-        patch.setattr(searched, "search", searching)
+        patch.setattr(search, "search", searching)
         for count in counts:
             layer(torch.randn(count, 32, requires_grad=True)).sum().backward()
             assert layer.ran is not None
             found.append((layer.ran.forward, layer.ran.backward))
     lines = [line for line in told.lines if line.startswith("pipeline=True")]
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     return {"n": found, "asked": asked, "lines": lines}
 
 
@@ -275,21 +284,21 @@ def test_a_measurement_makes_batches_too_small_for_trials_ask_once_more() -> Non
 
 def checkpoint_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     """A training stores what trials found. Rank 0 has it later, and a layer with ``options`` takes it."""
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PMOE_CACHE", raising=False)
         patch.setattr(degree_trials, "MOST_ROUNDS", 1)
         layers = [build(pipeline=True, top_k=1), build(pipeline=True, top_k=1), build(pipeline=4, top_k=1)]
         for layer in layers:
             step(layer, 2048, rank)
-        saved = json.loads(json.dumps(searched.results_for_checkpoint(each.layer_modules for each in layers)))
+        saved = json.loads(json.dumps(search.results_for_checkpoint(each.layer_modules for each in layers)))
         before = (layers[0].ran.forward, layers[0].ran.backward)
-        searched._LEARNED.clear()
+        search._LEARNED.clear()
         told = listen()
         resumed = build(**{"pipeline": True, "top_k": 1, **options})
-        searched.take_results([resumed.layer_modules], saved if rank == 0 else [])
+        search.take_results([resumed.layer_modules], saved if rank == 0 else [])
         step(resumed, 2048, rank)
-        searched._LEARNED.clear()
+        search._LEARNED.clear()
     return {
         "entries": len(saved),
         "same": (resumed.ran.forward, resumed.ran.backward) == before,

@@ -1,6 +1,6 @@
-"""A pass that one rank leaves, by an error or by leaving out its backward pass.
+"""A pass that one rank leaves, by an error or because it skips its backward pass.
 
-Every rank is told, none waits for the group's timeout, and no process is aborted.
+Every rank gets an error, none waits for the group's timeout, and no process is aborted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.comm import failures as told
-from pmoe.comm import meeting
+from pmoe.comm import failures, meeting
 from pmoe.comm.group_record import MOST_OPEN, GroupRecord
 from pmoe.engine.plan import make_plan
 from tests.gloo.kit import error_of
@@ -29,15 +28,15 @@ from tests.pool import Pool, ranks
 
 M, H, E = 6, 8, 4
 TIMEOUT_SECONDS = 30.0
-"""The groups' timeout. A rank that waits so long has been told nothing but that a peer "took longer"."""
+"""The groups' timeout. A rank that waits so long has not seen another rank's report."""
 
 
 class PlantedError(Exception):
-    """What users' code raises."""
+    """The error that users' code raises in these tests."""
 
 
 class Expert(nn.Module):
-    """Raises in a forward pass while ``fails``."""
+    """An expert that raises in a forward pass while ``fails`` is True."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +71,10 @@ def set_failing(layer: pmoe.MoELayer, fails: bool) -> None:
 
 
 def skipping_job(rank: int, world: int, options: dict[str, Any], folder: str) -> dict[str, list[str]]:
-    """What each step of a script tells that skips batches which fail, as the second does on rank 0. Then what
-    steps tell in a new default group."""
+    """Returns the messages of a script that skips batches which fail, as the second one does on rank 0.
+
+    The last ones are those of steps in a new default group.
+    """
     layer = build(expert=Expert, **options)
     other = build(group=dist.new_group(list(range(world))))
     steps = []
@@ -168,7 +169,7 @@ def test_a_group_stays_whole_where_every_rank_leaves_a_pass_by_itself_at_the_sam
 
 
 def apart_job(rank: int, world: int) -> list[str]:
-    """Each rank's own error, but one in forward and one in backward."""
+    """Each rank has its own error, one in forward and one in backward."""
     layer = build(group=dist.new_group(list(range(world))), expert=Expert)
     step(layer, rank)
     set_failing(layer, rank == 0)
@@ -184,7 +185,7 @@ def test_a_group_is_left_where_ranks_leave_it_at_different_places() -> None:
 
 
 def backward_job(rank: int, world: int) -> str:
-    """After an error in a second layer's forward pass, rank 0 goes backward through the first."""
+    """After an error in a second layer's forward pass, rank 0 runs the backward pass of the first layer."""
     group = dist.new_group(list(range(world)))
     first, second = build(group), build(group, expert=Expert)
     set_failing(second, rank == 0)
@@ -212,7 +213,7 @@ class TwoLayers(nn.Module):
 
 
 def left_out_job(rank: int, world: int, options: dict[str, Any]) -> list[str]:
-    """What the ranks meet where the last one leaves out its third backward pass, step by step."""
+    """Returns the errors of the ranks, by step, if the last rank skips its third backward pass."""
     model = TwoLayers(dist.new_group(list(range(world))), **options)
     found = []
     for at in range(5):
@@ -247,7 +248,10 @@ def test_a_backward_pass_that_one_rank_leaves_out_is_told_to_all(world: int, opt
 
 
 def without_rows_job(rank: int, world: int) -> list[str]:
-    """As above, but no rows travel that the others would wait for: rank 0's backward pass ends by itself."""
+    """Does the same as `left_out_job`, but no rows are sent for which others would wait.
+
+    Rank 0's backward pass ends by itself.
+    """
     layer = build(dist.new_group(list(range(world))))
     found = []
     for at in range(3):
@@ -274,7 +278,7 @@ def test_a_backward_pass_without_rows_that_one_rank_leaves_out_hangs_nobody() ->
 
 
 def legitimate(layer: pmoe.MoELayer, rank: int) -> dict[str, Callable[[], object]]:
-    """Programs in which all ranks leave out the same backward passes, or run them in the same order."""
+    """Returns programs in which all ranks skip the same backward passes, or run them in the same order."""
 
     def x() -> Tensor:
         return tokens(rank).requires_grad_()
@@ -355,7 +359,7 @@ def legitimate_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
     for name, program in legitimate(layer, rank).items():
         found[name] = error_of(program)
         step(layer, rank)
-    assert layer.ranks.standing.last_meeting  # some of these meet
+    assert layer.ranks.record.last_meeting  # some of these meet
     return found
 
 
@@ -367,7 +371,7 @@ def test_programs_that_all_ranks_run_alike_go_on(world: int, options: dict[str, 
 
 
 def threads_job(rank: int, world: int) -> list[str]:
-    """Two threads, each with a layer and a group of its own, that never go backward."""
+    """Two threads, each with a layer and a group of its own, never run a backward pass."""
     layers = [build(dist.new_group(list(range(world)))) for _ in range(2)]
     found = ["", ""]
 
@@ -387,10 +391,13 @@ def test_layers_of_several_threads_meet_in_groups_of_their_own() -> None:
 
 
 def meetings_job(rank: int, world: int) -> list[int]:
-    """How often a training loop meets, with and without a checkpoint; then a validation of two calls."""
+    """Returns the numbers of meetings of a training loop, with and without a checkpoint.
+
+    The last number is that of a validation of two calls.
+    """
     layer = build(dist.new_group(list(range(world))))
     met: list[int] = []
-    original = told.meet
+    original = failures.meet
     count = 0
 
     def counted(*args: Any) -> None:
@@ -398,7 +405,7 @@ def meetings_job(rank: int, world: int) -> list[int]:
         count += 1
         original(*args)
 
-    told.meet = counted
+    failures.meet = counted
     try:
         for _ in range(3):
             step(layer, rank)
@@ -412,7 +419,7 @@ def meetings_job(rank: int, world: int) -> list[int]:
         layer(tokens(rank))
         met.append(count)
     finally:
-        told.meet = original
+        failures.meet = original
     return met
 
 
@@ -421,17 +428,17 @@ def test_a_loop_whose_backward_passes_run_never_meets() -> None:
 
 
 def test_open_calls_are_kept_up_to_a_number() -> None:
-    standing = GroupRecord()
+    record = GroupRecord()
     for number in range(1, MOST_OPEN + 10):
-        standing.open_call(number)
-    assert list(standing.open_calls) == list(range(10, MOST_OPEN + 10))
-    with standing.backward_pass(12, "a layer"):
-        assert standing.backward_of == 12 and 12 not in standing.open_calls
-    assert standing.backward_of == 0
+        record.open_call(number)
+    assert list(record.open_calls) == list(range(10, MOST_OPEN + 10))
+    with record.backward_pass(12, "a layer"):
+        assert record.backward_of == 12 and 12 not in record.open_calls
+    assert record.backward_of == 0
 
 
 def keys_job(rank: int, world: int) -> list[int]:
-    """Keys of the ranks' store before and after many meetings."""
+    """Returns the numbers of keys in the ranks' store before and after many meetings."""
     layer = build(dist.new_group(list(range(world))))
     for _ in range(3):
         layer(tokens(rank))
@@ -463,7 +470,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
 
 
 def setting_job(rank: int, world: int, name: str, value: object) -> list[str]:
-    """Sets an option on the last rank alone."""
+    """Sets an option on the last rank only."""
     layer = build(dist.new_group(list(range(world))), pipeline=2)
     step(layer, rank)
     if rank == world - 1:
@@ -484,7 +491,9 @@ def test_an_option_that_one_rank_sets_in_the_middle_of_training_is_told_to_all(
 
 
 def all_set_job(rank: int, world: int) -> list[str]:
-    """All ranks set options: to equal values, to the old ones, to different ones, and to equal ones again."""
+    """Sets options on all ranks: to equal values, to the old ones, to different ones, and to equal ones
+    again.
+    """
     layer = build(pipeline=2)
     step(layer, rank)
     found = []

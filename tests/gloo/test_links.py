@@ -1,4 +1,4 @@
-"""The slow links of bench/: they carry what gloo carries, and never faster than their rate allows.
+"""The slow links of bench/: they give the results of gloo, and are never faster than their rate allows.
 
 Only lower bounds of time are asserted: a busy machine may take any time longer.
 """
@@ -50,7 +50,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def results_with_uneven_and_zero_splits(link: Any) -> list[bool]:
-    """Compared with gloo on a group of its own."""
+    """Returns whether results equal those of gloo, on a group of its own."""
     rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")
     same = []
     for counts in ([[1, 2], [3, 4]], [[0, 5], [0, 0]], [[2, 0], [0, 3]], [[0, 0], [0, 0]]):
@@ -64,7 +64,9 @@ def results_with_uneven_and_zero_splits(link: Any) -> list[bool]:
 
 
 def bytes_sent_to_the_other_rank(link: Any) -> tuple[int, int]:
-    """Even splits, then rows of 8 bytes: rank 0 sends 1 and 2, rank 1 sends 3 and 4."""
+    """Returns the bytes of even splits, then of rows of 8 bytes: rank 0 sends 1 and 2, rank 1 sends 3
+    and 4.
+    """
     link.reset_bytes_sent()
     dist.all_to_all_single(torch.empty(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64))
     even = link.bytes_sent
@@ -97,7 +99,9 @@ def through_functional_collectives(link: Any) -> tuple[float, bool]:
 
 
 def through_a_new_group_the_link_is_the_same(link: Any) -> float:
-    """Two messages at once, on two groups: one after the other on the link."""
+    """Returns the seconds of two messages at the same time, on two groups: the link carries one after the
+    other.
+    """
     rows, received, also_received = torch.zeros(3, 2 * BIG, dtype=torch.uint8)
     group = dist.new_group(backend="modelled")
     start = time.monotonic()
@@ -109,7 +113,7 @@ def through_a_new_group_the_link_is_the_same(link: Any) -> float:
 
 
 def a_receiver_waits_for_what_it_receives(link: Any) -> float:
-    """Rank 0 sends, rank 1 sends nothing."""
+    """Returns the seconds of an all-to-all in which rank 0 sends, and rank 1 sends nothing."""
     rank = dist.get_rank()
     rows = torch.zeros(BIG if rank == 0 else 0, dtype=torch.uint8)
     splits = ([0, BIG], [0, 0]) if rank == 0 else ([0, 0], [BIG, 0])
@@ -117,7 +121,10 @@ def a_receiver_waits_for_what_it_receives(link: Any) -> float:
 
 
 def several_in_flight(link: Any) -> tuple[list[float], list[int]]:
-    """Three messages of different values, waited for in reverse: when each was ready, what it brought."""
+    """Sends three messages of different values, and waits for them in reverse order.
+
+    Returns when each was complete, and what it brought.
+    """
     rank, start = dist.get_rank(), time.monotonic()
     sent = [torch.full((2 * BIG,), 10 * i + rank, dtype=torch.uint8) for i in range(3)]
     received = [torch.empty_like(rows) for rows in sent]
@@ -140,7 +147,7 @@ def each_waited_for_in_order(link: Any) -> list[float]:
 
 
 def completion_without_waiting(link: Any) -> float:
-    """Seconds after which is_completed() turned true."""
+    """Returns the seconds after which is_completed() became True."""
     start = time.monotonic()
     work = big()(async_op=True)
     while not work.is_completed():
@@ -149,7 +156,9 @@ def completion_without_waiting(link: Any) -> float:
 
 
 def no_completion_before_the_peer_has_come(link: Any) -> bool:
-    """With no limit, rank 1 comes only after rank 0 has looked."""
+    """Returns whether a message is complete. There is no limit, and rank 1 comes only after rank 0 has
+    looked.
+    """
     link.set_rate(INFINITE)
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if rank == 1:
@@ -196,7 +205,7 @@ def a_rate_changed_at_run_time(link: Any) -> tuple[float, float]:
 
 
 def the_measured_rate(link: Any) -> float:
-    """The larger of two messages alone bounds the rate that measure_rate may report, whatever the load."""
+    """Returns the measured rate. The larger of two messages alone bounds it, whatever the load."""
     link.set_rate(INFINITE)
     small, large = 50_000, 500_000
     link.set_rate(RATE)
@@ -205,7 +214,9 @@ def the_measured_rate(link: Any) -> float:
 
 
 def a_thousand_reductions_of_passing_tensors(link: Any) -> float:
-    """Deadlocked while c10d issued them with the interpreter lock held."""
+    """Returns the seconds. It once deadlocked, when c10d issued the reductions with the interpreter lock
+    held.
+    """
     total = 0.0
     for _ in range(1000):
         value = torch.ones(8)
@@ -244,7 +255,9 @@ def all_probes(link: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_ranks() -> Iterator[None]:
-    """As the ranks of `tests.pool`: a benchmark's fresh ones each import torch."""
+    """Makes the ranks of benchmarks forks of this process, as those of `tests.pool`: fresh ones import
+    torch.
+    """
     with pytest.MonkeyPatch.context() as patch:
         others = {"get_context": lambda kind: forks(), "connection": multiprocessing.connection}
         module = importlib.import_module("bench.links.launch")
@@ -254,7 +267,9 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """What the two ranks saw. One launch for all: starting processes is the slow part."""
+    """Returns what the two ranks saw in all jobs, of one launch, because starting processes is the slow
+    part.
+    """
     return launch(2, all_probes, "modelled", RATE, timeout_seconds=240)
 
 
@@ -350,7 +365,7 @@ def test_issuing_small_collectives_never_deadlocks(seen: Seen) -> None:
 
 
 def on_two_levels(link: Any) -> dict[str, Any]:
-    """Even all-to-alls of BIG bytes for each member, over the world and both dimensions of a mesh."""
+    """Runs even all-to-alls with BIG bytes for each member, over the world and both dimensions of a mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
     link.set_rates(inter=RATE, intra=2 * RATE, intra_latency_seconds=0.1)
     seen: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Jobs of several machines, each a network namespace with its own address, hostname and torchrun agent."""
+"""Jobs of several machines: each is a network namespace with its own address, hostname and torchrun agent."""
 
 from __future__ import annotations
 
@@ -40,21 +40,27 @@ TINY = """
 """.split()  # noqa: SIM905
 DEATHS = 20
 STEPS_A_DEATH = 30
-"""More than come to pass between two checkpoints."""
+"""More steps than run between two checkpoints."""
 PATIENCE_SECONDS = 300
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """examples/train_lm.py in float64, so that another order of sums is all that may differ. It takes its
-    time beyond the step in the file ``limit``, so that it is not done before the last machine has died."""
+    """Returns examples/train_lm.py in float64, in which only the order of sums may make a difference.
+
+    It takes as much longer for a step as the file ``limit`` says, so that it is not done before the last
+    machine dies.
+    """
     path = tmp_path / "train_double.py"
     path.write_text(SCRIPT.format(examples=str(ROOT / "examples"), limit=str(tmp_path / "limit")))
     return path
 
 
 def flags(out: Path, text: Path, steps: int, parts: int = 6) -> list[object]:
-    """parts: those of a batch, one sequence each, and the number of experts."""
+    """Returns arguments of the script.
+
+    parts: number of parts of a batch, one sequence each, and number of experts.
+    """
     sizes = ["--batch", parts, "--parts", parts, "--num-experts", parts]
     often = ["--steps", steps, "--checkpoint-every", 5, "--resume", "if-any"]
     return [*TINY, *sizes, *often, "--out", out, "--data", text]
@@ -67,7 +73,7 @@ def some_text(folder: Path) -> Path:
 
 
 def last_step(out: Path) -> int:
-    """Of the last whole checkpoint."""
+    """Returns the step of the last complete checkpoint."""
     try:
         return int(json.loads((out / "checkpoints/latest.json").read_text())["folder"].removeprefix("step_"))
     except FileNotFoundError:
@@ -89,7 +95,7 @@ def losses(out: Path) -> list[float]:
 
 
 def uninterrupted(folder: Path, script: Path, *same: int) -> list[float]:
-    """The losses of the same run on one rank that nothing disturbs."""
+    """Returns the losses of the same run on one rank without any interruption."""
     command = [sys.executable, script, *flags(folder / "alone", folder / "text", *same)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*map(str, command)], check=True, capture_output=True, env=variables)
@@ -97,7 +103,7 @@ def uninterrupted(folder: Path, script: Path, *same: int) -> list[float]:
 
 
 def survive(deaths: int, folder: Path, script: Path, seed: int) -> None:
-    """Machines die at random moments, of training and of recovery, and come back at once or later."""
+    """Lets machines die at random moments, of training and of recovery, and come back at once or later."""
     chance, text, steps = random.Random(seed), some_text(folder), (deaths + 10) * STEPS_A_DEATH
     out, limit = folder / "out", folder / "limit"
     limit.write_text("0")
@@ -131,7 +137,7 @@ def said(every: list[Machine]) -> str:
 
 
 SLOW, FAST = 20e6, 400e6
-"""Bytes a second of each rank between machines, and inside of one."""
+"""Rates of each rank in bytes a second: between machines, and inside a machine."""
 
 
 @pytest.mark.nightly

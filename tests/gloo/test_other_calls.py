@@ -1,4 +1,4 @@
-"""A rank that makes another call than the others is told to all of them, and their group stays whole."""
+"""A rank that makes another call than the others: all ranks get an error, and may use their group again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(layer: nn.Module, rank: int) -> None:
 
 
 def mode_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], int]:
-    """What this rank is told where rank 0 has no gradients; the bytes of rows that travelled then."""
+    """Returns this rank's errors if rank 0 has no gradients, and the bytes of rows that were sent then."""
     layer = build(**options)
     step(layer, rank)
     told, sent = [], layer.traffic.rows
@@ -97,7 +97,7 @@ def test_checkpoints_of_both_kinds_are_right_on_ranks_that_do_the_same() -> None
 
 
 def recomputing_job(rank: int, world: int) -> tuple[str, bool]:
-    """Rank 1 leaves out the backward pass of a layer under the older checkpoint, and goes on."""
+    """Rank 1 skips the backward pass of a layer under the older kind of checkpoint, and goes on."""
     layer = build()
 
     def call() -> Tensor:

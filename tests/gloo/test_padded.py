@@ -57,7 +57,7 @@ def one_expert(layer: pmoe.MoELayer) -> None:
 
 
 def errors(rank: int, world: int, num_tokens: int, load: str, cases: list[dict[str, Any]]) -> list[str]:
-    """Where a layer with padding differs from the same without."""
+    """Returns the cases in which a layer with padding differs from the same layer without."""
     wrong = []
     for options in cases:
         pair = [build(world, pad_to_capacity=flag, **options) for flag in (True, False)]
@@ -142,8 +142,11 @@ def linear() -> nn.Module:
 
 
 def traffic_job(rank: int, world: int) -> tuple[list[str], list[int], list[list[int]]]:
-    """The collectives of a second step, the bytes of counts before and after it, and of rows in two steps
-    that are routed unlike each other. On the CPU as on CUDA: ranks do not compare every call."""
+    """Returns what a second step communicates.
+
+    These are its collectives, the bytes of counts before and after it, and the bytes of rows in two steps
+    that are routed differently. On the CPU and on CUDA, ranks do not compare every call.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(padded_counts, "compares_always", lambda _: False)
         layer = build(world, pad_to_capacity=True, pipeline=2)
@@ -174,9 +177,11 @@ def test_a_call_like_one_before_exchanges_no_counts_and_as_many_rows_whatever_th
 
 
 def capture_job(rank: int, world: int, options: dict[str, Any]) -> tuple[int, set[str], bool]:
-    """Races and early frees of two steps on streams that only keep clocks, the second of which is captured;
-    tasks that wait there for what is not captured; and whether the capturing stream has seen the ends of all
-    others when the step ends. CUDA asks for both."""
+    """Runs two steps on streams that only have clocks, and captures the second one.
+
+    Returns the number of races and early frees, the tasks that wait for something outside of the capture, and
+    whether the capturing stream has waited for all others when the step ends. CUDA asks for the last two.
+    """
     strangers = set()
     with streams.watching() as watch:
         layer = test_streams.build({"capacity_factor": 1.5, **options, "pad_to_capacity": True})
@@ -205,7 +210,7 @@ def capture_job(rank: int, world: int, options: dict[str, Any]) -> tuple[int, se
 
 
 def capturing_job(rank: int, world: int) -> str:
-    """What a layer that is not padded says, before anything travels. The padded one says nothing."""
+    """Returns the error of a layer without padding, before anything is sent. The padded layer raises none."""
     plain, layer = build(world), build(world, pad_to_capacity=True)
     expected = layer(tokens(rank))
     with mock.patch.object(begin, "is_for_graph", lambda _: True):
@@ -239,7 +244,7 @@ def test_streams_never_race_and_a_capture_begins_and_ends_with_the_capturing_one
 
 
 def test_an_offloading_layer_waits_for_what_is_not_captured() -> None:
-    """Which is why it is refused."""
+    """That is why such a layer is refused."""
     for findings, strangers, _ in ranks(2).run(capture_job, {"pipeline": 2, "memory_reuse": "S1"}):
         assert not findings and strangers
 
@@ -286,7 +291,9 @@ def test_ranks_that_do_not_make_the_same_call_are_told_so_on_every_rank() -> Non
 
 
 def first_call_job(rank: int, world: int) -> list[str]:
-    """As on CUDA: the first call of a kind is compared, and tells faults where none was agreed before."""
+    """Runs calls as on CUDA: the first call of a kind is compared on all ranks, and raises the ranks'
+    faults.
+    """
     told = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(padded_counts, "compares_always", lambda _: False)

@@ -1,5 +1,7 @@
-"""A model with dense and expert parts trains alike on any DP x MP x EP x ESP and in one process: each
-gradient, the norm over all of them, what is clipped, and the parameters some steps later."""
+"""A model with dense and expert parts trains in the same way on any DP x MP x EP x ESP and in one process.
+
+Compared are each gradient, the norm over all of them, what is clipped, and the parameters some steps later.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,16 @@ ROOT = Path(__file__).resolve().parents[2]
 D_MODEL, D_HIDDEN, HEAD, VOCABULARY = 8, 12, 4, 10
 AUX, MAX_NORM, STEPS, TOLERANCE = 0.3, 0.8, 3, 1e-10
 SEQUENCES = {1: (2,), 2: (1, 2), 4: (2, 0, 1, 3), 8: (1, 2, 0, 1, 1, 2, 1, 1)}
-"""B by rank; a rank may have none."""
+"""B of each rank, by number of ranks; a rank may have none."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of the meshes, and of the model.
+    """The sizes of the meshes and of the model.
 
-    dense: how the dense part is shared: "copies", "ddp", or over "mp", "sequence" (norms are DTensors) or
-    "plain sequence" (they are not), where each rank's tokens stay its own to the end, or "gathered", where
-    tokens are split for the MoE layer only and the ranks of "mp" compute one loss.
+    dense: how ranks share the dense part: "copies"; "ddp"; over "mp"; "sequence" (norms are DTensors) or
+        "plain sequence" (they are not), where each rank's tokens stay its own to the end; or "gathered",
+        where tokens are split for the MoE layer only and the ranks of "mp" compute one loss.
     """
 
     world: int
@@ -73,7 +75,7 @@ class Case:
 
 
 class Attention(nn.Module):
-    """Softmax attention with heads of HEAD columns, as many as its own columns hold."""
+    """Softmax attention. Its heads have HEAD columns each, and are as many as the rank's columns allow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,10 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens to logits, one block. ``extra`` is used where the first rank's sequences are computed only."""
+    """A model of one block, from tokens to logits.
+
+    ``extra`` is used only if the sequences of the first rank are computed.
+    """
 
     def __init__(self, case: Case, mesh: DeviceMesh | None) -> None:
         super().__init__()
@@ -102,7 +107,7 @@ class Model(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, tokens: Tensor, extra: bool, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """Logits, and the sum of auxiliary losses over ``parts`` equal parts of the sequences."""
+        """Returns logits, and the sum of the auxiliary losses over ``parts`` equal parts of the sequences."""
         x = self.embed(tokens)
         x = x + self.attention(self.norm1(x))
         x = x + (self.extra(x).tanh() if extra else 0.0)
@@ -114,7 +119,9 @@ class Model(nn.Module):
 
 
 def build(case: Case, mesh: DeviceMesh | None) -> Model:
-    """From one seed: ranks have the same dense part, and together the experts of one process."""
+    """Builds a model from one seed: ranks have the same dense part, and together the experts of one
+    process.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -130,7 +137,7 @@ def build(case: Case, mesh: DeviceMesh | None) -> Model:
 
 
 def batch(case: Case, step: int) -> list[tuple[Tensor, Tensor]]:
-    """By place on "dp": tokens (B, S), and what the logits are multiplied with for a loss."""
+    """Returns for each place on "dp" the tokens (B, S), and the factors of the logits in the loss."""
     generator = torch.Generator().manual_seed(100 + step)
     found = []
     for sequences in SEQUENCES[case.world // case.mp]:
@@ -150,7 +157,9 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def expected(case: Case) -> dict[str, Any]:
-    """What torch alone makes of all ranks' sequences, one rank's after the other."""
+    """Returns the results that torch alone computes for the sequences of all ranks, one rank after the
+    other.
+    """
     model = build(case, None)
     optimizer = make_optimizer(case, model)
     found: dict[str, Any] = {}
@@ -177,7 +186,7 @@ def expected(case: Case) -> dict[str, Any]:
 
 
 def share(case: Case, model: Model, meshes: Meshes) -> Any:
-    """The model with its dense part shared as the case says."""
+    """Returns the model with its dense part shared as the case says."""
     if case.dense == "copies":
         return model
     if case.dense == "ddp":
@@ -206,7 +215,7 @@ def share(case: Case, model: Model, meshes: Meshes) -> Any:
 
 
 def loss_of(case: Case, model: Any, meshes: Meshes, step: int) -> Tensor:
-    """This rank's."""
+    """Returns this rank's loss."""
     at, own = meshes.dense.get_local_rank("dp"), meshes.dense.get_local_rank("mp")
     tokens, factor = batch(case, step)[at]
     if case.dense in ("copies", "ddp", "plain sequence"):
@@ -259,7 +268,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def part_of(case: Case, name: str, value: Tensor, rank: int) -> Tensor:
-    """What of the whole model's parameter rank holds."""
+    """Returns the part of a parameter of the whole model that a rank holds."""
     if ".experts." not in name:
         return value
     local = case.num_experts // case.ep
@@ -290,7 +299,7 @@ def check(case: Case) -> None:
 
 
 TILINGS = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 4, 1), (4, 2, 2), (4, 1, 4)]
-"""world, ep, esp"""
+"""(world, ep, esp)"""
 
 
 @pytest.mark.sampled(4)
@@ -383,7 +392,7 @@ def timeouts(rank: int, world: int) -> list[timedelta | None]:
 
 
 def test_a_lost_rank_ends_every_group_of_the_meshes_in_time() -> None:
-    """torch would give them half an hour, whatever the default group has."""
+    """Torch would give the groups of a mesh half an hour, whatever the default group has."""
     for found in ranks(4).run(timeouts):
         assert set(found) == {timedelta(seconds=GROUP_TIMEOUT_SECONDS)}
 
@@ -455,7 +464,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def mixed(rank: int, world: int, bucket_bytes: int) -> tuple[int, list[Tensor]]:
-    """All-reduces, and the sums of gradients of two types: of many sizes, strided, and missing on a rank."""
+    """Reduces gradients of two types: of many sizes, strided, and missing on a rank.
+
+    Returns the number of all-reduces, and the sums.
+    """
     dtypes = [torch.float64, torch.bfloat16, torch.float64, torch.float64, torch.bfloat16, torch.float64]
     shapes = [(3,), (4, 2), (2, 3), (), (0, 5), (40,)]
     model = nn.ParameterList(torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))

@@ -1,5 +1,6 @@
-"""pmoe.parallelize: a model whose dense part is DistributedDataParallel's or FSDP2's to share trains as in
-one process."""
+"""pmoe.parallelize: a model whose dense part DistributedDataParallel or FSDP2 shares trains as in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ MAX_NORM, STEPS, LEARNING_RATE = 0.9, 12, 1e-2
 
 
 def expected_run(world: int, passes: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, norms and parameters of one process that has all ranks' sequences."""
+    """Returns losses, norms and parameters of one process that has all ranks' sequences."""
     model = build(None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
@@ -90,7 +91,7 @@ def trained(
 
 HOWS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 QUICK = {("ddp", 2, "fused"), ("fsdp", 2, "foreach")}
-"""Those of every test run."""
+"""Cases of every test run."""
 
 
 @pytest.mark.sampled(1)
@@ -209,14 +210,16 @@ def check_gradients(sizes: dict[str, int], expert: Any, *, spread: bool, reduce:
 
 
 def of_all(name: str, place: int) -> str:
-    """The name among all experts of what a rank at ``place`` of two calls its own."""
+    """Returns the name among all experts of a tensor that a rank at ``place`` of two calls ``name``."""
     before, found, after = name.partition(".experts.local.")
     number, _, rest = after.partition(".")
     return f"{before}{found}{int(number) + 2 * place}.{rest}" if found else name
 
 
 def odd_passes(rank: int, world: int) -> list[bool]:
-    """A rank without tokens, a layer called twice in a graph, frozen parameters, none at all."""
+    """Runs unusual passes: a rank without tokens, a layer twice in a graph, frozen parameters, none at
+    all.
+    """
     mesh = square(rank, world)
     layer = pmoe.MoELayer(4, 6, 4, 2, mesh=mesh["ep"], dtype=torch.float64)
     pmoe.parallelize(layer, mesh)
@@ -238,7 +241,7 @@ def odd_passes(rank: int, world: int) -> list[bool]:
 
 
 def own_gradients(layer: pmoe.MoELayer) -> dict[str, Tensor]:
-    """This rank's, of the experts that have any."""
+    """Returns this rank's gradients of the experts that have any."""
     named = layer.experts.named_parameters()
     return {name: local_part(each.grad) for name, each in named if each.grad is not None}
 
@@ -287,12 +290,12 @@ def refusals(rank: int, world: int) -> list[str]:
 
 
 def sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """As FSDP2 leaves a dense module."""
+    """Returns a dense module as FSDP2 leaves it."""
     return distribute_module(module, mesh["dp"])
 
 
 def sharded_by_fsdp(model: Model) -> None:
-    """With ignored_params forgotten."""
+    """Shards a model without ignored_params, which a user may forget."""
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(model, mesh=make_mesh({"all": dist.get_world_size()}))
@@ -367,7 +370,7 @@ class Holder(nn.Module):
 
 
 def parent_job(rank: int, world: int) -> list[dict[str, Tensor]]:
-    """Gradients of a model that DDP wraps, and of a parent of it that DDP wraps."""
+    """Returns gradients of a model that DDP wraps, and of a model inside a parent that DDP wraps."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     found = []
     for wraps_parent in (False, True):

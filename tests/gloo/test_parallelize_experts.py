@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import pmoe
 from pmoe.call.sizes import memory_shape
-from pmoe.choose import search as searched
+from pmoe.choose import search
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
@@ -89,7 +89,7 @@ class Counted(nn.Module):
 
 
 def experts_under_ddp(rank: int, world: int) -> tuple[list[float], list[float]]:
-    """Buffers without DistributedDataParallel and with it, after two passes."""
+    """Returns buffers without DistributedDataParallel and with it, after two passes."""
     mesh, found = make_mesh({"ep": world}), list[list[float]]()
     for wrap in (False, True):
         model = nn.Sequential(nn.BatchNorm1d(D_MODEL), pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, expert=Counted))
@@ -110,7 +110,7 @@ def test_buffers_of_experts_stay_each_ranks_own_under_ddp() -> None:
 
 
 def put_in(model: nn.Module, how: str) -> nn.Module:
-    """``model`` with other names, as people wrap theirs."""
+    """Returns ``model`` inside another module, so that its parameters have other names."""
     if how == "compiled":
         return torch.compile(model, backend="eager")
     if how == "a part is checkpointed":
@@ -119,7 +119,7 @@ def put_in(model: nn.Module, how: str) -> nn.Module:
 
 
 def gradients_under(rank: int, world: int, how: str, expert: str) -> list[Tensor]:
-    """Experts' names changed between parallelize and DistributedDataParallel."""
+    """Returns gradients if experts' names change between parallelize and DistributedDataParallel."""
     mesh = make_mesh({"ep": world})
     torch.manual_seed(0)
     layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, expert="ffn" if expert == "ffn" else mlp)
@@ -156,7 +156,7 @@ def test_a_group_that_holds_a_part_of_the_model_is_refused() -> None:
 
 
 def norms_with(rank: int, world: int, value: float, norm_type: float) -> list[float]:
-    """Where one rank's gradients hold ``value``, by that rank."""
+    """Returns norms for each rank whose gradients have a ``value``."""
     found = []
     for where in range(world):
         model = nn.Sequential(pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2))
@@ -227,7 +227,7 @@ def test_copied_loaded_converted_and_meta_models_stay_parallelized() -> None:
 
 
 def plain_tools(rank: int, world: int) -> list[Any]:
-    """What a layer is asked for gives the same answers before and after."""
+    """Returns the answers of a layer to usual questions, before parallelize and after it."""
     mesh = square(rank, world)
     answers = []
     for is_parallelized in (False, True):
@@ -240,7 +240,7 @@ def plain_tools(rank: int, world: int) -> list[Any]:
             [
                 memory,
                 repr(layer),
-                searched.key_of_degrees(layer.layer_modules),
+                search.key_of_degrees(layer.layer_modules),
                 memory_shape(layer.layer_modules),
             ]
         )
@@ -281,7 +281,7 @@ def test_mixed_precision_of_fsdp_computes_experts_in_bfloat16_with_autocast_and_
 
 
 def torchs_tools(rank: int, world: int) -> dict[str, bool]:
-    """As docs/training.md says that they are to be used."""
+    """Uses torch's tools as docs/training.md says."""
     mesh = make_mesh({"ep": world})
     plain = build(None, group=Ranks.single())
     for parameter in plain.parameters():
@@ -313,7 +313,9 @@ def test_torchs_own_tools_take_experts_as_the_docs_say() -> None:
 
 
 def early_optimizers(rank: int, world: int) -> list[str]:
-    """What optimizers say that were made before the experts were replaced, and one made in time."""
+    """Returns errors of optimizers that were made before the experts were replaced, and of one made in
+    time.
+    """
     mesh, found = make_mesh({"ep": world}), []
     for how in ("laid out", "spread and laid out", "spread"):
         model = build(mesh) if how == "laid out" else alone().float()
@@ -348,7 +350,10 @@ def test_an_optimizer_made_before_experts_are_replaced_refuses_to_step() -> None
 
 
 def frozen_job(rank: int, world: int, frozen: tuple[str, ...], who: tuple[int, ...]) -> str:
-    """On a mesh of two copies, what a rank is told where only some have frozen parameters; then all have."""
+    """Returns a rank's error on a mesh of two copies, if only some ranks have frozen parameters.
+
+    The second time all ranks have them.
+    """
     mesh = square(rank, world)
     layer = pmoe.parallelize(pmoe.MoELayer(4, 6, 4, 2, mesh=mesh["ep"], dtype=torch.float64), mesh)
     x = torch.ones(3, 4, dtype=torch.float64)
@@ -368,7 +373,7 @@ def frozen_job(rank: int, world: int, frozen: tuple[str, ...], who: tuple[int, .
 def test_experts_frozen_on_some_copies_only_are_an_error_on_every_rank(
     frozen: tuple[str, ...], who: tuple[int, ...]
 ) -> None:
-    """They hung, or sent gradients of different lengths to each other, which ends in gloo's abort."""
+    """Without the error ranks hung, or sent gradients of different lengths, at which gloo aborts."""
     named = ", ".join(name for name in ("w1", "w2", "b1", "b2") if name in frozen)
     told = f"ValueError: requires_grad of experts' {named} must be the same on all copies of the experts"
     assert ranks(4).run(frozen_job, frozen, who) == [told] * 4

@@ -1,5 +1,8 @@
-"""A layer by one persistent kernel a pass among processes: actors in the emulator, heaps in files that the
-processes map; beside the unfused layer and float64, and where a rank does not come."""
+"""A layer by one persistent kernel for each pass, in several processes: its actors run in the emulator.
+
+Heaps are files that the processes map. Results are compared with the unfused layer and float64. In one test a
+rank does not come.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def test_a_pool_holds_whatever_routing_its_slack_allows(kernels: Path) -> None:
 
 
 def crowded_job(rank: int, world: int, path: Path) -> tuple[str, list[str]]:
-    """All rows go to the two experts of rank 0. Which runner computes, and what is said."""
+    """Sends all rows to the two experts of rank 0. Returns the runner that computes, and the messages."""
     import warnings
 
     with emulated(path), warnings.catch_warnings(record=True) as said:
@@ -69,8 +72,10 @@ def test_four_processes(kernels: Path, pair: str) -> None:
 
 
 def absent_job(rank: int, world: int, path: Path, launches: int) -> str:
-    """Rank 1 takes part in everything but the launches after the first ones: rank 0 must tell for whom it
-    waited, and both go on."""
+    """Rank 1 takes part in everything except the launches after the first ones.
+
+    Rank 0 must say for whom it waited, and both go on.
+    """
     import warnings
 
     from pmoe.kernels import flashdmoe

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: stages with layers start whatever garbage torch learns their shapes from."""
+"""torch.distributed.pipelining: stages with layers start, whatever values torch uses to find their shapes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stage(nn.Module):
 
 @contextmanager
 def garbage() -> Iterator[list[Tensor]]:
-    """What torch allocates to learn shapes from is NaN, as uninitialised memory is now and then."""
+    """Fills with NaN what torch allocates to find shapes, because uninitialised memory may contain NaN."""
     made: list[Tensor] = []
     empty = _utils._make_tensor_from_meta
 
@@ -96,7 +96,7 @@ def schedule_job(rank: int, world: int, schedule: Any, name: str, is_checkpointe
 
 
 class WeighingGate(nn.Module):
-    """Gives no logits, but weights that are NaN where its input is."""
+    """A gate without logits, whose weights are NaN if its input is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,10 @@ def test_a_schedule_starts_from_nan(schedule: Any, name: str, is_checkpointed: b
 
 
 class Poisoned(Stage):
-    """NaN in its n-th call; the first is torch's, which learns shapes. Goes on after errors: others wait."""
+    """A module whose n-th call returns NaN; the first call is torch's, to find shapes.
+
+    It goes on after errors, because other ranks wait.
+    """
 
     calls, bad_call = 0, 0
     error = ""
@@ -158,6 +161,8 @@ def test_nan_of_the_training_itself_still_stops_it(bad_call: int) -> None:
 
 
 def test_torch_learns_shapes_where_a_layer_looks() -> None:
-    """Else garbage would be taken for values again."""
+    """The layer must know in which call torch finds shapes, because it would take garbage for values
+    otherwise.
+    """
     assert any(hasattr(PipelineStage, name) for name in INFERENCE)
     assert torch_stage.__name__ == STAGE

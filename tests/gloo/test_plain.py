@@ -19,7 +19,7 @@ from tests.reference import relative_error
 
 
 def errors_of(layer: pmoe.MoELayer, plain: PlainMoE, x: torch.Tensor) -> dict[str, float]:
-    """By tensor: y, the gradient of x, and those of all parameters."""
+    """Returns the relative errors of y, of the gradient of x, and of those of all parameters, by name."""
     found = []
     for each in (layer, plain):
         leaf = x.clone().requires_grad_()

@@ -24,11 +24,11 @@ from tests.pool import ranks
 from tests.unit.test_profile import Counted, assert_sound
 
 Report = tuple[Profile, int, list[str]]
-"""What a rank got, how often it measured, and the warnings that it gave."""
+"""Results of a rank: its profile, how often it measured, and its warnings."""
 
 
 def kept_in(folder: str) -> Any:
-    """Profiles lie there in the block."""
+    """Stores profiles in this folder within the block."""
     return mock.patch.dict(os.environ, PMOE_CACHE=folder)
 
 
@@ -55,7 +55,7 @@ def really_loaded_or_measured(rank: int, world: int, folder: str) -> Profile:
 
 
 def saved(rank: int, world: int, folders: list[str], seconds: list[float]) -> str:
-    """Each rank saves a profile of what is here that took so many seconds."""
+    """Lets each rank save a profile of this machine with these seconds."""
     made = Counted()(Ranks(), "cpu", torch.float32, quick=True)
     path = profile_path(made, folders[rank])
     save_profile(replace(made, seconds=seconds[rank]), path)

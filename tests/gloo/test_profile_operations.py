@@ -1,7 +1,6 @@
-"""FSMoE's lines on live groups: all ranks hold the same ones, whatever the nodes are; and the two operations
-inside a node do what they are named for.
+"""FSMoE's lines on real groups: all ranks have the same lines, whatever the nodes are.
 
-No time is asserted: a busy machine may take any.
+The two operations inside a node do what they are named for. No time is asserted: a busy machine may take any.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tests.unit.test_profile_operations import assert_lines
 
 
 def nodes_of(world: int, size: int) -> dict[str, Ranks]:
-    """Across and inside nodes of ``size`` consecutive ranks."""
+    """Returns the ranks across and inside nodes, each of ``size`` consecutive ranks."""
     nodes = [list(range(first, first + size)) for first in range(0, world, size)]
     lines = [list(line) for line in zip(*nodes, strict=True)]
     return {
@@ -62,7 +61,9 @@ def test_where_nodes_have_one_rank_nothing_is_shared_inside() -> None:
 
 
 def kept(rank: int, world: int, folder: str) -> tuple[Profile, Profile, int]:
-    """The profile without and with operations, the rest of it made up: and how often it was."""
+    """Returns the profile without and with operations, and how often it was measured. Other fields are
+    invented.
+    """
     counted, real = Counted(), module.measure
     module.measure = counted  # type: ignore[assignment]
     try:
@@ -88,7 +89,7 @@ def test_operations_join_the_profile_in_its_file(tmp_path: Path) -> None:
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What is said of a node with a rank that is not of the layer, and of uneven nodes."""
+    """Returns the errors for a node with a rank that is not the layer's, and for uneven nodes."""
     layer = Ranks(dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0])
     uneven = Ranks(dist.new_subgroups_by_enumeration([[0], [1, 2, 3]])[0])
     told = []
@@ -110,7 +111,11 @@ def test_nodes_that_are_no_part_of_the_layer_or_of_unlike_sizes_are_refused_by_a
 
 
 def shared(rank: int, world: int) -> tuple[list[float], list[float]]:
-    """Rows 10 * rank and 10 * rank + 1 gathered; two rows of 100 * rank + r for each rank r, summed there."""
+    """Returns gathered and summed rows.
+
+    Rows 10 * rank and 10 * rank + 1 are gathered. Two rows of 100 * rank + r for each rank r are summed
+    there.
+    """
     sharing, counts = ShardCollectives(Ranks(), Traffic()), [2] * world
     rows = torch.tensor([[10.0 * rank], [10.0 * rank + 1]])
     gathered, out = torch.zeros(2 * world, 1), torch.zeros(2, 1)

@@ -1,5 +1,7 @@
-"""Activation checkpointing of layers on several ranks: routing that is taken over, and routing that changed
-on one of them."""
+"""Activation checkpointing of layers on several ranks: the second pass takes over the routing.
+
+A routing that differs on one of the ranks is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.choose import search as searched
-from pmoe.choose import solve
+from pmoe.choose import search, solve
 from pmoe.decide import exact_counts
 from pmoe.planner.degree import Choice
 from pmoe.planner.profile import Operations
@@ -55,7 +56,7 @@ Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def step(block: nn.Module, run: Run, x: Tensor) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Results, gradients and the next random number; and the collectives of both passes."""
+    """Returns results, gradients and the next random number; then the collectives of each pass."""
     block.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
     torch.manual_seed(5)
@@ -70,7 +71,7 @@ def step(block: nn.Module, run: Run, x: Tensor) -> tuple[dict[str, Tensor], list
 
 
 def compare(block: Block, x: Tensor, what: object = None) -> tuple[list[str], list[str], list[str]]:
-    """The collectives of both passes without a checkpoint, and of backward with one."""
+    """Returns the collectives of both passes without a checkpoint, and of backward with one."""
     expected, forward, backward = step(block, block, x)
     l_aux, counts = block.layer.l_aux, block.layer.tokens_per_expert
     got, again, more = step(block, lambda x: checkpoint(block, x, **FROZEN), x)
@@ -154,7 +155,7 @@ def test_whatever_else_a_layer_does(world: int, name: str) -> None:
 
 
 def choices_job(rank: int, world: int) -> None:
-    """Each choice is another one than the last."""
+    """Runs calls of which each makes another choice than the last."""
     block, chosen = Block(pipeline=True, memory_reuse=True), 0
     x = tokens(TOKENS[world][rank], rank).requires_grad_()
 
@@ -183,7 +184,7 @@ def search_job(rank: int, world: int) -> list[Any]:
     """Trials of pipeline=True run both passes several times: none of them is a call of the layer."""
     block = Block(pipeline=True, memory_reuse="S4", top_k=1)
     block.drop.p = 0.0
-    known = searched.learned_degrees(block.layer.layer_modules)
+    known = search.learned_degrees(block.layer.layer_modules)
     x = tokens(2100 - rank, rank).requires_grad_()
     y, _ = checkpoint(block, x, **FROZEN)
     found = known.table(x.dtype).lookup(2100)
@@ -204,8 +205,11 @@ def test_trials_of_the_search_are_not_repeated() -> None:
 
 
 def solve_job(rank: int, world: int, operations: Operations, context: dict[str, Any]) -> bool:
-    """An expert is timed in the first call, forward and backward. It once left the tensors that it saved to
-    the checkpoint, and ran the checkpoint's second pass in the middle of the first."""
+    """Runs a first call in which an expert is timed, forward and backward.
+
+    The timing once left the tensors that it saved to the checkpoint, and so ran the checkpoint's second pass
+    in the middle of the first.
+    """
     block = Block(pipeline="solve", expert=dropping)
     x = tokens(TOKENS[world][rank], rank)
     with mock.patch.object(solve, "operations_of", lambda *_: operations):
@@ -221,7 +225,7 @@ def test_what_a_first_call_measures_is_no_part_of_the_checkpoint_around_it(conte
 
 
 def aux_job(rank: int, world: int, gate: str) -> list[float]:
-    """The loss is the auxiliary loss alone; ranks without tokens take part when it runs again."""
+    """Uses only the auxiliary loss. Ranks without tokens take part when the layer runs again."""
     block = Block(gate=gate, pipeline=2, memory_reuse="S2")
     grads = []
     for run in (block, lambda x: checkpoint(block, x, **FROZEN)):
@@ -262,7 +266,7 @@ def test_several_forwards_run_backward_in_any_order_and_twice(world: int) -> Non
 
 
 def sharded_job(rank: int, world: int, is_outside: bool) -> None:
-    """The gate's graph holds parameters that FSDP takes away between the passes."""
+    """Runs a gate whose graph holds parameters that FSDP frees between the passes."""
     block = Block(gate="noisy_topk", pipeline=2)
     experts = set(block.layer.experts.parameters())
     call = block.forward
@@ -286,7 +290,7 @@ def test_a_sharded_gate_has_the_same_gradients(is_outside: bool) -> None:
 
 
 def failed_job(rank: int, world: int) -> str:
-    """Only rank 1's first call is wrong; every rank is told of it, and goes on."""
+    """Makes a first call that is wrong on rank 1 only; every rank gets an error, and goes on."""
     layer = Block().layer
 
     def function(x: Tensor) -> Tensor:
@@ -323,12 +327,15 @@ def selective(policy: Callable[..., CheckpointPolicy]) -> dict[str, Any]:
 
 
 def selective_job(rank: int, world: int, options: dict[str, Any], count: int) -> tuple[str, bool]:
-    """Also where n is found by trials in the first pass; and a gate that decides otherwise in the second."""
+    """Runs layers under selective checkpoints.
+
+    In one case n is found by trials in the first pass; in another a gate decides otherwise in the second.
+    """
     padded = "pad_to_capacity" in options
     block, x = Block(**options), tokens(count - (0 if padded else rank), rank)
     got = step(block, lambda x: checkpoint(block, x, **selective(saving_products)), x)[0]
     assert_same(got, step(block, block, x)[0], told=options)
-    tables = searched.learned_degrees(block.layer.layer_modules).tables.values()
+    tables = search.learned_degrees(block.layer.layer_modules).tables.values()
     found = any(table.lookup(count) is not None for table in tables)
     torch.manual_seed(rank)
     y, _ = checkpoint(block, x.requires_grad_(), preserve_rng_state=False, **selective(saving_nothing))
@@ -390,7 +397,7 @@ def test_in_deterministic_mode_two_runs_are_bit_identical(options: dict[str, Any
 
 
 class Drifting(nn.Module):
-    """Routes otherwise each time, where ``drifts``."""
+    """A gate that routes differently in each call, if ``drifts`` is True."""
 
     def __init__(self, drifts: bool) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Gradients that are all-reduced inside the backward pass equal plain all-reduces, wherever the pieces are
-cut."""
+"""Gradients that are all-reduced inside the backward pass equal plain all-reduces, for any cut into
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def plain(model: Model, world: int) -> None:
 def job(
     rank: int, world: int, options: dict[str, Any], partition: Partition | bool | None, accumulate: bool
 ) -> dict[str, Any]:
-    """The largest difference between both ways in three steps, and what was sent inside the layers."""
+    """Returns the largest difference between both ways in three steps, and what was sent inside the
+    layers.
+    """
     if options.pop("esp", None):
         mesh = dist.device_mesh.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp"))
         options["mesh"] = mesh
@@ -157,7 +160,10 @@ def test_gradients_equal_plain_all_reduces(world: int, options: dict[str, Any], 
 
 
 def pieces(*sizes: int) -> Partition:
-    """Bytes by place: dense parts and MoE layers in turn, the last one's dense part, the end."""
+    """Returns a partition from the bytes of each place.
+
+    The places are dense parts and MoE layers in turn, the last layer's dense part, and the end.
+    """
     *shares, end = sizes
     return Partition(
         shares=tuple(
@@ -186,7 +192,7 @@ def test_without_a_partition_all_is_sent_at_the_end() -> None:
 
 
 def lane_job(rank: int, world: int) -> list[list[str]]:
-    """The names of the tasks of the lane between nodes, in the order in which they ran."""
+    """Returns the names of the tasks of the lane between nodes, in the order in which they ran."""
     model = build({"pipeline": 2, "bypass_local": False})
     with (
         mock.patch.object(solve, "module_lines", lambda *_: (operations(), solve.ModuleLines())),

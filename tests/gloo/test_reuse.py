@@ -148,7 +148,7 @@ def collectives_job(rank: int, world: int, counts: tuple[int, ...], n: int, n_ba
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("counts", [(0, 0), (0, 1), (7, 3)])
 def test_every_rank_issues_the_same_collectives_whatever_its_tokens(counts: tuple[int, ...]) -> None:
-    """In backward the rows once more, where they are sent again."""
+    """Backward sends the rows once more if the restore pair sends them again."""
     for n, n_backward in [(1, 1), (3, 3), (4, 2)]:
         for found in ranks(2).run(collectives_job, counts, n, n_backward):
             for pair, (forward, back) in zip(ALL_PAIRS, found, strict=True):
@@ -198,8 +198,12 @@ def little_memory_job(
     expert: Any,
     degrees: tuple[int, int],
 ) -> dict[str, Any]:
-    """Ranks ``who`` have ``limit`` bytes of host memory. Returns what was warned of, the collectives of
-    backward, and how many chunks' T_M were made again."""
+    """Limits the host memory of some ranks.
+
+    Returns the warnings, the collectives of backward, and the number of chunks whose T_M was recomputed.
+
+    who: the ranks with ``limit`` bytes of host memory.
+    """
     options = {"expert": expert, "pipeline": degrees[0], "pipeline_backward": degrees[1]}
     x = tokens(3 * TOKENS[world][rank], 10 + rank)
     expected = step(build(memory_reuse=Restore("keep", "keep"), **options), x)
@@ -270,7 +274,7 @@ def test_rows_that_one_rank_cannot_offload_are_sent_again_by_all(
 def test_hidden_that_one_rank_cannot_offload_is_recomputed_by_it_alone(
     degrees: tuple[int, int], dispatched: str, expert: Any, world: int, who: tuple[int, ...]
 ) -> None:
-    """Or stays where it is, if experts spoil their input or might draw other random numbers."""
+    """It stays on the device if experts change their input or might draw other random numbers."""
     pair = Restore(dispatched, "offload")
     stays = expert is changing or (expert != "ffn" and degrees[0] != degrees[1])
     for rank, got in enumerate(ranks(world).run(little_memory_job, pair, who, ALIGNMENT, expert, degrees)):
@@ -292,8 +296,11 @@ def test_host_memory_for_a_part_is_used_for_that_part(expert: Any) -> None:
 def skew_job(
     rank: int, world: int, counts: tuple[int, ...], slack: float, degrees: tuple[int, int], expert: Any
 ) -> list[Any]:
-    """All tokens go to the last expert. For each pair: the collectives of both passes, and
-    rows of all buffers in slots by direction and by whether they stay."""
+    """Sends all tokens to the last expert.
+
+    Returns for each pair the collectives of both passes, and the rows of all buffers in slots, by direction
+    and by whether they stay.
+    """
     n, n_backward = degrees
     x = tokens(counts[rank], 10 + rank)
     x[:, 0] = x[:, 0].abs() + 1

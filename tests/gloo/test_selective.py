@@ -51,7 +51,7 @@ def test_a_step_is_as_without_a_checkpoint(name: str, pair: Restore | bool) -> N
 
 
 def one_saves_job(rank: int, world: int) -> None:
-    """Ranks may have policies of their own: collectives run again on each."""
+    """Gives ranks different policies: collectives run again on each of them."""
     block = Block(kit.build(NUM_EXPERTS, pipeline=2))
     x = tokens(TOKENS[world][rank], 10 + rank)
     expected = step(block, block, x)

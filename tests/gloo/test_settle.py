@@ -1,4 +1,4 @@
-"""Ranks settle alike which kernels they take, whatever each of them measures, remembers or lacks.
+"""Ranks agree on which kernels they take, whatever each of them measures, remembers or lacks.
 
 Clocks and devices are fakes, the agreement is real.
 """
@@ -50,8 +50,7 @@ HOPPER, AMPERE, BY_DRIVER, NO_KERNELS, NO_KERNELS_AMPERE = (
 
 @dataclass
 class Report:
-    """Of one rank: its choices, what it measured, the reductions it took part in, its warnings and its
-    error."""
+    """The results of a rank: choices, what it measured, its number of reductions, warnings, and its error."""
 
     choices: list[str]
     measured: int
@@ -79,8 +78,10 @@ _registries: dict[str, MeasuredRegistry] = {}
 
 
 def measured(rank: int, world: int, test: str, given: list[dict[str, Any]]) -> Report:
-    """Each rank measures what ``given`` says of it: times, architecture, free memory, requests. It knows what
-    it has found before in the same ``test``, but for the requests that it is to forget."""
+    """Lets each rank measure what ``given`` says: times, architecture, free memory, requests.
+
+    A rank knows what it has found before in the same ``test``, except for the requests that it is to forget.
+    """
     mine = given[rank]
     GIVEN.clear()
     bench = FakeBench(mine.get("times", FASTER), mine.get("architecture", HOPPER))
@@ -112,7 +113,7 @@ def run(test: str, *given: dict[str, Any]) -> list[Report]:
 
 @pytest.fixture
 def test(request: pytest.FixtureRequest) -> str:
-    """A name that no other test has."""
+    """Returns a name that no other test has."""
     return str(request.node.nodeid)
 
 
@@ -260,7 +261,7 @@ EXPERTS = {
 
 
 def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
-    """How many reductions each of several calls has, on devices that are as if they were CUDA's."""
+    """Returns the number of reductions of several calls, on devices that pass for CUDA's."""
     found: dict[str, int] = {}
     bench, experts = FakeBench(FASTER), EXPERTS["swiglu"]()
     group, capturing = Ranks(), [False]

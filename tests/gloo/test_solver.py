@@ -1,5 +1,7 @@
-"""``pipeline="solve"`` on live ranks: any pair of degrees, rows that are counted again, trials beside a
-`GradientReducer`, and what the layer's own modules cost."""
+"""``pipeline="solve"`` on several ranks: any pair of degrees, and rows that are counted a second time.
+
+Other tests: trials beside a `GradientReducer`, and what the layer's own modules cost.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ import pmoe
 from pmoe import warn
 from pmoe.choose import open_choice, solve
 from pmoe.comm.counts import CountsExchange
-from pmoe.measure import profile as profiles
+from pmoe.measure import profile
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice
 from pmoe.planner.degree_search import ScheduleOptions, StepCosts, pass_seconds
@@ -46,7 +48,7 @@ from tests.unit.test_profile import Counted
 
 
 class Takes:
-    """Stands for the costs of a step, of which one pair of degrees is the fastest."""
+    """Stands in for the costs of a step, in which a given pair of degrees is the fastest."""
 
     gate = (0.0, 0.0)
 
@@ -60,7 +62,11 @@ class Takes:
 
 @contextmanager
 def taking(pair_of: dict[int, tuple[int, int]] | tuple[int, int]) -> Iterator[None]:
-    """The solver takes this pair, or that of the smallest number of tokens that is not below the batch's."""
+    """Makes the solver take a pair of degrees.
+
+    pair_of: the pair, or pairs by number of tokens: that of the smallest number that is not below the batch's
+        counts.
+    """
 
     def costs(modules: Any, rows_TM: Tensor, num_tokens: int, restore: Any) -> Takes:
         if isinstance(pair_of, tuple):
@@ -72,7 +78,7 @@ def taking(pair_of: dict[int, tuple[int, int]] | tuple[int, int]) -> Iterator[No
 
 
 def forced_job(rank: int, world: int, options: dict[str, Any], pair: tuple[int, int]) -> tuple[Any, ...]:
-    """A layer that takes the pair, beside one of the same options with one chunk and no reuse."""
+    """Compares a layer that takes the pair with an equal one that has one chunk and no reuse."""
     # Ranks with padded rows must have equally many tokens.
     x = tokens(3 * TOKENS[world][0 if "pad_to_capacity" in options else rank], 10 + rank)
     plain = {name: value for name, value in options.items() if name not in ("memory_reuse", "slack")}
@@ -126,7 +132,7 @@ def test_layers_that_limit_the_pairs_have_the_same_result(at: int) -> None:
 
 
 def allowed_job(rank: int, world: int) -> None:
-    """Layers whose passes must have the same chunks, or whole ones, are offered no other pair."""
+    """Checks that layers whose passes must have equal chunks, or whole batches, are offered no other pair."""
     keep = pmoe.Restore("keep", "keep")
     for options, restore, wanted in (
         ({}, KEEP, lambda n, m: n == m),
@@ -165,7 +171,7 @@ class Recounted:
 
 
 def recount_job(rank: int, world: int) -> list[list[int]]:
-    """The last rank has no tokens in every second call. Small batches take 3 and 4 chunks, large ones 5."""
+    """Small batches take 3 and 4 chunks, large ones 5. The last rank has no tokens in every second call."""
     layer = build(pipeline="solve", memory_reuse="S4", slack=100)
     plain = build(pipeline=1)
     found = []
@@ -180,13 +186,16 @@ def recount_job(rank: int, world: int) -> list[list[int]]:
 
 
 def test_rows_are_counted_once_more_only_in_calls_whose_chunks_change() -> None:
-    """Bins are the least common multiple of the chunks, doubled until two ranks can be told apart in each."""
+    """The number of bins is the least common multiple of the chunks, times a power of two.
+
+    It is doubled until two ranks can be told apart.
+    """
     for found in ranks(2).run(recount_job):
         assert found == [[16, 24], [24], [24, 10], [10], [10, 24], [24]]
 
 
 def replayed_job(rank: int, world: int, frozen: bool) -> None:
-    """Two batches of other chunks, whose backward passes run in the order in which they were called."""
+    """Calls two batches with different chunks; their backward passes run in the order of the calls."""
     from torch.utils.checkpoint import checkpoint
 
     context = {"context_fn": pmoe.checkpoint_contexts} if frozen else {}
@@ -224,7 +233,9 @@ def evaluated_job(rank: int, world: int, operations: Any) -> list[tuple[int | No
 
 
 def test_without_a_backward_pass_n_is_the_best_of_forward() -> None:
-    """Experts of 20 s a row of 9 tokens, 8 s of messages: by hand nothing, but the same as simulated."""
+    """Experts take 20 s for a row of 9 tokens, messages 8 s: compared with the simulator, not with numbers by
+    hand.
+    """
     operations = lines(2e-4, 1.5e-6, 1e-6)
     first, second = ranks(2).run(evaluated_job, operations)
     assert first == second
@@ -247,7 +258,7 @@ class Block(nn.Module):
 
 
 def beside_job(rank: int, world: int, pipeline: Any, operations: Any) -> dict[str, Any]:
-    """Three steps with a reducer; in trials 8 chunks take a second longer than one, in both passes."""
+    """Runs three steps with a reducer. In trials 8 chunks take a second longer than one, in both passes."""
     torch.manual_seed(3)
     model = Block(pipeline=pipeline, memory_reuse="S4")
     tried: list[list[int]] = []
@@ -298,7 +309,9 @@ def beside_job(rank: int, world: int, pipeline: Any, operations: Any) -> dict[st
 
 
 def test_beside_a_reducer_the_fixed_cost_of_a_chunk_is_measured_and_counts() -> None:
-    """Without it nothing says that chunks cost anything: messages are free of it, and so are products."""
+    """Without the measured cost nothing would make chunks cost anything: messages and products have no fixed
+    cost.
+    """
     for found in ranks(2).run(beside_job, "solve", lines(0.0, 1e-6, 1e-9)):
         assert [1, 8] in found["tried"]
         assert found["degrees"] == [(1, 1)] * 3
@@ -314,7 +327,7 @@ def test_trials_of_a_search_beside_a_reducer_are_no_backward_passes_of_the_model
 
 
 OUT_OF_MEMORY = {"all": None, "many chunks": {1: 1.0}, "no room": {}}
-"""What trials find: an error on every rank, seconds of one choice alone, or nothing."""
+"""Results of trials: an error on every rank, seconds of only one choice, or none."""
 
 
 def without_memory_job(rank: int, world: int, what: str) -> tuple[int, list[int]]:
@@ -355,10 +368,10 @@ def test_trials_that_run_out_of_memory_are_not_repeated_and_the_lines_decide(wha
 # ---- what the layer's own modules cost
 
 NAP = 0.001
-"""Seconds that modules sleep in each call."""
+"""Seconds for which modules sleep in each call."""
 
 EXPERT = (LineCost(0.5, 0.0), LineCost(2.0, 0.0))
-"""Seconds of an expert's forward and backward pass, however many rows it has."""
+"""Seconds of an expert's forward and backward pass for any number of rows."""
 
 
 def partition_job(rank: int, world: int, pipeline: Any) -> list[tuple[int, float]]:
@@ -382,8 +395,10 @@ def partition_job(rank: int, world: int, pipeline: Any) -> list[tuple[int, float
 
 @pytest.mark.parametrize("pipeline", [2, "solve"])
 def test_a_partition_of_gradients_prices_experts_that_are_modules(pipeline: Any) -> None:
-    """Each of a rank's four experts is called in each chunk of rows that travel, and in each of those that
-    stay. With S4 the first of four products is repeated."""
+    """Each of a rank's four experts is called for each chunk of rows that are sent, and of those that stay.
+
+    S4 repeats the first of four products.
+    """
     first, second = ranks(2).run(partition_job, pipeline)
     assert [n for n, _ in first] == ([2] if pipeline == 2 else list(SOLVER_DEGREES))
     for found in (first, second):
@@ -392,7 +407,7 @@ def test_a_partition_of_gradients_prices_experts_that_are_modules(pipeline: Any)
 
 
 def autocast_job(rank: int, world: int) -> list[float]:
-    """Modules run under autocast, in which their rows are narrower than their parameters."""
+    """Runs modules under autocast, in which their rows have a smaller dtype than their parameters."""
     layer = build(pipeline=2, memory_reuse="S4", dtype=torch.float32, expert=mlp)
     x = tokens(20, rank, torch.float32)
     with mock.patch.object(solve, "operations_of", lambda *_: lines(0.0, 0.0, 0.0)):
@@ -432,7 +447,7 @@ class NappingOrder(pmoe.Order):
 
 
 class NappingExchange:
-    """Of one process group of its own; it waits for its messages."""
+    """An exchange with a process group of its own, which waits for its messages."""
 
     in_steps = True
 
@@ -501,7 +516,7 @@ def test_a_gate_with_a_hook_on_one_rank_is_not_timed_there_and_holds_nobody_up()
 
 
 class OneBatchGate(NappingGate):
-    """Holds something for each token of its batch, so it takes no other number of tokens."""
+    """A gate with a value for each token of its batch, so that it takes no other number of tokens."""
 
     def forward(self, x_TM: Tensor) -> pmoe.Routing:
         return super().forward(x_TM * torch.ones(9, 1, dtype=x_TM.dtype))
@@ -529,9 +544,11 @@ def test_a_gate_that_takes_no_other_batch_is_not_timed_and_trains() -> None:
 
 
 def hierarchical_job(rank: int, world: int, folder: str, old: bool) -> dict[str, Any]:
-    """A layer's first calls with a profile in the folder: which lines were measured, and which it takes."""
+    """Runs a layer's first calls with a stored profile. Returns which lines were measured, and which it
+    uses.
+    """
     measured: list[str] = []
-    real = profiles.measure_exchange
+    real = profile.measure_exchange
     solve._operations.clear()
 
     def noted(ranks: Any, device: Any, dtype: Any, exchange: Any) -> Fit:
@@ -545,9 +562,9 @@ def hierarchical_job(rank: int, world: int, folder: str, old: bool) -> dict[str,
 
     with (
         kept_in(folder),
-        mock.patch.object(profiles, "measure", Counted()),
-        mock.patch.object(profiles, "measure_operations", operations),
-        mock.patch.object(profiles, "measure_exchange", noted),
+        mock.patch.object(profile, "measure", Counted()),
+        mock.patch.object(profile, "measure_operations", operations),
+        mock.patch.object(profile, "measure_exchange", noted),
     ):
         dist.barrier()
         layer = build(pipeline="solve", dispatch="hierarchical_2d", combine="flat", nodes=2)

@@ -36,7 +36,7 @@ class Case:
 
 
 def build(case: Case, world: int) -> pmoe.MoELayer:
-    """The layer under one seed; ``load`` bends the gate: x's first column is positive."""
+    """Builds the layer under one seed. ``load`` changes the gate's weight: x's first column is positive."""
     torch.manual_seed(7)
     layer = switched_layer(
         D_MODEL,

@@ -29,7 +29,7 @@ def build(num_layers: int = 1, **options: Any) -> nn.Sequential:
 
 
 class Fixed(nn.Module):
-    """A gate that sends tokens where it is told, one choice each."""
+    """A gate that sends each token to a given expert, one choice each."""
 
     def __init__(self, expert: list[int]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Fixed(nn.Module):
 
 
 OF_RANK = ([0, 0, 0, 1, 1, 2], [])
-"""The second rank has no tokens."""
+"""Experts of the tokens of each rank. The second rank has no tokens."""
 
 
 def summed_job(rank: int, world: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_chunks_that_skewed_routing_had_cut_finer_are_those_that_are_told() -> N
 
 
 class Slow(pmoe.Callback):
-    """Takes its time on one rank before results return."""
+    """A callback that takes some time on one rank before results return."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -219,7 +219,7 @@ def test_settings_that_are_no_plain_data_are_refused_on_every_rank(tmp_path: Pat
 
 
 def stops_job(rank: int, world: int, folder: str) -> int:
-    """One rank closes long before the other: no collective is behind it."""
+    """One rank closes the writer long before the other, because no collective follows."""
     model = build()
     writer = StatsWriter(folder, model, every=2)
     train(model, writer, range(1, 4), rank)

@@ -1,4 +1,4 @@
-"""A state dict of one rank's experts is not loaded by another rank; what each rank may load stays right."""
+"""A state dict with one rank's experts cannot be loaded by another rank. What each rank may load works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
-from pmoe.comm import failures as told
+from pmoe.comm import failures
 from pmoe.comm.ranks import Ranks
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
@@ -40,7 +40,10 @@ CASES = [(expert, spread) for expert in EXPERTS for spread in (True, False)]
 
 
 def model_of(expert: str, spread: bool, seed: int = 3, **options: Any) -> nn.Module:
-    """spread: by parallelize; else a plain layer over the default group."""
+    """Returns a model.
+
+    spread: whether pmoe.parallelize spreads its experts; otherwise it has a layer over the default group.
+    """
     torch.manual_seed(seed)
     layer = pmoe.MoELayer(M, H, E, 2, expert=EXPERTS[expert], **options)
     model = nn.Sequential(nn.Linear(M, M), layer)
@@ -71,9 +74,9 @@ def file_of_rank_0(model: nn.Module, weights_only: bool = True) -> Any:
 
 
 def calm() -> None:
-    """Withdraws the failure that a rank has published, so that these ranks go on."""
+    """Withdraws the failure that a rank has published, so that these ranks can go on."""
     dist.barrier()
-    told.withdraw_failures()
+    failures.withdraw_failures()
     dist.barrier()
 
 
@@ -150,14 +153,17 @@ def without_metadata(state: Any) -> dict[str, Tensor]:
 
 
 def updated(model: nn.Module, state: Any) -> Any:
-    """A usual way to load a part: the model's own state dict, with what a file has of it."""
+    """Loads a part, as users do: the model's own state dict with the entries of a file."""
     own = model.state_dict()
     own.update(state)
     return own
 
 
 def unnamed_job(rank: int, world: int) -> dict[str, list[str]]:
-    """For each case, errors of the load, of two calls, and of one after this rank's own state was loaded."""
+    """Returns for each case the errors of the load, and of three calls.
+
+    Before the last call this rank's own state was loaded.
+    """
     found = {}
     for expert, spread in CASES:
         for how in ("a dict", "update", "broadcast_from_rank0"):
@@ -195,7 +201,7 @@ def test_the_next_call_finds_ranks_that_loaded_the_same_from_a_dict_without_meta
 
 
 def some_ranks_job(rank: int, world: int) -> list[str]:
-    """Ranks 0 and 1 load rank 0's, the others nothing; by exact counts and by padded ones."""
+    """Ranks 0 and 1 load rank 0's state, the others nothing; with exact counts and with padded rows."""
     found = []
     for options in (
         {},
@@ -218,7 +224,7 @@ def test_two_of_four_ranks_that_loaded_the_same_are_named_to_all() -> None:
 
 
 def one_rank_loads_job(rank: int, world: int) -> list[str]:
-    """One rank alone loads its own values again, in an iteration of its own; gates are asked once."""
+    """One rank loads its own values again, in an iteration of its own; gates are called once."""
     found = []
     for expert, spread in CASES:
         model = model_of(expert, spread)
@@ -244,7 +250,7 @@ def test_one_rank_alone_may_load_and_nobody_waits() -> None:
 def loaded_right(
     rank: int, expert: str, spread: bool, folder: str
 ) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """(how, a model, another one that got its state)."""
+    """Yields (how, a model, another one that has loaded its state)."""
 
     def pair() -> tuple[nn.Module, nn.Module]:
         return model_of(expert, spread, 3), model_of(expert, spread, 4)
@@ -345,7 +351,10 @@ def test_a_full_state_dict_of_plain_experts_is_refused_on_every_rank() -> None:
 
 
 def accelerate_job(rank: int, world: int, folder: str) -> list[str]:
-    """Errors of accelerate's ways to save, of its save_state with a hook that calls pmoe's, and of a step."""
+    """Returns errors of accelerate's ways to save, and of a step.
+
+    One way is its save_state with a hook that calls pmoe's.
+    """
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     model = accelerator.prepare(model_of("ffn", spread=True))

@@ -1,6 +1,8 @@
-"""The lanes of a GPU order everything that they must: found on the CPU, with streams that only keep clocks.
+"""The lanes of a GPU wait for everything that they must: shown on the CPU, with streams that only have
+clocks.
 
-`tests.gloo.streams` watches; here are the layers that it watches, and mistakes planted for it to find.
+`tests.gloo.streams` watches them. This file has the layers that it watches, and mistakes planted for it to
+find.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pmoe import MoELayer, Restore
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.engine.passes import base as passes
-from pmoe.engine.variants import offload as offloaded
+from pmoe.engine.variants import offload
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.tasks import Lane, Schedule
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching
@@ -42,7 +44,7 @@ STEPS = 2  # the second finds memory and streams that the first has used
 
 @contextlib.contextmanager
 def without_waits(lane: Lane, *others: Lane) -> Iterator[None]:
-    """Schedules where no task of ``lane`` waits for one of ``others``, by default for anything."""
+    """Makes schedules in which no task of ``lane`` waits for one of ``others``; by default for any."""
     plan_schedule = passes.plan_schedule
 
     def careless(*args: Any) -> Schedule:
@@ -61,7 +63,7 @@ def without_waits(lane: Lane, *others: Lane) -> Iterator[None]:
 
 
 def finish_without(*unseen: Lane) -> contextlib.AbstractContextManager[Any]:
-    """At the end of a pass the compute lane waits for the other lanes but for those."""
+    """Makes the compute lane wait at the end of a pass for all other lanes but ``unseen``."""
 
     def finish(self: CudaLanes) -> None:
         for lane, stream in self._stream.items():
@@ -72,15 +74,15 @@ def finish_without(*unseen: Lane) -> contextlib.AbstractContextManager[Any]:
 
 
 def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
-    """What a module saves is held for the copy where it is a tensor of its own, not where it is a part."""
+    """Holds saved tensors until they are copied only if they are whole tensors, not parts of one."""
 
-    hold_for = offloaded.hold_for
+    hold_for = offload.hold_for
 
     def hold(stream: Any, tensor: Tensor) -> None:
         if tensor.nbytes == tensor.untyped_storage().nbytes():
             hold_for(stream, tensor)
 
-    return mock.patch.object(offloaded, "hold_for", hold)
+    return mock.patch.object(offload, "hold_for", hold)
 
 
 def nothing(*args: Any) -> None:
@@ -102,7 +104,7 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "host memory is handed out too early": lambda: mock.patch.object(
         CudaLanes, "_await_readers_of_the_host", nothing
     ),
-    "modules' tensors are not held": lambda: mock.patch.object(offloaded, "hold_for", nothing),
+    "modules' tensors are not held": lambda: mock.patch.object(offload, "hold_for", nothing),
     "parts of modules' tensors are not held": hold_whole_tensors,
     "messages end unseen": lambda: mock.patch.object(Message, "wait", lambda self: self.work.wait()),
 }
@@ -116,7 +118,7 @@ def linear() -> nn.Module:
 
 
 class Gated(nn.Module):
-    """An expert whose graph saves halves of a tensor, and a whole one."""
+    """An expert whose graph saves the halves of a tensor, and a whole one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Gated(nn.Module):
 
 
 class Callbacks(pmoe.Callback):
-    """What travels has other columns; what is saved for backward is what came and what leaves."""
+    """A callback that sends other numbers of columns, and saves its inputs and results for backward."""
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
         return torch.cat([rows.sin(), rows[:, :1]], dim=1)
@@ -168,7 +170,10 @@ def step(layer: MoELayer, rank: int) -> None:
 def steps_job(
     rank: int, world: int, options: dict[str, Any], mistake: str = "none", host_bytes: int | None = None
 ) -> Report:
-    """host_bytes: the limit of the host pool."""
+    """Runs steps, and returns the watch's report.
+
+    host_bytes: the limit of the host pool.
+    """
     host = pool().host
     limit = host.limit_bytes if host_bytes is None else host_bytes
     with watching() as watch, MISTAKES[mistake](), mock.patch.object(host, "limit_bytes", limit):
@@ -179,7 +184,7 @@ def steps_job(
 
 
 def two_streams_job(rank: int, world: int, options: dict[str, Any], mistake: str = "none") -> Report:
-    """Two layers, each on a stream of the caller's own, share the lanes and the host memory."""
+    """Runs two layers, each on a stream of the caller's own, which share the lanes and the host memory."""
     with watching() as watch, MISTAKES[mistake]():
         layers = [(build(options), Stream(watch.look_for_frees)) for _ in range(2)]
         for _, stream in layers:
@@ -194,8 +199,7 @@ def two_streams_job(rank: int, world: int, options: dict[str, Any], mistake: str
 def failing_job(
     rank: int, world: int, method: str, mistake: str = "none", pair: str | bool = False, call: int = 1
 ) -> Report:
-    """The experts' ``method`` fails on every rank, when it is called that often; a step that does not fail
-    comes after."""
+    """Lets a method of the experts fail on every rank in a certain call. A step without a failure follows."""
     with watching() as watch, MISTAKES[mistake]():
         layer = build({"pipeline": 3, "bypass_local": False, "memory_reuse": pair})
         works = [getattr(layer.experts, method)] * (call - 1)
@@ -386,7 +390,7 @@ def test_an_error_that_abandons_nothing_is_found_to_free_early(world: int, metho
     spread([1, 2], ["S1", "S2", "S3", "S4"], ["compute", "input_gradient", "weight_gradient"], every=3),
 )
 def test_an_error_in_an_expert_leaves_no_copy_in_freed_buffers(world: int, pair: str, method: str) -> None:
-    """It comes at the second call, when the first chunk's copies are under way."""
+    """The error comes in the second call, while the first chunk is being copied."""
     for report in ranks(world).run(failing_job, method, "none", pair, 2):
         assert report.findings == set()
         assert (report.copy_tasks.total() > 0) == (pair != "S4")
@@ -436,7 +440,9 @@ def test_a_planted_race_of_rings_and_copies_is_found(
 @pytest.mark.parametrize("first", ["DM0 forward", "C0 backward"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_modules_save_is_found_to_be_freed_early(world: int, first: str) -> None:
-    """Forward's is made on the compute lane and copied by another; backward's the other way round."""
+    """Forward's tensors are made on the compute lane and copied by another; in backward it is the other way
+    round.
+    """
     options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": Gated}
     for report in ranks(world).run(steps_job, options, "modules' tensors are not held"):
         assert Finding(first=first, then=FREE) in report.findings
@@ -444,15 +450,17 @@ def test_what_modules_save_is_found_to_be_freed_early(world: int, first: str) ->
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_part_of_what_a_module_saves_is_found_to_be_freed_early(world: int) -> None:
-    """The halves of a tensor, where only whole tensors are held for the copy."""
+    """The saved tensors are halves of a tensor, and only whole tensors are held for the copy."""
     options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": Gated}
     for report in ranks(world).run(steps_job, options, "parts of modules' tensors are not held"):
         assert report.findings == {Finding(first=f"DM{i} forward", then=FREE) for i in range(3)}
 
 
 def test_host_memory_handed_out_while_it_is_read_is_found() -> None:
-    """By a layer on another stream: on the same one every pass waits for the last. Rows that travel would
-    share the communication lane, which orders the two as well."""
+    """Another layer gets the memory, on another stream: on the same stream every pass waits for the last.
+
+    Rows that are sent would use the same communication lane, which orders the two as well.
+    """
     options = {"pipeline": 3, "memory_reuse": "S1"}
     for report in ranks(1).run(two_streams_job, options, "host memory is handed out too early"):
         assert Finding(first="LHM0 backward", then="LDM0 forward") in report.findings

@@ -1,4 +1,4 @@
-"""What works with a layer: each line of the table "Precision and compilers" of docs/training.md."""
+"""Other tools work with a layer: each line of the table "Precision and compilers" of docs/training.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def check(model: nn.Module, y: Tensor, rank: int, dtype: torch.dtype) -> None:
-    """y is what float32 gives, to dtype's precision; the experts' gradients are of their type."""
+    """Checks that y is that of float32, to the precision of ``dtype``, and the dtype of the experts'
+    gradients.
+    """
     assert y.dtype == dtype
     expected = step(plain(), rows(rank))
     assert (y.float() - expected).abs().max() <= CLOSE[dtype] * expected.abs().max()
@@ -62,7 +64,7 @@ def autocast(rank: int, world: int, dtype: torch.dtype = torch.bfloat16) -> None
 
 
 def mixed_precision(rank: int, world: int) -> None:
-    """The policy by itself, without autocast: of every block, and of the whole model."""
+    """Uses the policy without autocast: for every block, and for the whole model."""
     for blocks in (True, False):
         model = spread(world)
         experts = pmoe.expert_parameters(model)
@@ -120,7 +122,7 @@ def compiled(rank: int, world: int) -> None:
 
 
 def compiled_by_pmoe(rank: int, world: int, **options: object) -> None:
-    """Each rank by itself, where nothing is measured: tests/gloo/test_whole_graph.py has several."""
+    """Compiles on one rank, where nothing is measured; tests/gloo/test_whole_graph.py has several ranks."""
     model = plain(group=Ranks.single())
     check(model, step(torch.compile(model, backend="pmoe", **options), rows(rank)), rank, torch.float32)
     assert model[1].ran.path == "whole graph"
@@ -142,7 +144,7 @@ def checkpointed(rank: int, world: int) -> None:
 
 
 def transforms(rank: int, world: int) -> None:
-    """Of one rank each: they raise before any message."""
+    """Calls transforms on one rank: they raise before any message."""
     layer = plain(group=Ranks.single())[1]
     x = rows(rank)
     for way in (
@@ -169,7 +171,7 @@ LINES: dict[str, Callable[[int, int], None]] = {
     "`torch.utils.checkpoint`": checkpointed,
     "`torch.func`, `torch.jit`, `torch.export`, a second derivative": transforms,
 }
-"""By the first cell of each line."""
+"""Tests by the first cell of each line of the table."""
 
 
 def is_compiled(name: str) -> bool:

@@ -1,4 +1,6 @@
-"""What users' code raises on one rank alone is told to the others, long before their group's timeout."""
+"""An error that users' code raises on one rank only is raised on the others, long before the group's
+timeout.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ from tests.pool import Pool
 
 M, H, E = 6, 8, 4
 TIMEOUT_SECONDS = 30.0
-"""The groups' timeout. A rank that waits so long has been told nothing."""
+"""The groups' timeout. A rank that waits so long has not seen another rank's report."""
 
 
 class PlantedError(Exception):
-    """What users' code raises."""
+    """The error that users' code raises in these tests."""
 
 
 class Breaks(torch.autograd.Function):
-    """Raises in backward."""
+    """An autograd function that raises in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, does: bool) -> Tensor:
@@ -40,7 +42,7 @@ class Breaks(torch.autograd.Function):
 
 
 class Expert(nn.Module):
-    """Raises in the pass named by ``where``, if any."""
+    """An expert that raises in the pass named by ``where``, if any."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -106,7 +108,9 @@ CASES: dict[str, Callable[[Any, bool], pmoe.MoELayer]] = {
 
 
 def told_job(rank: int, world: int) -> dict[str, str]:
-    """By case, what this rank met where rank 1's code raises, each in a group that is then given up."""
+    """Returns this rank's error by case. In each case rank 1's code raises, in a group that is then
+    given up.
+    """
     found = {}
     for name, make in CASES.items():
         layer = make(dist.new_group(list(range(world))), rank == 1)

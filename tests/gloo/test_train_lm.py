@@ -1,6 +1,6 @@
-"""examples/train_lm.py: its numbers do not depend on the ranks, and nothing that stops it costs a run.
+"""examples/train_lm.py: its numbers do not depend on the number of ranks, and stopping it loses no run.
 
-The script runs as it does for a user, in processes of its own, at tiny sizes.
+The script runs as for a user, in processes of its own, at tiny sizes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ TINY = """
     --eval-bytes 256 --final-eval-bytes 1024
 """.split()  # noqa: SIM905
 WAIT_SECONDS = 240
-"""For what takes a few seconds on a machine that is free."""
+"""Seconds to wait for something that takes a few seconds on a machine that is free."""
 ALONE = lm_ranks.Ranks(rank=0, world=1, device=torch.device("cpu"))
 
 
 class Processes:
     """The ranks of one training run, started without torchrun so that each can be signalled by itself.
 
-    As the ranks of `tests.pool` they are forks of a process that has imported torch.
+    They are forks of a process that has imported torch, as the ranks of `tests.pool` are.
     """
 
     def __init__(self, num_ranks: int, command: list[str]) -> None:
@@ -77,7 +77,7 @@ class Processes:
             os.kill(self.ranks[rank].pid, number)
 
     def wait(self, seconds: float = WAIT_SECONDS) -> list[int | None]:
-        """Their exit codes, once all have ended."""
+        """Waits for all ranks to end. Returns their exit codes."""
         end = time.monotonic() + seconds
         try:
             for process in self.ranks:
@@ -88,7 +88,7 @@ class Processes:
                 process.kill()
 
     def finish(self, expected: int = 0, seconds: float = WAIT_SECONDS) -> str:
-        """Waits for all ranks to end with the expected code; what rank 0 wrote to stderr."""
+        """Waits for all ranks to end with the expected code. Returns what rank 0 wrote to stderr."""
         codes = self.wait(seconds)
         written = [(self.folder / str(rank)).read_text() for rank in range(len(self.ranks))]
         assert codes == [expected] * len(self.ranks), written
@@ -96,7 +96,7 @@ class Processes:
 
 
 def run_command(command: list[str], variables: dict[str, str], errors: str) -> None:
-    """What ``python *command`` does, in this process."""
+    """Does what ``python *command`` does, in this process."""
     os.environ.clear()
     os.environ.update(variables)
     with open(errors, "w") as file:
@@ -152,7 +152,7 @@ WITHOUT_AUX = ["--steps", 6, "--eval-every", 3, "--aux-weight", 0, "--layers", 4
 
 @pytest.mark.slow
 def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
-    """Without the load-balance loss, which each rank computes of its own tokens."""
+    """The load-balance loss is off, because each rank computes it of its own tokens."""
     for num_ranks in (1, 2):
         start(num_ranks, tmp_path / str(num_ranks), *WITHOUT_AUX).finish()
     one, two = (metrics(tmp_path / name)["history"] for name in "12")
@@ -172,7 +172,7 @@ def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_batch_in_the_same_parts_has_the_load_balance_loss_of_one_rank_too(tmp_path):
-    """And --resume if-any begins where there is nothing to resume."""
+    """The run has --resume if-any, and starts because there is nothing to resume."""
     flags = ["--steps", 4, "--aux-weight", 0.5, "--parts", 2, "--resume", "if-any"]
     for num_ranks in (1, 2):
         start(num_ranks, tmp_path / str(num_ranks), *flags).finish()
@@ -232,7 +232,7 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 
 def assert_same_run(out: Path, reference: Path) -> None:
-    """Curves and final checkpoint, bit for bit."""
+    """Checks that curves and final checkpoints of two runs are equal, bit for bit."""
     assert metrics(out)["history"] == metrics(reference)["history"]
     ours, theirs = (read_run(folder).scalars["loss"] for folder in (out, reference))
     assert ours == theirs  # whatever was written twice
@@ -327,7 +327,7 @@ def test_resume_refuses_what_would_not_be_the_same_run(uninterrupted, tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: no handler runs, nothing is written any more."""
+    """Stands for SIGKILL: no handler runs, and nothing is written any more."""
 
 
 FILE_EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
@@ -348,7 +348,7 @@ def audited() -> None:
 
 @contextmanager
 def killed_at_file_event(moment: int) -> Iterator[None]:
-    """Every file event from the one numbered ``moment`` on raises instead of happening."""
+    """Makes every file event raise instead of happening, from the one numbered ``moment`` on."""
     events_left[:] = [moment]
     try:
         yield
@@ -507,8 +507,11 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path, flags, message):
 
 
 MARGIN = 0.02
-"""Nats a byte between the two models. Models whose experts are not trained, whose tokens all take the same
-experts, or whose tokens take experts at random end above the dense model, by up to 0.02."""
+"""Smallest difference of the losses of both models, in nats a byte.
+
+A model whose experts are not trained, whose tokens all take the same experts, or whose tokens take random
+experts ends above the dense model, by up to 0.02.
+"""
 
 
 def test_the_number_of_micro_batches_is_measured_unless_it_is_given(capsys):
@@ -556,7 +559,7 @@ def test_small_experts_end_below_the_small_dense_model_after_the_same_bytes(tmp_
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_the_default_model_ends_below_the_dense_one_after_the_same_bytes(tmp_path):
-    """In a sixth of the default run's steps, one rank each, side by side: 0.07 apart after 300 steps."""
+    """Both run a sixth of the default steps, on one rank each: 0.07 apart after 300 steps."""
     runs = {}
     for name, flags in (("experts", []), ("dense", ["--dense"])):
         out = ["--out", str(tmp_path / name), "--steps", "200", "--final-eval-bytes", "131072"]

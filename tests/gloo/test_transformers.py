@@ -1,5 +1,8 @@
-"""pmoe as an expert-parallel implementation of transformers, on two ranks: models whose experts the library
-has spread, against one process that has them all and runs them by the library's eager implementation."""
+"""pmoe as an expert-parallel implementation of transformers, on two ranks: the library has spread the
+experts.
+
+Models are compared with one process that has all experts and runs the library's eager implementation.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SPREAD = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "pmoe"}
 SHARED = {"tp_size": 2, "ep_size": 2, "ep_implementation": "pmoe"}
-"""Each rank has a batch of its own; both have one."""
+"""Options with which both ranks share the experts, and compute the same batch."""
 
 QUICK = {"pipeline": 2, "memory_reuse": "S4"}
 
@@ -37,7 +40,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of models, by name, as plain transformers saves them."""
+    """Returns a function from the name of a model to a folder in which plain transformers has saved it."""
     folder = tmp_path_factory.mktemp("models")
 
     def path(name: str) -> Path:
@@ -49,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """The first job waits until each rank has imported transformers."""
+    """Runs a job on ranks. The first job waits until each rank has imported transformers."""
     return ranks(world).run(job, *args, timeout=240)
 
 
@@ -57,7 +60,7 @@ def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def load(path: Path, name: str, spread: dict[str, Any], options: dict[str, Any]) -> Any:
-    """A model over both ranks; its experts reach tokens through pmoe."""
+    """Returns a model over both ranks, whose experts run by pmoe."""
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -82,7 +85,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def parts(ids: Tensor, num_batches: int = 2) -> list[Tensor]:
-    """Unequal ones, of the ranks or of the groups of ranks that share one."""
+    """Returns unequal parts of a batch, for the ranks or for groups of ranks that share a part."""
     each = len(ids) // num_batches
     return [ids[i * each : (i + 1) * each, : 12 - 3 * i] for i in range(num_batches)]
 
@@ -92,7 +95,7 @@ def num_batches(world: int, spread: dict[str, Any]) -> int:
 
 
 def seeded_step(model: Any, ids: Tensor, share: float = 1.0) -> Any:
-    """Phi's router draws random numbers in training."""
+    """Runs a step with a fixed seed, because Phi's router draws random numbers in training."""
     torch.manual_seed(3)
     output = model.train()(input_ids=ids, labels=ids)
     (share * output.loss).backward()
@@ -214,13 +217,16 @@ def test_copies_of_experts_are_sharded_and_reduced_by_the_library_on_four_ranks(
 
 
 def padded_parts(count: int) -> list[dict[str, Tensor]]:
-    """Masks of ranks whose batches differ in their padding; the second rank's is all padding."""
+    """Returns batches with masks that differ in their padding; the second rank's is all padding."""
     batches = [padded("left", (12, 7, 1)), padded("right", (0, 0, 0), seed=8)]
     return batches[:count]
 
 
 def padded_step(model: Any, inputs: dict[str, Tensor], share: float = 1.0) -> Any:
-    """The loss is of the logits of tokens: the mean over labels of a batch without any would be NaN."""
+    """Runs a step whose loss is that of the logits of tokens.
+
+    The mean over the labels of a batch without tokens would be NaN.
+    """
     model.train()
     output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
     logits = output.logits.full_tensor() if hasattr(output.logits, "full_tensor") else output.logits
@@ -344,9 +350,13 @@ def trainer_job(
     contexts: bool,
     is_padded: bool = False,
 ) -> tuple[list[float], list[float], int]:
-    """Losses and gradient norms by step, and how often pmoe ran experts. Without an ep_implementation every
-    rank has all experts, under DistributedDataParallel. is_padded: sequences of 1 to 12 tokens, two batches a
-    step, and padding that pmoe's experts skip."""
+    """Returns losses and gradient norms by step, and how often pmoe ran experts.
+
+    Without an ep_implementation every rank has all experts, under DistributedDataParallel.
+
+    is_padded: whether sequences have 1 to 12 tokens, two batches a step, and padding that pmoe's experts
+        skip.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import transformers
@@ -478,7 +488,7 @@ EXAMPLE = ROOT / "examples" / "mixtral.py"
 
 
 def without_pmoe() -> str:
-    """The example as a user had it before."""
+    """Returns the example as a user had it before pmoe."""
     lines = EXAMPLE.read_text().splitlines()
     added = [line for line in lines if line.endswith("# pmoe")]
     assert 1 <= len(added) <= 3

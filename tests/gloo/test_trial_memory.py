@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.choose import part_of_batch
-from pmoe.choose import search as searched
+from pmoe.choose import part_of_batch, search
 from pmoe.engine.plan import make_plan
 from pmoe.engine.variants import trial
 from pmoe.measure import profile
@@ -27,7 +26,7 @@ TOKENS, D_MODEL, D_HIDDEN = 2048, 32, 128
 
 
 def few_fast(parts: Any) -> Any:
-    """In place of `part_of_batch.times_of_whole`: the fewer chunks, the faster."""
+    """Stands in for `part_of_batch.times_of_whole`: the fewer chunks, the faster."""
     return {
         choice: replace(timed, step=float(choice.forward))
         for part in parts
@@ -54,7 +53,7 @@ def job(
     options: dict[str, Any],
     few_are_fast: bool = False,
 ) -> dict[str, Any]:
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     GIVEN.clear()
     failing = Failing(rank, ERRORS[name], at, most)
     torch.manual_seed(0)
@@ -91,14 +90,16 @@ def job(
         fixed.load_state_dict(layer.state_dict())
         expected = step(fixed, rank)
         answer["same"] = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
-    searched._LEARNED.clear()
+    search._LEARNED.clear()
     return answer
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) -> None:
-    """Larger chunks have larger ring slots: of n = 1 and 2 above the limit, of n = 8 below. Few chunks are
-    said to be fastest."""
+    """Larger chunks have larger ring slots: those of n = 1 and 2 are above the limit, those of n = 8 below.
+
+    Few chunks count as the fastest.
+    """
     first, second = ranks(2).run(job, name, None, 1_200_000, {"memory_reuse": "S4"}, True)
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]
@@ -129,9 +130,9 @@ def test_if_every_choice_is_too_large_all_ranks_raise_one_error_that_names_the_l
 
 
 def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
-    """As `job`, with predictions that leave n = 1 and 2 to try."""
+    """Does the same as `job`, with predictions that leave only n = 1 and 2 to try."""
     predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
-    with mock.patch.object(searched, "predicted_seconds", lambda *_: predicted):
+    with mock.patch.object(search, "predicted_seconds", lambda *_: predicted):
         return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"}, True)
 
 

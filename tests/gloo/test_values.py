@@ -1,5 +1,7 @@
-"""Gates, shared experts and callbacks that ranks hold with other values: told at the first call, and by
-statistics at any time. What ranks hold in parts, or rightly differently, is none of it."""
+"""Gates, shared experts and callbacks whose values differ between ranks: a warning at the first call.
+
+Statistics warn of it at any time. Values of which each rank has a part, or that may differ, are no fault.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ M, H, E = 6, 8, 4
 
 
 class Scaled(nn.Module, pmoe.Callback):
-    """A hook inside the layer, with a parameter."""
+    """A callback inside the layer, with a parameter."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Scaled(nn.Module, pmoe.Callback):
 
 
 class Outside(nn.Module, pmoe.Callback):
-    """Looks on from outside, with a parameter of its own on each rank."""
+    """A callback that only looks on, outside of the layer, with another parameter on each rank."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ def rows(seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def nudged(layer: pmoe.MoELayer, name: str, rank: int) -> pmoe.MoELayer:
-    """One value of one tensor, on rank 1, by as little as it can be."""
+    """Changes one value of one tensor, on rank 1, by the smallest amount."""
     if rank == 1:
         tensor = dict([*layer.named_parameters(), *layer.named_buffers()])[name].view(-1)
         tensor[-1] = torch.nextafter(tensor[-1], torch.tensor(9.0))
@@ -79,7 +81,7 @@ def nudged(layer: pmoe.MoELayer, name: str, rank: int) -> pmoe.MoELayer:
 
 
 def different(rank: int) -> Iterator[tuple[str, pmoe.MoELayer]]:
-    """(the name that must be told, a layer)."""
+    """Yields (the name that the warning must have, a layer)."""
     yield "gate.weight", nudged(layer_of(), "gate.weight", rank)
     yield "gate.weight", nudged(layer_of(capacity_factor=4.0, pad_to_capacity=True), "gate.weight", rank)
     yield "gate.noise_weight", nudged(layer_of(gate="noisy_topk"), "gate.noise_weight", rank)
@@ -104,7 +106,7 @@ def different(rank: int) -> Iterator[tuple[str, pmoe.MoELayer]]:
 
 
 def different_job(rank: int, world: int) -> list[tuple[str, list[str], list[str]]]:
-    """(name, warnings of a first and of a second call), by layer."""
+    """Returns (name, warnings of a first call, warnings of a second call) for each layer."""
     found = []
     for name, layer in different(rank):
         first, second = (told(lambda layer=layer: layer(rows(rank)).sum().backward()) for _ in range(2))
@@ -135,7 +137,7 @@ def test_the_ranks_that_are_alike_are_named_together() -> None:
 
 
 class ByMegatron(nn.Module):
-    """A rank's rows of a weight, as Megatron's layers hold them."""
+    """A linear map of which each rank has some rows, as in Megatron's layers."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class ByMegatron(nn.Module):
 
 
 class ByDTensor(nn.Module):
-    """A weight of a user's shared expert that lies over ranks; its forward takes this rank's part."""
+    """A shared expert of a user's own, whose weight is a DTensor; its forward takes this rank's part."""
 
     def __init__(self, placement: Any) -> None:
         super().__init__()
@@ -232,7 +234,9 @@ def told(call: Callable[[], object]) -> list[str]:
 
 
 def statistics_job(rank: int, world: int) -> list[list[str]]:
-    """Warnings: before and after a call, of layers that drifted apart, of layers of one rank each."""
+    """Returns warnings: before and after a call, of layers that became different, of layers of one rank
+    each.
+    """
     found = []
     model = nn.Sequential(layer_of(), layer_of(shared_expert=8))
     for _ in range(2):
@@ -255,7 +259,9 @@ def test_statistics_tell_of_values_that_became_others_at_any_time() -> None:
 
 
 def copies_job(rank: int, world: int) -> list[str]:
-    """Gates of two groups of ranks: gates are equal within a group and differ between groups."""
+    """Returns warnings of gates of two groups of ranks: they are equal in a group, and differ between
+    groups.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(rank // 2)
     model = nn.Sequential(pmoe.MoELayer(M, H, E, 2, group=mesh.get_group("ep")))

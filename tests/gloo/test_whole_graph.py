@@ -54,7 +54,7 @@ def loss_of(model: nn.Module, run: Any, x: Tensor) -> Tensor:
 
 
 def compare(rank: int, world: int, steps: list[tuple[int, ...]], options: dict[str, Any]) -> list[Any]:
-    """The largest error of the loss, a gradient or a parameter of each step."""
+    """Returns for each step the largest error of the loss, a gradient or a parameter."""
     torch._dynamo.reset()
     plain = build(**options)
     graph = copy.deepcopy(plain)
@@ -97,8 +97,10 @@ MARKS: list[Any] = [pytest.mark.nightly, pytest.mark.slow, ()]
 
 
 def cases(first: list[Any], others: list[Any]) -> list[Any]:
-    """All layers for all. The third layer is quick for the first and slow for the others; they are nightly
-    with the other layers, which are slow for the first."""
+    """Returns test cases: each of ``first`` and ``others`` with all layers.
+
+    The third layer is quick for ``first`` and slow for ``others``, which are nightly with the other layers.
+    """
     found = []
     for at, options in enumerate(LAYERS):
         for each in (*first, *others):
@@ -124,7 +126,7 @@ def test_ranks_may_have_different_numbers_of_tokens(world: int, options: dict[st
 def in_parts(
     rank: int, world: int, k: int, lag: int, steps: list[tuple[int, ...]], options: dict[str, Any]
 ) -> list[Any]:
-    """As `compare`, with all that can be cut in k parts, forward and backward."""
+    """Does what `compare` does, with everything that can be cut in k parts, in both passes."""
     torch._dynamo.reset()
     run.PROGRAMS.clear()
     known = {

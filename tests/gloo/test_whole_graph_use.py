@@ -1,4 +1,6 @@
-"""torch.compile(model, backend="pmoe") as users have it: wrapped, checkpointed, compiled twice, failing."""
+"""torch.compile(model, backend="pmoe") in users' situations: wrapped, checkpointed, compiled twice,
+failing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def compile_for_pmoe(module: nn.Module, **options: Any) -> Any:
 
 
 def wrong_gradients(one: nn.Module, other: nn.Module) -> float:
-    """The largest error of a gradient of this rank."""
+    """Returns the largest error of a gradient of this rank."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(relative_error(local_part(b.grad), local_part(a.grad)) for a, b in pairs)
 
@@ -119,7 +121,7 @@ def test_under_fsdp2_gradients_are_those_of_the_eager_model() -> None:
 
 
 class TwoBlocks(nn.Module):
-    """The first block is checkpointed, the second one may be compiled."""
+    """Two blocks. The first one is checkpointed, the second one may be compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +205,7 @@ def test_compilers_may_be_nested() -> None:
 
 
 class WithoutHash:
-    """A backend that has no hash, as Inductor's has none."""
+    """A backend object that has no hash, as Inductor's has none."""
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,5 +1,7 @@
-"""Experts that a wrapper or a loop took for copies of each other are an error at the first forward, on every
-rank. What is equal for good reasons is none."""
+"""Experts that a wrapper or a loop made equal on all ranks are an error at the first forward, on every rank.
+
+Experts that are equal for good reasons are none.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +108,11 @@ unsharded = partial(FullyShardedDataParallel, sharding_strategy=ShardingStrategy
 
 
 def later_job(rank: int, world: int) -> list[list[str]]:
-    """Warnings of statistics: after a step, after each of two loops that made experts equal, and of experts
-    that were equal from the first call on."""
+    """Returns warnings of statistics.
+
+    They are those after a step, after each of two loops that made experts equal, and of experts that were
+    equal from the first call on.
+    """
     found = []
     single, _ = dist.new_subgroups(group_size=1)
 
@@ -162,7 +167,7 @@ def test_the_lines_that_are_named_are_right() -> None:
 
 
 def equal_for_good_reasons() -> Iterator[tuple[str, nn.Module]]:
-    """Models whose experts are equal on all ranks, or were changed, or are those of one rank alone."""
+    """Yields models whose experts are equal on all ranks, or were changed, or are those of one rank only."""
     for expert in EXPERTS:
         yield "trained from zero", filled(model_of(expert), 0.0)
         yield "one dense checkpoint", filled(model_of(expert), 0.5)
@@ -203,7 +208,7 @@ def without_experts(model: nn.Module) -> nn.Module:
 
 
 def replaced(model: nn.Module) -> nn.Module:
-    """By Parameters of a user's own, which carry no mark."""
+    """Replaces parameters by a user's own Parameters, which have no mark."""
     for module in model[1].experts.modules():
         for name, value in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(value.detach() * 2))
@@ -223,7 +228,11 @@ def test_experts_that_are_equal_for_good_reasons_raise_no_alarm() -> None:
 
 
 def copies_job(rank: int, world: int, how: str, expert: str) -> tuple[str, bool]:
-    """Ranks 0 and 1 hold all experts together, and so do 2 and 3: wrapped over 0 and 2, and over 1 and 3."""
+    """Wraps a model over copies of the experts.
+
+    Ranks 0 and 1 together have all experts, and so have 2 and 3; the wrapper is over 0 and 2, and over 1 and
+    3.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model = model_of(expert, group=mesh.get_group("ep"))
     before: list[Tensor] = [each.detach().clone() for each in model.parameters()]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.virtual_ranks import FusedParameters, VirtualRanks
-from pmoe.kernels import route as routing
+from pmoe.kernels import route
 from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.route import Routes
@@ -85,7 +85,7 @@ class Integers:
         logits = torch.randn(self.tokens, self.num_experts, generator=self.random, device=DEVICE)
         if number % 3 == 0:
             logits[:, number % self.num_experts] += 3
-        routes = routing.route(logits, self.top_k, normalize=False, num_chunks=self.virtual.shape.num_ranks)
+        routes = route.route(logits, self.top_k, normalize=False, num_chunks=self.virtual.shape.num_ranks)
         x, grad = (self.draw(self.tokens, self.w1.shape[2]) for _ in range(2))
         weight_TK = self.powers[
             torch.randint(3, (self.tokens, self.top_k), generator=self.random, device=DEVICE)

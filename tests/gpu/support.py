@@ -22,7 +22,7 @@ from pmoe.engine.buffers.arena import Arena, DevicePool
 from pmoe.engine.lanes.base import Action
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.experts.base import ExpertRows
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from pmoe.schedule.tasks import Lane, Task
 from tests.reference import ACTIVATIONS
 from tests.switched import switched_layer
@@ -271,13 +271,13 @@ def measure_nothing(patch: pytest.MonkeyPatch) -> None:
 def count_alone(patch: pytest.MonkeyPatch) -> list[str]:
     """Gets one entry for each call by that path."""
     calls: list[str] = []
-    forward = alone.OneRankRunner.forward
+    forward = one_rank.OneRankRunner.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append("alone")
         return forward(*args, **kwargs)
 
-    patch.setattr(alone.OneRankRunner, "forward", counted)
+    patch.setattr(one_rank.OneRankRunner, "forward", counted)
     return calls
 
 

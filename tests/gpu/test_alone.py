@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import FunctionEvent
 import pmoe
 from pmoe.kernels import grouped_gemm, permute
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from tests.gpu.support import (
     AUX,
     DEVICE,
@@ -62,7 +62,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, PRODUCTS.forcing(LOOP):
-        patch.setattr(alone, "kernel_refusal", lambda *_, **__: "the test wants the path of all layers")
+        patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "the test wants the path of all layers")
         yield
 
 

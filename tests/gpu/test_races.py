@@ -18,7 +18,7 @@ from pmoe.call.options import Switches
 from pmoe.engine.lanes import run as engine
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.engine.lanes.recorder import recording
-from pmoe.engine.variants import offload as offloaded
+from pmoe.engine.variants import offload
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Lane, Schedule, Stages
 from tests.gpu.support import (
@@ -335,7 +335,7 @@ def test_what_modules_save_is_held_until_it_is_copied(monkeypatch: pytest.Monkey
     layer = make_layer(**options)
     slow_copies(monkeypatch, LONG, Lane.COPY_OUT, behind=poison_memory)
     if planted:
-        monkeypatch.setattr(offloaded, "hold_for", lambda stream, tensor: None)
+        monkeypatch.setattr(offload, "hold_for", lambda stream, tensor: None)
     check_planted(layer, planted, expert=options["expert"])
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import PMOE, PRODUCTS
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from tests.gpu.support import (
     AUX,
     DEVICE,
@@ -44,7 +44,7 @@ def taking(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             assert grouped_gemm.launch.path(DEVICE)[1] is None
             stack.enter_context(PRODUCTS.forcing(PMOE))
         else:
-            patch.setattr(alone, "kernel_refusal", lambda *_, **__: "the test wants chunks")
+            patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "the test wants chunks")
         yield calls
 
 

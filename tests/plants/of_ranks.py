@@ -94,8 +94,8 @@ RANKS = (
         name="failed-peers-unheard",
         breaks="a rank does not look whether the one that it waits for has failed",
         file="pmoe/comm/failures.py",
-        old="    if not store.check([_any_failed(standing)]):\n",
-        new="    if store.check([_any_failed(standing)]):\n",
+        old="    if not store.check([_any_failed(record)]):\n",
+        new="    if store.check([_any_failed(record)]):\n",
         tests="tests/gloo/test_told.py",
     ),
     Plant(

@@ -1,5 +1,7 @@
-"""A layer of one rank by the kernels' path, here with the plain definitions in the kernels' place, against
-the same layer by the path of all other layers."""
+"""A layer of one rank: the runner for one rank against the runner of all other layers.
+
+The kernels of one rank need a GPU, so their plain definitions run in their place.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import pmoe
 from pmoe.engine.plan.callbacks import Callback
 from pmoe.kernels.registry import PRODUCTS, MeasuredChoice
 from pmoe.measure.products import _products, slower_kernels
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from tests.switched import switched_layer
 
 M, H, E = 16, 24, 6
@@ -23,16 +25,16 @@ M, H, E = 16, 24, 6
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels are taken to run here; every call by their path is counted."""
+    """Lets the runner for one rank run here, and returns a list of its calls."""
     calls: list[str] = []
-    forward = alone.OneRankRunner.forward
+    forward = one_rank.OneRankRunner.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append("alone")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
     return calls
 
 
@@ -58,11 +60,13 @@ def step(layer: pmoe.MoELayer, x: Tensor, grad: Tensor) -> dict[str, Tensor | No
 def compared(
     layer: pmoe.MoELayer, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """One step by the kernels' path, and one by the path of all layers."""
+    """Runs one step with the runner for one rank, and one with that of all other layers. Returns both
+    results.
+    """
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(x.dtype)
     found = step(layer, x, grad)
     with monkeypatch.context() as patch:
-        patch.setattr(alone, "kernel_refusal", lambda *_, **__: "not this time")
+        patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "not this time")
         expected = step(layer, x, grad)
     return found, expected
 
@@ -99,7 +103,7 @@ def test_counts_come_to_the_host_when_they_are_asked_for(kernels: list[str], mon
     layer = make()
     layer(tokens(13, M))
     found, max_tokens = layer.tokens_per_expert, layer.max_tokens
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: "not this time")
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "not this time")
     layer(tokens(13, M))
     assert kernels and torch.equal(found, layer.tokens_per_expert) and max_tokens == layer.max_tokens == 13
     assert found.dtype == torch.int64 and found.sum() == 26
@@ -247,7 +251,7 @@ def test_bad_input_is_refused_as_ever(kernels: list[str]) -> None:
 
 def test_without_a_device_for_them_the_kernels_say_why() -> None:
     layer, x = make(torch.bfloat16), tokens(3, M, dtype=torch.bfloat16)
-    why = alone.kernel_refusal(
+    why = one_rank.kernel_refusal(
         layer.gate, layer.experts, x, torch.bfloat16, ranks=layer.ranks, needs_grad=True
     )
     assert why == "3 tokens on cpu"

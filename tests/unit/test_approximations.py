@@ -1,4 +1,4 @@
-"""What the hardware approximates stays within the bounds of tests/gpu with room, by its documented errors."""
+"""The documented errors of approximate GPU instructions are well within the bounds that tests/gpu allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ pytestmark = pytest.mark.slow
 
 
 def shares(times: int) -> dict[str, float]:
-    """The largest share of each bound, with errors so many times as large as documented."""
+    """Returns, for each bound, the largest share of it that the errors take.
+
+    times: factor by which the errors are larger than documented.
+    """
     told = compile_and_run("approximations_test.cpp", flags=(f"-DPMOE_TIMES={times}",))
     return {name: float(share) for name, share in map(str.split, told.splitlines())}
 

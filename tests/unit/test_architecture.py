@@ -1,4 +1,4 @@
-"""docs/architecture.md: its house is the one that imports are held to, and its names and tests exist."""
+"""docs/architecture.md: its layers of folders are those that imports obey, and its names and tests exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of partition axes: an operator on parts of its inputs gives the parts of its result."""
+"""Rules for cutting a graph's operators: an operator on parts of its inputs gives the parts of its result."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def halves(value: Any, axis: Axis) -> list[Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
-    """Every combination of the rule of every operator in the case."""
+    """Tries every way to cut that the rule allows, for every operator of the case."""
     function, *given = CASES[name]()
     graph = make_fx(function)(*given).graph
     values: dict[Any, Any] = dict(
@@ -348,7 +348,7 @@ def test_random_numbers_are_not_drawn_in_parts() -> None:
 
 
 def test_rows_of_parts_are_those_that_are_joined() -> None:
-    """3 parts of the rows of 2 senders and 4 experts, some without any."""
+    """Cuts the rows of 2 senders for 4 experts into 3 parts, of which some are empty."""
     draw = torch.Generator().manual_seed(1)
     counts = [torch.randint(0, 3, (2, 4), generator=draw) for _ in range(3)]
     parts = [torch.randn(int(each.sum()), 2, generator=draw) for each in counts]
@@ -358,7 +358,10 @@ def test_rows_of_parts_are_those_that_are_joined() -> None:
 
 
 def test_a_backward_pass_is_cut_as_its_first_input_is() -> None:
-    """What the forward pass left is cut where it is taken; a weight's gradient is the sum of the parts'."""
+    """A tensor that forward left is cut where backward uses it.
+
+    The gradient of a weight is the sum of the parts' gradients.
+    """
 
     def backward(grad: Tensor, y: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         through = aten._softmax_backward_data(grad, y, -1, y.dtype)
@@ -377,7 +380,9 @@ def test_a_backward_pass_is_cut_as_its_first_input_is() -> None:
 
 
 def random_graph(seed: int) -> torch.fx.Graph:
-    """Six operators on a batch and a weight, each on what came before."""
+    """Returns a graph of six operators on a batch and a weight. Each operator's inputs are results
+    before it.
+    """
     choose = random.Random(seed)
 
     def several(x: Tensor, w: Tensor) -> Tensor:
@@ -402,7 +407,11 @@ def random_graph(seed: int) -> torch.fx.Graph:
 
 
 def all_axes(nodes: Sequence[Any], cut: Mapping[Any, Axis]) -> Iterator[dict[Any, Axis]]:
-    """Every way to give all nodes an axis that the rules allow, nobody cut again: by search."""
+    """Yields every way to give each node an axis, by trying all that the rules allow. No axis changes on the
+    way.
+
+    cut: the axes of the graph's inputs.
+    """
     if not nodes:
         yield {**cut}
         return
@@ -420,7 +429,10 @@ def all_axes(nodes: Sequence[Any], cut: Mapping[Any, Axis]) -> Iterator[dict[Any
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_propagated_is_what_search_finds(seed: int) -> None:
-    """Up to the first operator that nobody can cut; there search finds nothing either."""
+    """The axes that are propagated are the only ones that a search finds.
+
+    This is so up to the first operator that cannot be cut; from there on the search finds none either.
+    """
     graph = random_graph(seed)
     x, w = graph.find_nodes(op="placeholder")
     calls = [node for node in graph.nodes if node.op == "call_function"]

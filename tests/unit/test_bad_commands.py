@@ -1,6 +1,7 @@
-"""Every argument of every command with texts that are no value of it: exit code 2 and its name.
+"""Each argument of each command is given wrong texts. The command must exit with code 2 and name the
+argument.
 
-The table says which texts are taken; an argument that is not in it fails.
+A table says which of the texts are right for an argument. An argument that the table lacks fails the test.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 from pmoe import cli
 
 TEXTS = ("", " ", "nan", "inf", "-inf", "-1", "0", "0.5", "1e400", "9" * 30, "no such", "True", " S4", "\0")
-"""The path of no file is among them."""
+"""The texts that are tried. One is the path of a file that does not exist."""
 
 LAYER = ["--d-model=16", "--d-hidden=64", "--num-experts=8", "--tokens=512"]
 GIVEN = {
@@ -24,11 +25,11 @@ GIVEN = {
     "kernels": [],
     "report": ["."],
 }
-"""By command, the other arguments, which are right."""
+"""The other arguments of each command, which are right."""
 
 SIZES = ("--d-model", "--d-hidden", "--num-experts", "--tokens", "--ranks", "--top-k", "--expert", "--dtype")
 NAMES = {"", "nan", "inf", "-inf", "-1", "0", "0.5", "1e400", "9" * 30, "no such", "True", " S4", " "}
-"""Of files and folders."""
+"""Texts that are right as names of files and folders."""
 TAKEN: dict[str, dict[str, set[str]]] = {
     "memory": dict.fromkeys((*SIZES, "--slack", "--n", "--n-backward", "--memory-reuse", "--device"), set()),
     "plan": {
@@ -50,7 +51,7 @@ TAKEN: dict[str, dict[str, set[str]]] = {
 }
 
 ALSO = {"plan": "no profile fits"}
-"""What else a refusal may say: what must be there before the argument is looked at."""
+"""Another error that a command may report: something that it needs before it looks at the argument."""
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -69,7 +70,7 @@ def test_every_argument_that_has_a_value_is_in_the_table() -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], command: str, option: str, text: str) -> str:
-    """What the command says when it refuses the text; "" where it takes it."""
+    """Runs a command with a text for one argument. Returns its error message; "" if it accepts the text."""
     given = GIVEN[command] if option.startswith("--") else []
     try:
         cli.main([command, *given, f"{option}={text}" if option.startswith("--") else text])

@@ -1,5 +1,7 @@
-"""Every argument of every public function with values that are none: ValueError or TypeError with its name,
-or a documented meaning. The table says which values are taken; an argument that is not in it fails.
+"""Each argument of each public function is given wrong values: it must raise, or have a documented meaning.
+
+The error must be a ValueError or a TypeError that names the argument. A table says which of the values are
+right for an argument. An argument that the table lacks fails the test.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ NAMED = {
     "skip_padding": ["model"],
     "explain": ["model", "options"],
 }
-"""Of calls that are no function's with a signature: what is given by name."""
+"""Arguments of calls that are not calls of one function with a signature, by name of the call."""
 
 
 def test_every_argument_of_every_public_function_is_in_the_table() -> None:
@@ -47,7 +49,11 @@ def test_every_option_of_configure_is_in_the_table() -> None:
 
 
 def wrong(name: str, argument: str, shown: str) -> str:
-    """What is wrong about this value of the argument; nothing as a rule."""
+    """Calls a function with a value. Returns what is wrong about the outcome; "" if nothing is.
+
+    name: name of the call in `CALLS`.
+    shown: name of the value in `VALUES`.
+    """
     is_taken = shown in TAKEN[name][argument].split()
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The benchmarks import and start, so that a change of pmoe that one of them misses is seen."""
+"""Every benchmark can be imported and started, so that a change of pmoe that breaks one is noticed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_bench() -> list[str]:
 
 @pytest.fixture
 def nothing_imported() -> Iterator[None]:
-    """As in a fresh process: no module of bench/ is there, and the folder of the clone is not looked into."""
+    """Removes the modules of bench/ and the clone's folder from this process, as in a fresh one."""
     path, threads = sys.path[:], torch.get_num_threads()
     before = {name: sys.modules.pop(name) for name in of_bench()}
     sys.path[:] = [each for each in path if Path(each).resolve() != ROOT]
@@ -51,7 +51,7 @@ def test_a_benchmark_is_a_script() -> None:
 
 
 def test_no_benchmark_replaces_a_stored_result_unless_it_is_told_to() -> None:
-    """By default they write to a folder that git ignores."""
+    """The default folder of results is one that git ignores."""
     assert f"/{timing.OUT.parts[0]}/" in (ROOT / ".gitignore").read_text().split()
     for path in FILES:
         default = re.findall(
@@ -65,11 +65,11 @@ LINES_OF_PROGRESS = re.compile(
 )
 OF_OTHERS = {"bench_fairseq.py": "fairseq's own lines"}
 COMPUTED = {"flashdmoe.py"}
-"""They measure nothing, and are done within five seconds."""
+"""Benchmarks that measure nothing and end within five seconds, so that they need no progress lines."""
 
 
 def test_every_benchmark_says_how_far_it_is() -> None:
-    """By a loop that counts aloud, here or in a module of bench/ that it takes its loop from."""
+    """Each benchmark loops with `counted`, itself or in a module of bench/ that runs its loop."""
     texts = {path.name: path.read_text("utf-8") for path in FILES}
     loops = {name for name, text in texts.items() if LINES_OF_PROGRESS.search(text)}
     for script in set(SCRIPTS) - set(OF_OTHERS) - COMPUTED:
@@ -104,7 +104,7 @@ def test_a_script_of_a_clone_prints_its_help_in_any_folder(
 
 
 class Device:
-    """Stands in for torch.cuda: milliseconds that pass only where the test says so."""
+    """Stands in for torch.cuda, with a clock that only the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -149,7 +149,7 @@ def test_runs_in_turn_have_a_sample_a_round(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Ticking:
-    """Streams and events in the place of torch.cuda's: what is put on a stream is written down."""
+    """Stands in for torch.cuda's streams and events. It records, in ``told``, what runs on which stream."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

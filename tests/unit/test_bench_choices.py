@@ -1,4 +1,4 @@
-"""The benchmark of choices: its arithmetic by hand, and a whole case of it, small."""
+"""bench_choices: its arithmetic against numbers by hand, and one whole case at a small size."""
 
 from __future__ import annotations
 

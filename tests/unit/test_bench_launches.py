@@ -1,4 +1,4 @@
-"""bench/bench_launches.py: what launches something is counted, once."""
+"""bench_launches: each operation that launches something is counted once."""
 
 from __future__ import annotations
 

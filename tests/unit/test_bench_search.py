@@ -1,4 +1,4 @@
-"""The benchmark of searches: what it simulates holds its limits, and its report and live half run."""
+"""bench_search: its simulation is within the limits, its report is right, and its live part runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_printed_algorithm_merges_by_n_alone_and_answers_what_it_has_met() -> None:
-    """The third B has the n of the first: the range of n = 2 grows over the B of n = 4."""
+    """The third B has the same n as the first, so the range of n = 2 grows over the B of n = 4."""
     printed = PrintedAlgorithm1()
     for B, n in ((100, 2), (200, 4), (300, 2)):
         assert printed.lookup(B) is None

@@ -1,4 +1,4 @@
-"""Times of benchmarks: turns, quartiles, speed-ups, and how they are printed and stored."""
+"""bench/timing.py: turns of runs, quartiles, speed-ups, and how times are printed and stored."""
 
 from __future__ import annotations
 

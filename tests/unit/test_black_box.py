@@ -1,6 +1,6 @@
-"""A user's own module as a black box: its lines are found, and it is left as it was.
+"""Timing of a user's own module: the fitted costs are right, and the module is left as it was.
 
-Time is a clock that the modules themselves advance, so nothing here depends on the machine.
+Time is a clock that the modules themselves advance, so the results do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pmoe.measure import module_cost as black_box
+from pmoe.measure import module_cost
 from pmoe.measure.module_cost import RUNS, profile_module
 from pmoe.planner.costs import LineCost
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Charge(torch.autograd.Function):
-    """The identity; each direction takes so long."""
+    """The identity, whose forward and backward each advance the clock by a given number of seconds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
@@ -43,7 +43,10 @@ class Charge(torch.autograd.Function):
 
 
 class Priced(nn.Module):
-    """1 ms and 2 us a row forward, 3 ms and 4 us a row backward. What the n-th call takes more: extra(n)."""
+    """A module with known costs: 1 ms and 2 us a row in forward, 3 ms and 4 us a row in backward.
+
+    extra: extra(n) is the seconds that the n-th call takes in addition.
+    """
 
     def __init__(self, clock: Clock, extra: Callable[[int], float] = lambda call: 0.0) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ class Priced(nn.Module):
 
 
 def profile_by(clock: Clock, *given: Any) -> Any:
-    with mock.patch.object(black_box, "clock_of", return_value=clock):
+    with mock.patch.object(module_cost, "clock_of", return_value=clock):
         return profile_module(*given)
 
 
@@ -86,7 +89,10 @@ def test_the_first_run_and_interruptions_do_not_count() -> None:
 
 
 class Busy(nn.Module):
-    """Changes all that a module may: buffers, in place and replaced, attributes, and random numbers."""
+    """A module that changes everything a module may change: buffers, attributes, and random numbers.
+
+    Some buffers are changed in place, others are replaced.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +165,10 @@ class Routed:
 
 
 class Gate(nn.Module):
-    """Returns no tensor but what holds some; the clock runs backward only if weight's gradient does."""
+    """A gate whose result is a dict with an object that has the tensors, instead of tensors.
+
+    Its backward advances the clock only if the gradient of the routing weights is asked for.
+    """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -219,7 +228,7 @@ def test_a_width_below_one_is_refused() -> None:
     ids=str,
 )
 def test_a_module_may_change_its_input_in_place(module: nn.Module) -> None:
-    """Autograd lets nobody write to a leaf that wants a gradient; what another layer hands on is none."""
+    """The timed input is no leaf, because autograd refuses to change a leaf in place."""
     given: list[Tensor] = []
 
     def make(count: int) -> Tensor:
@@ -232,7 +241,7 @@ def test_a_module_may_change_its_input_in_place(module: nn.Module) -> None:
 
 
 def test_gradients_are_timed_behind_the_modules_first_operation() -> None:
-    """As without a change in place: the copy that the module gets is no part of what is timed."""
+    """A module gets a copy of the timed input, which it may change. The copy's backward is not timed."""
     clock = Clock()
 
     class InPlace(Priced):

@@ -1,5 +1,7 @@
-"""Experts over another module's tensors, in both layouts, with any activation, behind a norm: one rank
-against the plain definition under autograd, in float64."""
+"""Experts that use another module's tensors, on one rank, against the plain definition in float64.
+
+Both layouts of the tensors are tried, with several activations and behind a normalisation.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ TOKENS, TOP_K, EXPERTS, D_MODEL, D_HIDDEN = 14, 3, 5, 8, 12
 
 
 def clamped(gate_up: Tensor) -> Tensor:
-    """Interleaved, as gpt-oss has it."""
+    """gpt-oss's activation: columns of the gate and of the other factor alternate."""
     gate, up = gate_up[..., ::2].clamp(max=0.7), gate_up[..., 1::2].clamp(-0.5, 0.5)
     return (up + 1) * gate * torch.sigmoid(1.7 * gate)
 
@@ -46,7 +48,7 @@ def squared(hidden: Tensor) -> Tensor:
 
 
 def made(kind: str, stacks: Stacks) -> tuple[Experts, Callable[[Tensor], Tensor]]:
-    """The experts, and what their activation is in plain words."""
+    """Returns the experts of a kind, and a plain function that computes their activation."""
     if kind == "swiglu":
         return BorrowedSwiGLU(stacks), swiglu
     if kind == "gelu":
@@ -56,7 +58,7 @@ def made(kind: str, stacks: Stacks) -> tuple[Experts, Callable[[Tensor], Tensor]
 
 
 class Case:
-    """Parameters, input and routing of one comparison, all leaves."""
+    """The parameters, the input and the routing of one comparison. All of them require gradients."""
 
     def __init__(self, kind: str, *, transposed: bool, bias: bool, normed: bool = False) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -233,7 +235,7 @@ def test_memory_is_predicted_exactly_with_pmoes_kernels_and_bounded_with_other_f
 
 @pytest.mark.parametrize("pair", [False, *ALL_PAIRS], ids=str)
 def test_an_activation_may_write_over_what_it_is_given(pair: Any) -> None:
-    """T_M stays, for backward needs it: some nonlinearities have inplace=True."""
+    """An activation that works in place (inplace=True) must not spoil T_M, which backward needs."""
     case = Case("squared", transposed=True, bias=True)
     stacks = replace(case.stacks, activation=lambda hidden: F.relu(hidden, inplace=True) ** 2)
     case.experts = BorrowedActivation(stacks)

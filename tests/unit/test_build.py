@@ -1,4 +1,7 @@
-"""setup.py builds the kernels, does without them, or refuses, each with one line; pmoe.kernels says which."""
+"""setup.py builds the kernels, or goes on without them, or refuses, each with one line of text.
+
+pmoe.kernels reports which of these happened.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ find_nvcc = SETUP.find_nvcc
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """What a build reads, without what it made here."""
+    """Copies everything that a build reads into a folder, without results of earlier builds."""
     tree = tmp_path / "tree"
     tree.mkdir()
     for name in PACKED:
@@ -54,7 +57,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """An environment in which no program is found, so no nvcc either."""
+    """Returns an environment without any program on its PATH, so without nvcc."""
     nowhere = tmp_path / "nowhere"
     nowhere.mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMOE_", "CUDA_"))}
@@ -73,8 +76,11 @@ def ran(folder: Path, env: dict[str, str], *words: str) -> subprocess.CompletedP
 
 
 def ran_installed(folder: Path, env: dict[str, str], program: str) -> subprocess.CompletedProcess[str]:
-    """With pmoe from ``folder`` and all else from here. Without site (-S) no .pth file is read: that of an
-    editable install would find pmoe._cuda elsewhere."""
+    """Runs a program with pmoe from ``folder`` and all other packages from here.
+
+    Python runs without site (-S), so that it reads no .pth file: that of an editable install would find this
+    tree's pmoe._cuda.
+    """
     return ran(folder, {**env, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}, "-S", "-c", program)
 
 
@@ -198,7 +204,7 @@ def test_every_folder_with_a_bind_cpp_is_compiled() -> None:
 
 @pytest.fixture
 def nvshmem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place with its headers and its library; nothing points there."""
+    """Makes a folder with NVSHMEM's headers and its library. No environment variable points to it."""
     for name in ("PMOE_NVSHMEM", "NVSHMEM_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -322,7 +328,10 @@ def test_a_wheel_of_the_source_archive_brings_kernels_to_a_machine_without_nvcc(
 
 @pytest.fixture
 def noted(tree: Path, bare: dict[str, str]) -> Callable[[], tuple[int, list[str], str]]:
-    """Runs build_ext --inplace; gives its exit code, what it compiled or linked, and its stderr."""
+    """Returns a function that runs build_ext --inplace.
+
+    It returns (exit code, what was compiled or linked, text on stderr).
+    """
     (tree / "fake").mkdir()
     nvcc = tree / "fake" / "nvcc"
     # -MF FILE names the source and kernel_info.h; broken.cu does not compile.
@@ -434,7 +443,7 @@ def test_the_extension_depends_on_no_library_of_cuda_or_torch() -> None:
 
 @pytest.fixture
 def fresh() -> Any:
-    """An extension that has not been looked for yet, then and afterwards."""
+    """Makes pmoe look for the extension again, in the test and after it."""
     before = sys.modules.pop(extension.NAME, None)
     extension._load.cache_clear()
     yield

@@ -1,4 +1,6 @@
-"""Callbacks in one process: what they see, what they leave alone, and parameters of their own."""
+"""Callbacks in one process: which rows they get, which tensors they must not change, and their own
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ D_MODEL = 4
 
 
 class Scale(nn.Module, pmoe.Callback):
-    """A learned factor of what is sent, and another of what returns."""
+    """A callback that multiplies rows by a learned factor before they are sent, and results by another
+    one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ def test_parameters_of_a_callback_are_trained_with_the_layer(reuse: bool | str) 
 
 @pytest.mark.parametrize("frozen", ["there", "back"])
 def test_a_frozen_parameter_of_a_callback_changes_no_other_gradient(frozen: str) -> None:
-    """Autograd was asked for its gradient too, and refused."""
+    """Backward must not ask autograd for the gradient of a frozen parameter, because autograd would raise."""
     layer, x = build(callbacks=[Scale()]), torch.randn(7, D_MODEL, dtype=torch.float64)
     layer(x).sum().backward()
     expected = {name: each.grad for name, each in layer.named_parameters()}

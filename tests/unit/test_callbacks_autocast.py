@@ -1,4 +1,4 @@
-"""Callbacks with parameters under autocast: their hooks run as they would where the layer is called."""
+"""Callbacks with parameters under autocast: their hooks run in the autocast state of the layer's caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ STATES: list[bool] = []
 
 
 class Linear(nn.Module, pmoe.Callback):
-    """A linear map at one point. is_plain: cast by hand instead of by autocast."""
+    """A callback with a linear map at one point.
+
+    is_plain: whether it casts its rows itself instead of leaving that to autocast.
+    """
 
     def __init__(self, point: str, is_plain: bool) -> None:
         super().__init__()
@@ -103,7 +106,7 @@ def test_hooks_meet_the_callers_autocast_in_both_passes(
 
 @pytest.mark.parametrize("point", POINTS)
 def test_without_autocast_hooks_run_without_it(point: str) -> None:
-    """Also where backward runs inside of an autocast that forward was not in."""
+    """The hooks run without autocast even if backward runs in an autocast context that forward was not in."""
     layer = layer_of(point, False, memory_reuse="S4")
     STATES.clear()
     loss = loss_of(layer, layer(tokens(dtype=torch.float32).requires_grad_()))

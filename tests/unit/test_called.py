@@ -1,5 +1,7 @@
-"""A layer calls its modules as modules: hooks of the gate, the experts, the shared expert and its gate run as
-torch promises, and what a library puts in their place is called."""
+"""A layer calls its gate, experts, shared expert and shared gate as modules, so that their hooks run.
+
+If a library has replaced one of them, the replacement is called.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def shared(**options: Any) -> pmoe.MoELayer:
-    """A layer with all parts; padded rows take no shared expert."""
+    """Returns a layer with a gate, experts, a shared expert and its gate.
+
+    With pad_to_capacity the layer has no shared expert, because the two cannot be combined.
+    """
     others = {} if options.get("pad_to_capacity") else {"shared_expert": 5, "shared_gate": True}
     return build(**others, **options)
 
@@ -196,7 +201,7 @@ def test_a_callback_that_was_replaced_is_named() -> None:
 
 
 class Adapter(Around):
-    """Adds something trained to what the module gives."""
+    """A wrapper that adds the result of a trained linear map to the module's result."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -234,7 +239,7 @@ def test_an_adapter_in_a_modules_place_counts_and_gets_its_gradient(name: str) -
 
 
 class Copied(nn.Module):
-    """Trains a copy and keeps the original, as PEFT's modules_to_save does."""
+    """A wrapper that trains a copy of a module and keeps the original, as PEFT's modules_to_save does."""
 
     def __init__(self, module: nn.Module, copy: nn.Module) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Parameters and buffers that change in place between a layer's passes: it raises, as torch's own layers do,
-or nothing was lost."""
+"""Parameters and buffers that change in place between a layer's forward and backward pass.
+
+Either backward raises, as torch's own layers do, or it does not need the old values.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def test_data_may_change_as_in_torchs_own_layers(name: str, pair: Any) -> None:
 @pytest.mark.parametrize("pair", [False, *[each for each in ALL_PAIRS if each.hidden != "recompute"]])
 @pytest.mark.parametrize("expert", ["ffn", "swiglu", mlp])
 def test_under_autocast_the_copies_are_what_counts(expert: Any, pair: Restore | bool) -> None:
-    """As torch's linear layers, whose bfloat16 copies stay as they were."""
+    """Under autocast backward uses the bfloat16 copies, which did not change, as in torch's linear layers."""
     layer = build(expert=expert, dtype=torch.float32, memory_reuse=pair, shared_expert=5).float()
 
     def run(x: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ def test_under_autocast_the_copies_are_what_counts(expert: Any, pair: Restore | 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["ffn", "modules", "callbacks"])
 def test_a_checkpoint_lets_them_change_as_it_lets_torchs_own(name: str, use_reentrant: bool) -> None:
-    """What it runs again uses the new values."""
+    """The second pass of the checkpoint uses the new values, as it does for torch's own layers."""
     layer, linear = MAKERS[name](), nn.Linear(D_MODEL, D_MODEL).double()
 
     def run_checkpointed(module: nn.Module) -> None:
@@ -162,7 +164,10 @@ def test_a_checkpoint_lets_them_change_as_it_lets_torchs_own(name: str, use_reen
 
 
 def test_a_buffer_that_an_expert_changes_itself_is_its_own_affair() -> None:
-    """Also where it runs again: the average comes back, and nothing is said to have changed."""
+    """If an expert changes a buffer in its own forward, nothing raises.
+
+    If the forward runs again, the buffer gets back its value, such as a running average.
+    """
 
     class Averaging(nn.Module):
         def __init__(self, d_model: int, d_hidden: int) -> None:

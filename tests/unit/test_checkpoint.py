@@ -1,4 +1,6 @@
-"""Checkpoints of one process: which are kept, what is restored, what is refused before anything changes."""
+"""Checkpoints of one process: which are kept, what is restored, and what is refused before anything
+changes.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +236,9 @@ def test_a_removal_that_was_cut_short_leaves_nothing_that_looks_whole(
 
 
 def refused(folder: Path, model: nn.Module, optimizer: Optimizer | None = None) -> str:
-    """The message, where nothing was changed."""
+    """Loads a checkpoint that must be refused. Returns the error's text, after checking that nothing
+    changed.
+    """
     before, groups = contents(model, optimizer), optimizer and str(optimizer.param_groups)
     with pytest.raises(CheckpointError) as error:
         pmoe.load_checkpoint(folder, model, optimizer)
@@ -318,7 +322,7 @@ def test_nothing_to_load_and_damage_are_told_apart(tmp_path: Path) -> None:
 
 
 class Odd:
-    """Not plain data."""
+    """An object that is not plain data, so that a checkpoint may not contain it."""
 
 
 def test_bad_arguments_write_nothing(tmp_path: Path) -> None:

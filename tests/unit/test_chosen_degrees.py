@@ -1,9 +1,9 @@
-"""What the planner's seconds say of n, beside steps that were measured on a quiet machine.
+"""The n that the planner predicts to be fastest, beside steps that were measured on a quiet machine.
 
-2 CPU ranks, one thread each, a modelled link, 4096 tokens a rank, MoELayer(512, 2048, 8): the stored results
-overlap_modelled_auto.json and reuse_modelled_auto.json of 2026-11-21, from which all numbers are taken. A
-product takes 19 ps a multiply-add and 0.093 ms for 512 x 512 elements of its weight (the tasks of experts had
-2.98 ms whatever their rows: 8 products of 4 times as many elements).
+The machine had 2 CPU ranks of one thread each, a modelled link and 4096 tokens a rank, for MoELayer(512,
+2048, 8). All numbers are those of the stored results overlap_modelled_auto.json and reuse_modelled_auto.json
+of 2026-11-21. A product takes 19 ps for each multiply-add, and 0.093 ms for 512 x 512 elements of its weight
+(the experts' tasks took 2.98 ms in addition to their rows: 8 products of 4 times as many elements).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRODUCT = LineCost(9.3e-5, 1.9e-11)
 MESSAGE = LineCost(2.5e-4, 2.02e-8)
 
 STEP_MS = {1: 641, 2: 582, 4: 592, 8: 619, 16: 676}
-"""Measured, memory_reuse=False."""
+"""Measured milliseconds of a step by n, with memory_reuse=False."""
 PAIR_MS = {
     KEEP: {2: 582, 4: 585, 8: 644},
     STRATEGIES["S4"]: {2: 653, 4: 674, 8: 755},
@@ -52,7 +52,10 @@ def lines(product: LineCost, message: LineCost) -> Operations:
 
 
 def solver_ms(stays: float, device_type: str = "cpu") -> dict[int, float]:
-    """By n a step as pipeline="solve" sees it."""
+    """Returns the milliseconds of a step for each n, as pipeline="solve" predicts them.
+
+    stays: fraction of the rows that stay on their rank.
+    """
     forward = layer_costs(SIZES, lines(PRODUCT, MESSAGE), TOKENS, device_type)
     ways = [ScheduleOptions(direction=direction, stays=stays) for direction in ("forward", "backward")]
     costs = [forward, forward.backward()]
@@ -63,7 +66,7 @@ def solver_ms(stays: float, device_type: str = "cpu") -> dict[int, float]:
 
 
 def regret(predicted: dict[int, float], measured: dict[int, int]) -> float:
-    """Measured, of the n that is predicted to be the fastest."""
+    """Returns how much slower the predicted n was than the fastest n, as a fraction of measured times."""
     return measured[min(measured, key=predicted.__getitem__)] / min(measured.values()) - 1
 
 
@@ -75,7 +78,7 @@ def test_the_solver_takes_the_n_that_was_fastest_and_knows_what_others_cost() ->
 
 
 def test_weights_read_in_every_chunk_and_rows_that_stay_are_both_needed_for_that() -> None:
-    """Without either, n is too large: 6 % slower was what the solver took."""
+    """Without either of the two terms, the predicted n is too large: its step takes 6 % longer."""
     assert regret(solver_ms(0.0, device_type="cuda"), STEP_MS) > 0.05
     assert solver_ms(0.5, device_type="cuda")[16] < 0.9 * solver_ms(0.5)[16]
 
@@ -112,8 +115,10 @@ def test_alpha_is_that_of_the_measured_weight_or_more() -> None:
 
 
 def test_rows_that_stay_are_computed_while_others_travel() -> None:
-    """Messages of 3 s each way, experts of 2 s, nothing a chunk: with all rows travelling 3 + 2 + 3 s in one
-    chunk; with half of them staying 3 + 1 + 3, and of the 1 s that stays nothing is seen."""
+    """Messages take 3 s each way, experts 2 s. In one chunk, if all rows travel, a step takes 3 + 2 + 3 s.
+
+    If half of them stay, it takes 3 + 1 + 3 s: the second that the other half takes is hidden.
+    """
     sent, multiplied = TOKENS / 2 * 512 * 4, TOKENS * 512 * 2048 * 2
     operations = lines(LineCost(0.0, 2 / multiplied), LineCost(0.0, 3 / sent))
     costs = layer_costs(SIZES, operations, TOKENS, "cpu")
@@ -126,7 +131,10 @@ def test_rows_that_stay_are_computed_while_others_travel() -> None:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("chunk_ms", [0.0, 0.4, 3.0])
 def test_what_a_chunk_costs_is_found_from_two_trials(direction: PassDirection, chunk_ms: float) -> None:
-    """Of costs that know it, their own difference of 8 chunks and 1 gives it back to costs that do not."""
+    """Costs that contain a fixed cost of a chunk predict a difference between 8 chunks and 1.
+
+    From this difference, costs without the fixed cost must get it back.
+    """
     line, way = LineCost(0.0, 1e-9), ScheduleOptions(direction=direction, stays=0.5)
     free = LayerCosts(a2a=line.shared(2e6), ag=line.shared(0.0), rs=line.shared(0.0), exp=line.shared(4e7))
     paid = replace(free, exp=LineCost(chunk_ms / 1e3, 0.04))

@@ -1,4 +1,4 @@
-"""The command pmoe: what it prints, what it refuses, and that it says what the library says."""
+"""The command pmoe: its output, its errors, and that its results are those of the library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*argv: str) -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    """The one JSON object that --json leaves on stdout."""
+    """Runs a command with --json, and returns the one JSON object that it prints."""
     run(*argv, "--json")
     out = capsys.readouterr().out
     assert out.endswith("}\n")
@@ -68,7 +68,7 @@ def one_thread() -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds one profile, of 4 ranks in float32, and somebody else's file."""
+    """Returns a folder with one profile, of 4 ranks in float32, and a file that is not pmoe's."""
     folder = tmp_path / "cache"
     save_profile(MADE, profile_path(MADE, folder))
     (folder / "trials.json").write_text('{"something": "else"}')
@@ -413,7 +413,7 @@ for argv in json.loads(sys.argv[1]):
         runpy.run_module("pmoe", run_name="__main__")
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Runs each command in a process whose stdout is a pipe that nobody reads; prints the exit codes."""
+"""A program that runs each command with a stdout that nobody reads, and prints the exit codes."""
 
 
 @pytest.mark.timeout(400)  # a dozen processes, which take ten seconds of a processor that is free

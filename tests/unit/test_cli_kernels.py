@@ -1,4 +1,7 @@
-"""pmoe profile --kernels: the division points that it measures, prints and refuses. All devices are fakes."""
+"""pmoe profile --kernels: which division points it measures, prints and refuses. All devices are fakes.
+
+A division point says how many blocks of a fused kernel communicate.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ from pmoe import warn
 from pmoe.cli import profile_kernels
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.measure import block_split as among_ranks
-from pmoe.measure import fused_kernels
+from pmoe.measure import block_split, fused_kernels
 from pmoe.measure.block_split import as_fields, division_path, load_divisions, save_divisions
 from pmoe.planner.block_split import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
 from tests.unit.test_cli import printed, refused, run
@@ -83,7 +85,10 @@ def test_virtual_ranks_are_of_one_process(
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Division, dict[str, Any]]]:
-    """As if there were an H200 whose fused kernels are fastest with 16 communicating blocks."""
+    """Stands in for an H200 on which fused kernels are fastest with 16 communicating blocks.
+
+    Returns a list of what was timed.
+    """
     asked: list[tuple[FusedKernelSizes, Division, dict[str, Any]]] = []
 
     def time_division(shape: FusedKernelSizes, division: Division, **options: Any) -> float:
@@ -93,7 +98,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Divis
     monkeypatch.setattr(fused_kernels, "time_division", time_division)
     monkeypatch.setattr(extension, "path", lambda device: ("sm_90a", None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(among_ranks, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(block_split, "device_name", lambda device: "NVIDIA H200")
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -126,7 +131,7 @@ def test_profile_kernels_fills_the_table(
 def test_no_times_are_stored_of_a_layer_that_falls_back_the_second_time_without_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason is the same for both numbers of tokens, and is given once a process."""
+    """A layer that is not fused warns only once, but must not be timed for any number of tokens."""
     monkeypatch.setattr(profile_kernels, "time_layers", lambda *_: pytest.fail("timed"))
     warn.GIVEN.clear()  # of other tests
     sizes = {tokens: replace(SIZES, rows=tokens) for tokens in (4, 8)}

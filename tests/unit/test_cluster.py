@@ -1,4 +1,8 @@
-"""Machines that nobody has: their all-to-alls against every message counted, their file, the chosen way."""
+"""`pmoe plan --cluster`, for machines that nobody here has: costs of all-to-alls, the cluster's file, the
+plan.
+
+The costs are compared with a count of every message.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ def cluster_of(folder: Path, machines: int, ranks: int) -> Cluster:
 
 
 def route(dispatch: str, nodes: Topology, source: int, to: int) -> Iterator[int]:
-    """The ranks that a row is on after each leg."""
+    """Yields the ranks on which a row is after each step of an all-to-all."""
     if dispatch == "hierarchical_2d":
         yield nodes.inside(source)[nodes.place(to)]
     if dispatch == "hierarchical_1d" and source != to:
@@ -165,7 +169,9 @@ def test_the_part_itself_is_planned_as_its_profile_says(tmp_path: Path) -> None:
 
 
 def test_gathering_inside_a_machine_costs_what_its_own_link_does(tmp_path: Path) -> None:
-    """Experts of two ranks each: 1 message and all rows inside, none of it on the link between machines."""
+    """Two ranks share each expert: 1 message with all rows inside a machine, none on the link between
+    machines.
+    """
     cluster = cluster_of(tmp_path, 2, 2)
     slow = replace(cluster, inside=LineCost(0.0, 1.0))
     layer = layer_of(64, 256, 8)
@@ -192,7 +198,9 @@ SMALL: dict[str, Any] = {"layer": layer_of(1024, 4096, 64, 2), "num_tokens": 512
 def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
     budget: int | None, tmp_path: Path
 ) -> None:
-    """All ways and all pairs, not only those that `sensitivity` asks again."""
+    """`sensitivity` asks only some candidates again. Its answer must be that of planning with all
+    candidates.
+    """
     cluster, options = cluster_of(tmp_path, 8, 2), {**SMALL, "budget": budget}
     ways = plan_ways(cluster, **options)
     assert len(ways) == 3 + 1
@@ -280,7 +288,9 @@ def no_mesh(**sizes: int) -> Any:
 def test_what_the_file_leaves_out_is_that_of_the_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks of a machine were measured; one machine of four needs no link to others."""
+    """Two ranks of one machine were measured. A plan for one machine of four ranks needs no link to
+    others.
+    """
     profile = tmp_path / "profile.json"
     save_profile(replace(MADE, num_ranks=2), profile)
     path = file_of(tmp_path, "machines = 1\nranks_per_machine = 4\nmemory_bytes = 1e10\n")
@@ -383,7 +393,7 @@ def test_the_page_has_a_table_of_ways_one_of_rates_and_one_of_candidates(
 def test_the_clock_of_the_machines_that_were_measured_changes_no_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A part whose clock runs ahead of this machine's, or years behind."""
+    """A part of the profile may have a time that is ahead of this machine's clock, or years old."""
     path = file_of(tmp_path, "machines = 1\nranks_per_machine = 8\nmemory_bytes = 1e10\n")
     found = []
     for when in ("2170-01-01T00:00:00+00:00", "1970-01-01T00:00:00+00:00"):

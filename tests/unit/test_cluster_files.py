@@ -1,4 +1,4 @@
-"""examples/cluster: shell files pass their checker, the manifest its schema, and what they run is there."""
+"""examples/cluster: shell files pass shellcheck, the manifest fits its schema, and the programs exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SBATCH = {
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "time"),
     *("no-kill", "requeue", "open-mode", "output", "signal"),
 }
-"""Of Slurm's own list of sbatch's options (slurm.schedmd.com/sbatch.html, 24.05)."""
+"""Options of sbatch that may be used, from Slurm's own list (slurm.schedmd.com/sbatch.html, 24.05)."""
 
 
 def manifests() -> list[dict]:

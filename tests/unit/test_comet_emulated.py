@@ -1,5 +1,7 @@
-"""The fused kernels behind their Python face, on the CPU: each launch runs in the emulator, every thread of
-it, on the tensors and the heap that the layer gives."""
+"""COMET's fused kernels called from Python, on the CPU: the emulator runs every thread of each launch.
+
+The launches get the tensors and the heap of a real layer.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def step(layer: pmoe.MoELayer, count: int) -> dict[str, Tensor]:
 
 
 def layers(count: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """What the fused layer gives, the unfused one, and that in float64 of the same parameters."""
+    """Returns the results of a fused layer, of the unfused one, and of the unfused one in float64.
+
+    All three have the same parameters.
+    """
     found = []
     state: dict[str, Tensor] = {}
     for fused, dtype in ((options.pop("fused"), BF16), (False, BF16), (False, torch.float64)):
@@ -80,7 +85,9 @@ def test_a_layer_of_one_rank_is_as_near_to_float64_as_unfused(
 
 
 def test_a_heap_that_grew_between_the_passes_serves_both(kernels: Path) -> None:
-    """A layer's backward after another forward, of more tokens and of another layer: one heap, made anew."""
+    """Another layer runs forward between a layer's passes, with more tokens, so that a larger heap is
+    made.
+    """
     torch.manual_seed(3)
     first, second = (pmoe.MoELayer(72, 64, 4, 2, dtype=BF16, fused=True) for _ in range(2))
     x = torch.randn(9, 72).to(BF16)
@@ -101,7 +108,9 @@ def test_a_heap_that_grew_between_the_passes_serves_both(kernels: Path) -> None:
 def test_a_round_that_is_left_in_the_middle_leaves_a_heap_that_says_so(
     kernels: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later flags would be taken for those that never came."""
+    """After a failed launch the heap may not be used: late flags would be taken for those of a later
+    launch.
+    """
     layer = pmoe.MoELayer(72, 64, 4, 2, dtype=BF16, fused=True)
 
     def fail(*args: object, **options: object) -> None:
@@ -164,7 +173,7 @@ def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num
 def defined(
     x: Tensor, weight: Tensor, dy: Tensor, choice: Tensor, keep: Tensor, given: FusedParameters
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and gradients of tokens and weights, token by token, in float64."""
+    """Computes the output and the gradients of tokens and weights in float64, token by token."""
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
     w1, w2 = torch.cat(list(given.w1)).double(), torch.cat(list(given.w2)).double()
     b1 = None if given.b1[0] is None else torch.cat([each for each in given.b1 if each is not None]).double()

@@ -1,4 +1,6 @@
-"""COMET's fused kernels: their source in the emulator, every thread of every rank, and their machine code."""
+"""COMET's fused kernels: their source in the emulator, with every thread of every rank, and their machine
+code.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def test_both_kernels_both_ways_give_what_a_plain_loop_gives(program: Path) -> N
 
 @pytest.mark.slow
 def test_a_collective_that_fits_beside_them_holds_up_no_kernel() -> None:
-    """In any order of launches, and if it never ends; where it does not fit, every wait ends by its bound."""
+    """A collective that fits beside the kernels never blocks them, even if it never ends.
+
+    The order of launches does not matter. If it does not fit, every wait ends by its time limit.
+    """
     compile_and_run("neighbours_test.cpp", product=product_of("grouped_gemm", "comet"))
 
 

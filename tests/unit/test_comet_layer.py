@@ -1,5 +1,7 @@
-"""A fused layer of one rank, its kernels' place taken by all-to-alls and plain products, against the plain
-definition; and what a layer says where it is not fused."""
+"""A fused layer of one rank against the plain definition, and its messages if it is not fused.
+
+All-to-alls and plain products take the place of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.comet.backend import Steps
 from pmoe.planner.block_split import LayerSeconds
-from pmoe.runners import fused_steps as comet
-from pmoe.runners import one_rank as alone
+from pmoe.runners import fused_steps, one_rank
 from pmoe.runners.fused import unit_index
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps, using
@@ -76,7 +77,7 @@ STEPS -= {"rows", "row_weight", "all_or_give_up", "launcher"}
 
 
 class Counted(PlainSteps):
-    """Tells which steps were taken."""
+    """Plain steps in the place of the kernels, which record their names when they are called."""
 
     def __init__(self, request: Request, calls: list[str]) -> None:
         super().__init__(request.ranks)
@@ -90,7 +91,9 @@ class Counted(PlainSteps):
 
 @contextmanager
 def fused() -> Iterator[list[str]]:
-    """The kernels' place is taken; the list fills with the steps."""
+    """Lets layers use plain steps in the place of the kernels. Yields a list to which the steps' names are
+    added.
+    """
     calls: list[str] = []
     with using(lambda request: Counted(request, calls)):
         yield calls
@@ -151,7 +154,7 @@ AGAIN = {
     "communicate/keep": ([], ["dispatch"]),
     "communicate/recompute": (["dispatch_hidden"], []),
 }
-"""Steps that a pair adds to backward, before its first kernel and behind it."""
+"""Steps that backward runs in addition for a restore pair: before its first kernel, and after it."""
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -366,14 +369,14 @@ def test_on_one_rank_it_wins_over_the_kernels_of_one_rank_unless_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone_calls: list[str] = []
-    forward = alone.OneRankRunner.forward
+    forward = one_rank.OneRankRunner.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         alone_calls.append("alone")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
     layer = make()
     with fused() as calls:
         layer(tokens(T))
@@ -388,21 +391,21 @@ def test_worth_is_what_was_measured_of_such_a_layer(monkeypatch: pytest.MonkeyPa
         activation="swiglu", experts=4, top_k=2, max_tokens=100, max_rows=400, needs_grad=True,
     )  # fmt: skip
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(comet, "fused_layer_sizes", lambda device, **sizes: asked.append(sizes))
+    monkeypatch.setattr(fused_steps, "fused_layer_sizes", lambda device, **sizes: asked.append(sizes))
     times = LayerSeconds(fused_forward=2.0, fused_step=3.0, chunked_forward=1.0, chunked_step=4.0, when="")
     for found, in_training, in_inference in ((None, False, False), (times, True, False)):
-        monkeypatch.setattr(comet, "agreed_layer", lambda *_, found=found: found)
-        assert comet.is_faster(request) is in_training
-        assert comet.is_faster(replace(request, needs_grad=False)) is in_inference
+        monkeypatch.setattr(fused_steps, "agreed_layer", lambda *_, found=found: found)
+        assert fused_steps.is_faster(request) is in_training
+        assert fused_steps.is_faster(replace(request, needs_grad=False)) is in_inference
     assert asked[0] == {
         "d_model": 64, "d_hidden": 128, "num_experts": 4, "tokens": 100, "top_k": 2, "num_ranks": 1,
         "gated": True, "dtype": torch.bfloat16,
     }  # fmt: skip
-    assert not comet.is_faster(replace(request, device=torch.device("cpu")))
+    assert not fused_steps.is_faster(replace(request, device=torch.device("cpu")))
 
 
 def test_auto_takes_what_was_measured_and_never_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comet, "is_faster", lambda request: True)
+    monkeypatch.setattr(fused_steps, "is_faster", lambda request: True)
     with fused() as calls:
         assert not told(make(fused="auto")) and not calls
 

@@ -1,4 +1,6 @@
-"""COMET's Figs. 10, 12, 13 and 14 as simulated: systems, launches, skew, and what follows for the figures."""
+"""COMET's Figs. 10, 12, 13 and 14 as simulated: the systems, their launches, skew, and the figures'
+statements.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_systems_are_comets_kernels_and_the_chunked_layer_with_their_launches() 
 
 
 def test_launches_by_hand() -> None:
-    """20, and in each of 2 chunks two collectives, two arrangements and three kernels an expert."""
+    """20 launches, and some for each of 2 chunks.
+
+    These are two collectives, two arrangements of rows and three kernels for each expert.
+    """
     assert chunk_launches(2, 4) == 20 + 2 * (2 + 2 + 3 * 4)
 
 
@@ -67,7 +72,7 @@ def test_without_skew_the_layer_is_the_even_one() -> None:
 
 
 def test_the_busiest_rank_has_the_largest_of_evenly_spaced_shares() -> None:
-    """Shares of 8 experts with this spread: the largest is 1.53 standard deviations above 1/8."""
+    """The shares of 8 experts have this spread: the largest is 1.53 standard deviations above 1/8."""
     arriving, _ = skewed_layer(MIXTRAL, M, 0.05)
     spaced = [i - 3.5 for i in range(8)]
     shares = [1 / 8 + 0.05 * each / statistics.pstdev(spaced) for each in spaced]
@@ -81,7 +86,7 @@ def test_the_busiest_rank_has_the_largest_of_evenly_spaced_shares() -> None:
 
 
 def test_comets_advantage_is_largest_where_tokens_are_few() -> None:
-    """Fig. 10: launches are most of the others' time there."""
+    """Fig. 10: with few tokens, launches are most of the other systems' time."""
     gains = [row["CUTLASS_seconds"] / row["COMET_seconds"] for row in figure10()]
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 1.5 and gains[-1] > 1
@@ -91,7 +96,9 @@ def test_comets_advantage_is_largest_where_tokens_are_few() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallelism_costs_comet_less_than_others() -> None:
-    """Fig. 12: with TP = 8 Megatron takes over 1.5 times as long as without, COMET less than 1.3 times."""
+    """Fig. 12: with TP = 8 Megatron takes more than 1.5 times as long as without, COMET less than 1.3
+    times.
+    """
     first, *_, last = figure12()
     assert (first["EP"], first["TP"], last["EP"], last["TP"]) == (8, 1, 1, 8)
     assert last["COMET_seconds"] / first["COMET_seconds"] < 1.3

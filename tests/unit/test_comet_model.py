@@ -1,4 +1,6 @@
-"""COMET's fused kernels as simulated: by hand, the order of tiles, the best division, the paper's figures."""
+"""The simulation of COMET's fused kernels: by hand, the order of tiles, the best division, the paper's
+figures.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def random_returning(seed: int) -> Returning:
 
 
 def test_a_tile_waits_for_the_last_of_its_pieces() -> None:
-    """16 rows from here and 16 from rank 1 in one row tile of two column tiles."""
+    """16 rows of this rank and 16 of rank 1 make one row of tiles, with two tiles."""
     layer = arriving([[16], [16]])
     assert spans(layer, BY_HAND, 1) == {
         "S0": (0, 1),  # read and written here
@@ -121,7 +123,10 @@ def test_a_tile_waits_for_the_last_of_its_pieces() -> None:
 
 
 def test_local_tiles_run_while_other_rows_travel() -> None:
-    """Eight pieces here to 8 s; eight to a peer to 20 s, the link half a second more."""
+    """Eight pieces of this rank are computed by 8 s, eight for a peer by 20 s.
+
+    The link ends half a second later.
+    """
     found = spans(arriving([[128], [128]], columns=256), BY_HAND, 1)
     assert found["T0"] == (8.25, 9.25)
     assert found["NS15"] == (20, 20.5)
@@ -182,7 +187,7 @@ def test_no_tile_begins_before_each_of_its_rows_has_arrived(seed: int) -> None:
 
 
 def test_chunks_leave_as_they_are_computed_and_are_summed_a_chunk_later() -> None:
-    """16 rows, one of each of 8 tokens here and 8 of rank 1; 8 sums of a chunk have 4096 bytes."""
+    """16 rows: one for each of 8 tokens of this rank and 8 of rank 1. 8 sums of a chunk have 4096 bytes."""
     machine = DeviceRates(
         blocks=2,
         block_flops=2 * 128 * 256 * 4,
@@ -327,7 +332,7 @@ def test_the_best_of_given_chunks() -> None:
 
 
 def test_an_even_layer_with_tensor_parallelism() -> None:
-    """A rank of TP = 4, EP = 2 has 4 of 8 experts; of the 28 pairs of two experts 22 have one of them."""
+    """A rank of TP = 4 and EP = 2 has 4 of 8 experts. 22 of the 28 pairs of two experts have one of the 4."""
     first, second = even_layer(Model(E=8, topk=2, N=4096, K=14336), 16384, ep=2, tp=4)
     assert first.rows_WE == ((512,) * 4,) * 8
     assert (first.reduction, first.columns) == (4096, 3584)
@@ -355,7 +360,11 @@ def test_table_3_is_the_papers() -> None:
 
 
 def test_figure_8_as_it_came_out() -> None:
-    """Not the paper's moves: the command says where they part. Held so that a change is seen."""
+    """The simulated numbers of communicating blocks in Fig. 8 do not move as the paper's do.
+
+    `pmoe simulate comet` prints where they differ. The test holds today's numbers, so that a change is
+    noticed.
+    """
     cases = figure8()
     assert [(case["tp"], case["tokens"], case["paper"]) for case in cases] == [
         (8, 4096, 18),
@@ -373,7 +382,7 @@ def test_figure_8_as_it_came_out() -> None:
 
 
 def test_the_chunked_layer_by_hand() -> None:
-    """Nothing stays: G, S, C, R and O one after another in one chunk; two overlap."""
+    """No rows stay on their rank. G, S, C, R and O run one after another in one chunk; two chunks overlap."""
     first = arriving([[0], [256]], columns=1024)
     second = Returning(rows_E=(256,), partials_W=(0, 256), tokens=256, reduction=8, columns=4)
     machine = replace(BY_HAND, link_bytes=1024)

@@ -1,5 +1,8 @@
-"""COMET's heap, order and signals on the CPU, without a kernel: the headers that the kernels use, against
-plain loops, and run by threads under ThreadSanitizer. With a planted mistake each, the latter must fail."""
+"""COMET's heap, order and signals on the CPU, without a kernel, from the headers that the kernels use.
+
+They are compared with plain loops, and run by threads under ThreadSanitizer, which must find each planted
+mistake.
+"""
 
 from __future__ import annotations
 

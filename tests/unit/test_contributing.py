@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: the names of its recipes exist, and its kernel is right in the emulator.
+"""CONTRIBUTING.md: the names in its recipes exist, and its kernel is right in the emulator.
 
 `tests/unit/test_docs.py` and `tests/gloo/test_docs.py` run its blocks of Python.
 """
@@ -23,7 +23,7 @@ def test_every_name_on_the_page_exists() -> None:
 
 
 def test_lines_that_the_recipes_change_are_in_their_files() -> None:
-    """The lines of a difference that are kept or taken away."""
+    """Lines that a recipe's diff keeps or removes are in the file that it changes."""
     for block in blocks(PAGE):
         if block.language != "diff":
             continue

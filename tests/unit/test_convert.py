@@ -1,6 +1,7 @@
-"""State dicts of other systems: each layout written by hand, both ways bit for bit, and what is refused.
+"""State dicts of other systems: each layout written by hand, both directions bit for bit, and what is
+refused.
 
-tests/convert and test_convert_transformers.py do the same to layers that the packages themselves made.
+tests/convert and test_convert_transformers.py do the same for layers that the packages themselves made.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ State = dict[str, Tensor]
 
 
 def random_bits(*shape: int) -> Tensor:
-    """Float32 of any bits: NaNs with something in them, infinities and denormals, too."""
+    """Returns float32 values of random bits, so that NaNs with a payload, infinities and denormals occur."""
     return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32).view(torch.float32)
 
 
@@ -41,7 +42,7 @@ def numbered(pattern: str, experts: Iterable[int], *shape: int) -> dict[str, tup
 
 
 def gated_files(gate: str, up: str, down: str) -> dict[str, tuple[int, ...]]:
-    """One tensor for each expert, as in files of Hugging Face."""
+    """Returns the shapes of tensors by name, with one tensor for each expert, as in files of Hugging Face."""
     return {
         "gate.weight": (E, M),
         **numbered(f"experts.{{e}}.{gate}.weight", range(E), H, M),
@@ -126,7 +127,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         **numbered("experts.{e}.fc2.bias", range(E), M),
     },
 }
-"""Of all experts, as the systems' own code has them."""
+"""Shapes of all experts' tensors by system, as the systems' own code has them."""
 
 
 def whole(layout: str) -> State:
@@ -136,7 +137,7 @@ def whole(layout: str) -> State:
 
 
 def part_of(state: State, experts: list[int]) -> State:
-    """Of a layer as pmoe has it."""
+    """Returns a state dict of pmoe's layer with only some of its experts."""
     return {name: each[experts] if name.startswith("experts.") else each for name, each in state.items()}
 
 
@@ -177,7 +178,10 @@ def stacked(theirs: State, e: int, x: Tensor) -> Tensor:
 
 
 def after(hidden: Tensor) -> Tensor:
-    """Of gated experts, the gate's columns before the other factor's; or of others."""
+    """Applies the nonlinearity to the hidden activation of gated experts, or of others.
+
+    The gate's columns come first; silu of them multiplies the other columns.
+    """
     gate, *up = hidden.split(H, -1)
     return torch.nn.functional.silu(gate) * (up[0] if up else 1)
 
@@ -228,7 +232,7 @@ FORMULAS = {
     "tutel-llama": tutel_llama,
     "fairseq": two("experts.{e}.fc1", "experts.{e}.fc2"),
 }
-"""What the systems' own code does with an expert's tensors, with silu in the place of any activation."""
+"""The computation of each system with the tensors of one expert; every activation is silu."""
 
 
 # ---- both ways
@@ -440,7 +444,7 @@ def test_arguments_that_are_none_are_refused() -> None:
 
 
 class Split(Tensor):
-    """Stands for a DTensor, whose parts are on several ranks."""
+    """Stands for a DTensor whose parts are on several ranks."""
 
     def to_local(self) -> None:
         pass

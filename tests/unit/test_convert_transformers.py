@@ -1,4 +1,6 @@
-"""Layers that transformers made, and the files that it saved of them, beside pmoe's with the same weights."""
+"""Layers that transformers made, and files that it saved of them, against pmoe's layers with the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ M, H, E, K = 32, 24, 8, 2
 
 
 class ClampedExperts(SwiGLUExperts):
-    """With gpt-oss's activation."""
+    """Experts with gpt-oss's activation."""
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
@@ -45,7 +47,7 @@ def layers() -> dict[str, dict[str, Any]]:
 
 
 LAYOUT = {"Mixtral": "mixtral", "DeepSeek-V3": "deepseek", "gpt-oss": "gpt-oss"}
-"""Of the others it is qwen-moe."""
+"""Name of the layout of models; models that are not listed have the layout qwen-moe."""
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""MPipeMoE's Table II and Eq. 7-10, and which way to restore wins where."""
+"""MPipeMoE's Table II and Eq. 7-10, and which restore pair is cheapest on which machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ SMALL: dict[str, Any] = {"b": 1, "M": 2, "H": 8}  # H = 4 M; units: 16 multiply-
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Work of each lane in a second while it runs alone: multiply-adds, and elements of one byte."""
+    """Work of each lane in a second while it runs alone: multiply-adds, elements sent, elements copied.
+
+    An element has one byte.
+    """
 
     compute: float
     communicate: float
@@ -56,7 +59,7 @@ class Rates:
 
 
 def rates(*, unit: float = 1.0, communicate: float, copy: float) -> Rates:
-    """Rates for SMALL at which a unit takes so many seconds on its lane."""
+    """Returns the rates at which a unit of work of the layer SMALL takes these seconds on each lane."""
     return Rates(compute=16 / unit, communicate=2 / communicate, copy=2 / copy)
 
 
@@ -67,7 +70,7 @@ ALONE = Interference()
 def of_pass(
     restore: Restore, direction: Any, *, rates: Rates, interference: Interference = ALONE, **numbers: Any
 ) -> float:
-    """Eq. 10 for one pass."""
+    """Returns the seconds of one pass by Eq. 10."""
     profile = rates.profile(interference)
     return slowest_lane(lane_seconds(restore, direction, profile, element_size=1, **numbers), interference)
 
@@ -83,7 +86,10 @@ def cheapest(
     swiglu: bool = False,
     travelling: float = 1.0,
 ) -> tuple[Restore, dict[Restore, float]]:
-    """`cheapest_pair` for a layer and a profile with these numbers: an element has one byte."""
+    """Returns what `cheapest_pair` returns for a layer and a profile with these numbers.
+
+    An element has one byte.
+    """
     sizes = LayerSizes(
         d_model=M,
         num_experts=8,
@@ -175,7 +181,9 @@ def test_seconds_grow_with_rows() -> None:
 
 
 def test_computation_has_a_volume_of_its_own() -> None:
-    """The paper's alpha and beta leave H out; then width could not change who wins."""
+    """The paper's alpha and beta leave H out, so that the width of experts could not change which pair
+    wins.
+    """
     rate = Rates(compute=16.0, communicate=1000.0, copy=1.0)
     narrow, _ = cheapest([S1, S4], b=1, M=2, H=8, rates=rate)  # a unit: 1 s computing, 2 s copying
     wide, _ = cheapest([S1, S4], b=1, M=200, H=800, rates=rate)  # a unit: 10,000 s and 200 s
@@ -295,7 +303,7 @@ def test_who_wins_depends_on_what_bounds_the_step(
 
 
 def test_copies_that_slow_communication_make_s4_win_a_communication_bound_step() -> None:
-    """Section V.G: with many ranks S4 beats S2, as copies over PCIe slow the all-to-all."""
+    """Section V.G: with many ranks S4 is faster than S2, because copies over PCIe slow the all-to-all."""
     bound = rates(communicate=4, copy=1.6)
     best, seconds = cheapest([S1, S2, S3, S4], rates=bound, **SMALL)
     assert (best, seconds) == (S3, pytest.approx({S1: 16, S2: 20, S3: 16, S4: 20}))
@@ -306,7 +314,7 @@ def test_copies_that_slow_communication_make_s4_win_a_communication_bound_step()
 
 
 def test_of_pairs_that_are_equal_on_every_lane_the_first_wins() -> None:
-    """On one rank T_DI sent again is a local gather, which costs nothing: as cheap as keeping it."""
+    """T_DI is sent again on one rank by a local copy, which Eq. 10 does not count: as cheap as keeping it."""
     pairs = [Restore("keep", "recompute"), S4]
     for candidates in (pairs, pairs[::-1]):
         best, seconds = cheapest(candidates, rates=EVEN, travelling=0.0, **SMALL)

@@ -1,4 +1,4 @@
-"""Lines by least squares, checked by hand."""
+"""Least-squares fits of lines, against numbers by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_points_on_a_line_give_that_line_and_an_r_squared_of_one() -> None:
 
 
 def test_noise_is_spread_over_all_points() -> None:
-    """Means 1 and 8/3; sxy = 3, sxx = 2; errors -1/6, 1/3, -1/6: squares of 1/6, and 14/3 about the mean."""
+    """Means 1 and 8/3; sxy = 3, sxx = 2. Errors -1/6, 1/3, -1/6: squares of 1/6, and 14/3 about the mean."""
     found = fit([(0, 1), (1, 3), (2, 4)])
     assert line_of(found) == pytest.approx((7 / 6, 3 / 2), rel=1e-12)
     assert found.r_squared == pytest.approx(27 / 28, rel=1e-12)
@@ -32,7 +32,9 @@ def test_a_size_may_come_several_times_and_its_median_counts() -> None:
 
 
 def test_a_line_that_would_begin_below_zero_goes_through_the_origin() -> None:
-    """Unrestrained alpha = -1, beta = 2. Through the origin beta = (1 + 2 * 3) / (1 + 4), errors 0.4, 0.2."""
+    """Without the limit alpha = -1, beta = 2. Through the origin beta = (1 + 2 * 3) / (1 + 4), errors 0.4,
+    0.2.
+    """
     found = fit([(1, 1), (2, 3)])
     assert line_of(found) == pytest.approx((0.0, 1.4), rel=1e-12)
     assert found.r_squared == pytest.approx(1 - (0.16 + 0.04) / 2, rel=1e-12)
@@ -52,7 +54,7 @@ def test_seconds_that_do_not_vary_are_told_in_full() -> None:
 
 
 def test_r_squared_is_never_below_zero() -> None:
-    """Through the origin a line may be worse than the mean."""
+    """A line through the origin may fit worse than the mean."""
     assert 0 <= fit([(10, 0), (11, 100)]).r_squared < 1
 
 
@@ -78,7 +80,7 @@ def test_a_fit_counts_its_sizes_and_tells_seconds() -> None:
 
 
 def test_relative_errors_let_small_sizes_tell_what_a_task_costs_whatever_its_size() -> None:
-    """Of large sizes one per cent is more than alpha: by absolute errors it may vanish."""
+    """One per cent of a large size's seconds is more than alpha, so absolute errors would hide alpha."""
     alpha, beta = 40e-6, 1e-9
     noise = {1e5: 1.0, 1e6: 1.0, 1e7: 1.04}
     samples = [(size, (alpha + beta * size) * of) for size, of in noise.items()]

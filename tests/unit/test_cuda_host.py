@@ -1,5 +1,6 @@
-"""The product's own launches and bindings over a runtime that records (tests/cuda/runtime): in which context
-they call the driver, what they ask of it, and what they say where it refuses.
+"""The host code of pmoe's launches, over a CUDA runtime that only records calls (tests/cuda/runtime).
+
+It shows in which context the code calls the driver, what it asks for, and its errors if the driver refuses.
 
 Letters: T tokens, E experts, K choices.
 """
@@ -24,7 +25,7 @@ T, E, K, STREAM = 5, 2, 2, 77
 
 @pytest.fixture
 def cuda(kernels: Path) -> Iterator[ModuleType]:
-    """A process that has made no call yet. Nothing runs: launches are written down."""
+    """Returns the extension in a state in which it has made no call yet. Launches are recorded, not run."""
     module = load_kernels(kernels)
     module.stub_reset(runs=False)
     yield module
@@ -32,7 +33,7 @@ def cuda(kernels: Path) -> Iterator[ModuleType]:
 
 
 class Operands:
-    """Memory for one product of T rows."""
+    """Memory for the operands of one product of T rows."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {
@@ -61,7 +62,11 @@ def fused(
     kernel: int = 1,
     **changed: int,
 ) -> None:
-    """kernel: 0 is the dispatching one, with ReLU."""
+    """Launches one of COMET's kernels for one rank.
+
+    kernel: 0 is the dispatching kernel, with ReLU; 1 the combining kernel.
+    changed: fields of the rank that get other values.
+    """
     rows = torch.zeros(64, 64, dtype=BF16)
     rank = {"computes": 1, "a": rows.data_ptr(), "b": rows.data_ptr(), "a_rows": 8, "a_stride": 64}
     rank |= {"d": rows.data_ptr(), "d_stride": 64, "local_experts": 1, "rows": 8, "n": 64, "k": 64}
@@ -123,7 +128,7 @@ CALLS: dict[str, Callable[..., None]] = {
 
 
 def in_new_thread(call: Callable[[], object]) -> None:
-    """Raises what it raises."""
+    """Calls a function in a new thread, and raises the error that it raises."""
     found: list[BaseException] = []
 
     def run() -> None:
@@ -142,7 +147,7 @@ def in_new_thread(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize("device", [0, 1])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_works_in_a_thread_without_a_context(cuda: ModuleType, name: str, device: int) -> None:
-    """Autograd's thread of device 0 is one, until torch launches something in it."""
+    """Autograd's thread for device 0 has no CUDA context until torch launches something in it."""
     seen: list[int] = []
 
     def call() -> None:
@@ -247,7 +252,7 @@ def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda
 
 
 def test_a_heap_of_l_is_as_large_as_table_6_2_says(cuda: ModuleType) -> None:
-    """4K tokens of 4 KB, 16 experts on 8 ranks: 64 MiB; 64 experts: tiles of 128 rows double it."""
+    """4K tokens of 4 KB, 16 experts on 8 ranks: 64 MiB. With 64 experts, tiles of 128 rows double it."""
     told = {"ranks": 8, "home_rows": 4096, "d_hidden": 2048, "is_staged": True}
     for experts, rows, mebibytes in ((2, 256, 64), (8, 64, 128)):
         sizes = cuda.flashdmoe_layout(experts=experts, rows=rows, row_bytes=4096, **told)
@@ -258,7 +263,9 @@ def test_a_heap_of_l_is_as_large_as_table_6_2_says(cuda: ModuleType) -> None:
 
 
 def test_routing_asks_for_no_block_beside_another(cuda: ModuleType) -> None:
-    """Two launches: they run on as few multiprocessors as a collective leaves free."""
+    """Routing takes two launches, whose blocks need not run at the same time: a collective may leave few
+    multiprocessors free.
+    """
     cuda.stub_reset(runs=False, processors=4)
     routed(cuda, num_experts=64)
     first, second, _ = cuda.stub_launched()
@@ -275,7 +282,7 @@ def test_shared_memory_that_one_size_was_allowed_stays_allowed_to_larger_ones(cu
 
 
 def test_one_kernel_is_asked_what_all_of_them_are(cuda: ModuleType) -> None:
-    """A device that takes PTX compiles what is asked."""
+    """A device that needs PTX compiles the kernel that is asked for its facts, so only one is asked."""
     assert [each["name"] for each in cuda.kernels(0, "heap.raise_flag")] == ["heap.raise_flag"]
     assert cuda.stub_num_asked() == 1
     assert len(cuda.kernels(0)) == cuda.stub_num_asked() == len(cuda.declared())
@@ -312,7 +319,10 @@ def test_a_device_that_there_is_not_is_named(cuda: ModuleType) -> None:
 
 
 def test_a_product_of_numbered_columns_is_right(cuda: ModuleType) -> None:
-    """Unit rows against numbered columns: each element of the result names the one of B that it came from."""
+    """The rows of one operand are unit vectors, and the other's columns are numbered.
+
+    So each element of the result names the element of B that it came from.
+    """
     cuda.stub_reset(processors=2)
     a, d = torch.zeros(T, 64, dtype=BF16), torch.zeros(T, 64, dtype=BF16)
     picks = torch.tensor([3, 0, 63, 17, 8])

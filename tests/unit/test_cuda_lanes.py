@@ -1,4 +1,6 @@
-"""The lanes of a GPU leave room for communication, and name what fails. Streams are stand-ins here."""
+"""The lanes of a GPU leave multiprocessors for communication, and name what fails. Streams are stand-ins
+here.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
 
 
 class LateWork:
-    """As NCCL's: what went wrong in it is told when it is waited for, or never to the host."""
+    """A Work like NCCL's: an error in it is raised when it is waited for, or never on the host."""
 
     def wait(self) -> None:
         raise dist.DistBackendError("NCCL communicator was aborted on rank 1.")
@@ -58,7 +60,7 @@ class LateWork:
 
 @pytest.mark.parametrize("failing", ["at its wait", "as it is issued"])
 def test_an_error_that_a_collective_tells_late_has_the_stage_at_which_it_was_seen(failing: str) -> None:
-    """It may be of an earlier collective: NCCL tells it at whichever comes next."""
+    """The error may be that of an earlier collective, because NCCL raises it at any later one."""
     schedule = forward_schedule(2, Stages(local=False, remote=True))
     ranks = Ranks.single()
     ranks.size, ranks.layer = 2, "MoELayer 1"

@@ -1,4 +1,4 @@
-"""What kernels and emulator believe of boxes, descriptors, accumulators and fragments, against CuTe."""
+"""pmoe's code for boxes, descriptors, accumulators and fragments, and the emulator's, against CuTe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.unit.test_build import find_nvcc
 
 
 def cutlass_headers() -> Path:
-    """Those of PyPI's nvidia-cutlass. Skips where it is not installed."""
+    """Returns the folder of CUTLASS's headers in PyPI's nvidia-cutlass. Skips the test if it is not
+    installed.
+    """
     found = importlib.util.find_spec("cutlass_library")
     if found is None or found.origin is None:
         pytest.skip("CuTe's headers are in the package nvidia-cutlass, which is not installed")
@@ -22,7 +24,7 @@ def cutlass_headers() -> Path:
 
 
 def cuda_headers() -> list[str]:
-    """Where nvcc has its own. Skips without it."""
+    """Returns compiler options with the folders of nvcc's headers. Skips the test if there is no nvcc."""
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("CuTe needs the headers of CUDA, and there is no nvcc")

@@ -1,4 +1,6 @@
-"""Which n a search tries: by its neighbours, by predictions, and by what it has measured."""
+"""The numbers of chunks n that a search tries: neighbours of the fastest, limited by predictions and
+results.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,10 @@ def test_predictions_are_contradicted_by_steps_twice_as_slow_or_as_fast() -> Non
 
 
 class Machine:
-    """Measures exact seconds of (forward, backward) by n of each pass. What it measured is in ``asked``."""
+    """Stands in for measurements: returns exact seconds of (forward, backward) by n of each pass.
+
+    ``asked`` records what was measured.
+    """
 
     def __init__(self, forward: Sequence[float], backward: Sequence[float], *, speeds: Sequence[float] = ()):
         self.forward = dict(zip(DEGREES, forward, strict=True))
@@ -154,7 +159,7 @@ def test_an_n_that_is_predicted_to_be_slow_is_not_tried_next() -> None:
 
 
 def test_predictions_that_the_trials_contradict_are_not_used() -> None:
-    """The profile of another machine: everything is to be 100 times as fast, and n = 1 and 2 the fastest."""
+    """The predictions are those of another machine: 100 times as fast, and n = 1 and 2 are the fastest."""
     machine = Machine(FALLING, FALLING)
     predicted = {1: 0.01, 2: 0.011, 4: 0.03, 8: 0.04, 16: 0.05}
     assert machine.fastest(GranularityTable(), predicted=predicted) == "16/16"
@@ -174,7 +179,7 @@ def test_each_pass_gets_an_n_of_its_own_where_this_promises_more_than_the_noise(
 
 
 def test_what_is_tried_later_is_compared_at_the_same_speed_of_the_machine() -> None:
-    """While the second trials run, the machine is three times as slow."""
+    """The machine is three times as slow while the second trials run."""
     machine = Machine((4, 3, 2, 1.5, 9), (4, 3, 2, 1.5, 9), speeds=[1.0, 3.0])
     assert machine.fastest(known((1024, 2048, both(2)))) == "8/8"
 

@@ -1,6 +1,6 @@
-"""Rules for the machine code of every kernel, on every architecture that it was compiled for; without a GPU.
+"""Rules for the machine code of every kernel, for every architecture it was compiled for; without a GPU.
 
-Rules of one kernel (its matrix instructions, its widest loads) stand beside that kernel's other tests.
+Rules for one kernel (its matrix instructions, its widest loads) are in that kernel's other tests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_a_block_of_every_kernel_finds_its_registers() -> None:
 
 @pytest.mark.nightly
 def test_every_kernel_ends() -> None:
-    """The reader of cuobjdump's output found whole functions."""
+    """The code that reads cuobjdump's output finds whole functions."""
     for arch in archs():
         for name, code in sass(arch).items():
             assert count(code, "EXIT") >= 1, f"{name}, {arch}"

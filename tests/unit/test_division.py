@@ -1,6 +1,6 @@
-"""The division point: which one the table gives, and how entries are measured.
+"""The division point of a fused kernel: which one the table gives, and how the table is measured.
 
-All timers are fakes, and all devices.
+It says how many blocks of the kernel communicate. All timers and devices are fakes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import block_split as among_ranks
+from pmoe.measure import block_split
 from pmoe.measure.block_split import agreed, agreed_layer, save_divisions
 from pmoe.measure.fused_kernels import sweep, time_layers
 from pmoe.planner.block_split import (
@@ -219,7 +219,7 @@ def test_where_nothing_is_measured_a_twelfth_of_the_blocks_communicates() -> Non
 
 
 def times(*rows: int, **changes: Any) -> DivisionTable:
-    """Of layers with so many rows, which take as many seconds."""
+    """Returns a table for layers with these numbers of rows, which take as many seconds."""
     seconds = {each: replace(SECONDS, fused_step=each) for each in rows}
     return DivisionTable(layers={replace(SIZES, rows=each, **changes): seconds[each] for each in rows})
 
@@ -291,7 +291,7 @@ def test_fill_counts_the_slowest_rank_with_one_reduction_a_shape() -> None:
     calls: list[int] = []
 
     def slower_elsewhere(values: Sequence[float]) -> list[float]:
-        """Another rank finds n_c=1 slow."""
+        """Reduces times as if another rank found n_c=1 slow."""
         calls.append(len(values))
         return list(values) if len(values) == 2 else [max(values[0], 9.0), *values[1:]]
 
@@ -337,9 +337,9 @@ def test_fill_refuses_unlike_shapes_before_anything_is_measured() -> None:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Any:
-    among_ranks.forget()
+    block_split.forget()
     yield
-    among_ranks.forget()
+    block_split.forget()
 
 
 def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +350,6 @@ def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path, monkeypatch
     save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS}))
     assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
     assert agreed_layer(ranks, SIZES, CPU) is None
-    among_ranks.forget()
+    block_split.forget()
     assert agreed(ranks, SHAPE, CPU) == Division(26, 1024)
     assert agreed_layer(ranks, SIZES, CPU) == SECONDS

@@ -1,4 +1,6 @@
-"""The division point: the file in which tables are kept."""
+"""The file in which tables of division points are stored. They say how many blocks of a kernel
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(
 
 
 def changed(**changes: Any) -> Any:
-    """The file with fields of its one entry replaced; None takes one away."""
+    """Returns the file's content with other fields in its only entry; None removes a field."""
 
     def change(held: dict[str, Any]) -> dict[str, Any]:
         (made,) = held["entries"]

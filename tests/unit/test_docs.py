@@ -1,5 +1,7 @@
-"""The documentation says what the code does: snippets run, commands, messages, variables and numbers exist,
-and the site builds, whole."""
+"""The documentation says what the code does, and the site builds completely.
+
+Snippets run, and the commands, messages, variables and numbers of the pages exist in the code.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ ALONE = [block for block in python_blocks() if block.num_ranks == 1]
 COMMANDS = [command for page in GUIDES for command in commands(page)]
 USERS_OWN = {"train.py"}
 EXTENSION = "pmoe._cuda"
-"""Files that a page tells its reader to write."""
+"""The extension's module. Pages mention it, but a clone without a build has no such file."""
 
 
 def page(name: str) -> str:
@@ -93,7 +95,10 @@ def check_pmoe(words: tuple[str, ...], whole: bool) -> None:
 
 
 def sources(script: Path) -> set[Path]:
-    """A script and, of the files beside it and those in its package, what it imports, and what these do."""
+    """Returns a script and all files that it imports, directly or through others.
+
+    Files beside the script and in its package count.
+    """
     found, new = set(), {script}
     while new:
         found |= new
@@ -103,7 +108,7 @@ def sources(script: Path) -> set[Path]:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """The last part of each module's name, and the names that are taken from modules."""
+    """Yields the last part of each imported module's name, and the names that are imported from modules."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]
@@ -112,7 +117,9 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def flags_of(script: Path) -> set[str]:
-    """What it, or a file that it takes arguments from, gives to ``add_argument``."""
+    """Returns the options of a script's command line: those given to ``add_argument`` in the files of
+    `sources`.
+    """
     return {
         node.value
         for path in sources(script)
@@ -238,10 +245,12 @@ def test_the_table_of_options_is_that_of_the_features() -> None:
     heading, _, *body = (
         [cell.strip() for cell in row[1:-1].split("|")] for row in tables.options().split("\n")
     )
-    assert heading[1:] == [taker for taker in SUPPORTED if SUPPORTED[taker] != frozenset(Feature)]
+    assert heading[1:] == [component for component in SUPPORTED if SUPPORTED[component] != frozenset(Feature)]
     for feature, (words, *cells) in zip(Feature, body, strict=True):
         assert "{" not in words and words.split()[0] in feature.value
-        assert cells == ["yes" if feature in SUPPORTED[taker] else "no" for taker in heading[1:]], words
+        assert cells == ["yes" if feature in SUPPORTED[component] else "no" for component in heading[1:]], (
+            words
+        )
 
 
 def test_every_column_of_the_table_of_options_is_explained() -> None:
@@ -259,7 +268,7 @@ def trees() -> tuple[ast.Module, ...]:
 
 
 def strings(tree: ast.Module) -> Iterator[list[str]]:
-    """The literal parts of each string, apart where a value is formatted in."""
+    """Yields the literal parts of each string. A formatted string is split where values are inserted."""
     formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     inside = {id(value) for node in formatted for value in node.values}
     for node in formatted:
@@ -277,8 +286,10 @@ def strings(tree: ast.Module) -> Iterator[list[str]]:
 
 @functools.cache
 def patterns() -> tuple[tuple[str, str], ...]:
-    """(its longest word, pattern) of every string of the code that may be a message. The groups are what is
-    literally in it."""
+    """Returns a pattern for each string of the code that may be a message, as (its longest word, pattern).
+
+    Each group of a pattern is a literal part of the message.
+    """
     found = []
     for tree in trees():
         for parts in strings(tree):
@@ -290,7 +301,9 @@ def patterns() -> tuple[tuple[str, str], ...]:
 
 
 def messages() -> list[Block]:
-    """The blocks of the page that stand for messages: not what a snippet prints."""
+    """Returns the blocks of docs/troubleshooting.md that quote messages. Output of snippets does not
+    count.
+    """
     return [block for block in blocks(DOCS / "troubleshooting.md") if block.language == "text"]
 
 
@@ -308,13 +321,16 @@ FORMATTED = {
     "True",
     "KeyError",
 }
-"""Words of values that are formatted into the page's messages; other words of letters are the code's."""
+"""Words of values that are formatted into the quoted messages. Other words of letters must be the code's."""
 PREFIX = re.compile(r"\w*(Error|Warning): (?:pmoe: )?|pmoe(?: plan: error)?: ")
-"""What Python, warnings or the command line write before a message."""
+"""Words that Python, warnings or the command line write before a message."""
 
 
 def words_of_nobody(message: str) -> set[str]:
-    """Words that are neither in strings of the code, which the message has as wholes, nor of a value."""
+    """Returns the words of a quoted message that no message of the code has.
+
+    Words that stand for formatted values are left out (`FORMATTED`).
+    """
     prefix = PREFIX.match(message)
     begin = prefix.end() if prefix else 0
     left = list(message)
@@ -489,7 +505,10 @@ def test_pages_name_the_machine_that_their_pictures_assume() -> None:
 
 
 def difference(some: Path, other: Path) -> float:
-    """The mean of grey levels, of 255, by which two pictures differ: made small, for fonts may."""
+    """Returns the mean difference of the grey levels (0 to 255) of two pictures.
+
+    The pictures are made small first, because fonts may differ.
+    """
     grey = [Image.open(path).convert("L").resize((320, 160)).tobytes() for path in (some, other)]
     return sum(abs(a - b) for a, b in zip(*grey, strict=True)) / len(grey[0])
 
@@ -529,7 +548,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 class Found(HTMLParser):
-    """What a page has: its ids, and what it links to and loads."""
+    """The contents of a page that are checked: its ids, its links, and the files that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -553,7 +572,7 @@ class Found(HTMLParser):
 
 
 def built_site(file: Path) -> None:
-    """Builds the site, without a warning, into an archive."""
+    """Builds the site into an archive. Warnings are errors."""
     folder = file.parent / "site"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(file.parent / "trees")]
     built = subprocess.run(
@@ -569,7 +588,9 @@ def built_site(file: Path) -> None:
 
 
 def sources_of_the_site() -> list[str | Path]:
-    """All that Sphinx reads: pages, pmoe and results, which they show, and the versions of what builds."""
+    """Returns everything that Sphinx reads: pages, pmoe and results, and the versions of the tools that
+    build.
+    """
     folders = (each.rglob("*") for each in (DOCS, ROOT / "pmoe", ROOT / "bench"))
     files = [path for found in folders for path in sorted(found) if path.is_file()]
     files = [path for path in files if path.suffix not in (".pyc", ".so")] + [ROOT / "README.md"]
@@ -611,7 +632,9 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser:
 
 
 def check_looks(browser: Page, names: Iterator[Path]) -> None:
-    """On a phone and on a desktop no page is wider than its window, and everything loads."""
+    """Opens pages on a phone and on a desktop. None may be wider than its window, and everything must
+    load.
+    """
     for path in sorted(names):
         browser.open(path)
         for width, is_phone in ((390, True), (1280, False)):
@@ -624,7 +647,7 @@ def check_looks(browser: Page, names: Iterator[Path]) -> None:
 
 
 MOST_PIXELS = 18_000
-"""Of a page of the reference: one of 43,000 is a list to search, not a page to read."""
+"""Largest height of a page of the reference: one of 43,000 pixels is a list to search, not a page to read."""
 
 LOOKS = """
 return {
@@ -636,7 +659,7 @@ return {
 
 
 def check_links(path: Path, found: Found, pages: dict[Path, Found]) -> None:
-    """What a page links to or loads is there, the place in it, too."""
+    """Checks that everything exists that a page links to or loads, also the places in other pages."""
     for link in [*found.links, *found.loaded]:
         parts = urlsplit(link)
         if parts.scheme:

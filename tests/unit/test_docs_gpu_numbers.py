@@ -1,4 +1,4 @@
-"""Tables of docs/numbers.md that were measured on a GPU are those of the stored results."""
+"""The tables of docs/numbers.md that were measured on a GPU have the numbers of the stored results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any], **digits: int) -> list[str]:
-    """Of columns whose names have "_" for a space and "per" for a stroke."""
+    """Returns cells of a table row from a stored result.
+
+    digits: for each column the number of digits. Names have "_" in place of a space, and "per" in place of
+        "/".
+    """
     return [told(row[name.replace("_per_", "/").replace("_", " ")], count) for name, count in digits.items()]
 
 

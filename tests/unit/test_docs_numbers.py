@@ -1,4 +1,4 @@
-"""Tables of measured numbers in README.md and docs/numbers.md are those of the stored results."""
+"""The tables of measured numbers in README.md and docs/numbers.md have the numbers of the stored results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(name: str) -> list[dict[str, Any]]:
 
 
 def table_below(text: str, command: str) -> list[list[str]]:
-    """Cells of the body of the first table behind the first mention of ``command``."""
+    """Returns the cells of the first table after the first mention of ``command``, without its header."""
     _, found, rest = text.partition(command)
     assert found, command
     lines = rest[rest.index("\n|") + 1 :].split("\n\n")[0].splitlines()
@@ -82,7 +82,7 @@ def test_the_table_of_a_real_link_is_the_stored_one() -> None:
 
 
 def reuse_rows() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(its name on the page, row) at n = 4."""
+    """Yields (name on the page, result) of each variant at n = 4."""
     rows = {row["variant"]: row for row in stored("reuse_modelled_auto")}
     yield "plain autograd, n=1", rows["plain"]
     yield "the same under `torch.utils.checkpoint`", rows["checkpointed"]
@@ -195,7 +195,7 @@ def test_the_table_of_searches_is_the_stored_one() -> None:
 
 
 def live_row(layer: str, options: str) -> list[str]:
-    """The least and the most of the runs with different batch sizes."""
+    """Returns the smallest and the largest number of the runs with different batch sizes."""
     summaries = [run["summary"] for name, run in SEARCH["live"].items() if name.startswith(f"{layer}, seed")]
     assert len(summaries) == 3
     columns = (

@@ -1,4 +1,4 @@
-"""What users import and subclass says what it does, the shapes of its tensors, and what it raises."""
+"""Docstrings of what users import and subclass: purpose, shapes of tensors, and errors."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ BASES: list[type] = [
     *(pmoe.Order, pmoe.Callback, pmoe.Dispatch, pmoe.Combine, comm.base.Exchange),
     *(pmoe.Experts, experts.StackedExperts, experts.FFNExperts, SwiGLUExperts, ModuleExperts, EinsumOrder),
 ]
-"""Classes that users subclass, and those that show how."""
+"""Classes that users subclass, and classes that show how to."""
 
 SHAPE = re.compile(r"\((\.\.\.|[\w*/+ ]+)(,\s*[\w*/+ ]+)*,?\s*(,\s*\.\.\.)?\)")
-"""(T, M), (E,), (..., d_model), (2 * H, M)."""
+"""A shape in a docstring, such as (T, M), (E,), (..., d_model) or (2 * H, M)."""
 
 
 def has_shape(text: str) -> bool:
-    """Whether a docstring gives a shape, or says that a tensor is a scalar or of any shape."""
+    """Returns whether a docstring gives a shape, or says that a tensor is a scalar or of any shape."""
     shapes = (found.group() for found in SHAPE.finditer(text))
     words = re.search(r"\b(scalar|(any|whatever|same) shape)\b", text, re.IGNORECASE)
     return words is not None or any("," in each for each in shapes)
 
 
 def takes_tensors(function: Callable[..., Any]) -> bool:
-    """Whether an argument or the result is a tensor, or holds some. Annotations are text."""
+    """Returns whether an argument or the result is a tensor or contains tensors. Annotations are texts."""
     of = getattr(function, "__annotations__", {}).values()
     return any(re.search(r"\bTensor\b", str(each)) for each in of)
 
 
 def raises(function: Callable[..., Any]) -> bool:
-    """Whether the function's own body raises an error of its own."""
+    """Returns whether the function's own body raises an error."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     nodes: list[ast.AST] = [*tree.body[0].body]  # type: ignore[attr-defined]
     while nodes:
@@ -61,7 +61,7 @@ def raises(function: Callable[..., Any]) -> bool:
 
 
 def functions_of(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public methods and properties that pmoe defines, and what builds an object."""
+    """Yields the public methods and properties of a class that pmoe defines, and its constructor."""
     for name in dir(kind):
         owner = next(each for each in kind.__mro__ if name in vars(each))
         if not owner.__module__.startswith("pmoe."):
@@ -75,11 +75,11 @@ def functions_of(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 BUILDS = ("__init__", "__post_init__")
-"""What the docstring of a class speaks for."""
+"""Methods that the docstring of their class describes."""
 
 
 def defined_in(module: ModuleType) -> list[str]:
-    """Public names of a module without ``__all__``."""
+    """Returns the public names of a module without ``__all__``."""
     own = (name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__)
     return [name for name in own if not name.startswith("_")]
 
@@ -108,7 +108,7 @@ def missing_of_function(name: str, function: Callable[..., Any], text: str | Non
 
 
 DOCUMENTED = (pmoe, comm, experts, gates, kernels, ordering, parallel)
-"""Modules whose public names the reference of the docs has."""
+"""Modules whose public names are in the reference of the documentation."""
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in DOCUMENTED

@@ -1,4 +1,6 @@
-"""Pictures: one colour for each restore pair, and text that can be read, in a real browser and in files."""
+"""Pictures have one colour for each restore pair, and text that can be read, in a real browser and in
+files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ DOCS_PIXELS = 720
 
 
 def brightness(colour: str) -> float:
-    """Relative luminance, as the web's accessibility rules define it."""
+    """Returns the relative luminance of a colour, as the web's accessibility rules define it."""
     parts = [value / 255 for value in bytes.fromhex(colour[1:])]
     red, green, blue = (v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,6 +1,6 @@
-"""Eq. 10 against the simulator: is the pair that the closed form picks a good one on the schedule that runs?
+"""Eq. 10 against the simulator: is the pair that the formula picks nearly the fastest on the real schedule?
 
-The grid of regimes is that of bench/restore_regions.py. Nothing is measured here.
+The regimes are those of bench/restore_regions.py. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ from pmoe.schedule.tasks import Lane
 
 
 def excess(regime: Regime, n: int, name: str) -> float:
-    """Simulated seconds of a strategy over those of the best."""
+    """Returns how much longer a simulated step with a strategy takes than with the best one, as a
+    fraction.
+    """
     seconds = simulated(regime, n)
     return seconds[name] / min(seconds.values()) - 1
 
 
 def all_lanes(regime: Regime, name: str) -> float:
-    """Work of a step on all lanes, one after another."""
+    """Returns the seconds of a step if the work of all lanes ran one after another."""
     return sum(
         sum(
             lane_seconds(
@@ -64,16 +66,22 @@ def all_lanes(regime: Regime, name: str) -> float:
 LIMITS = {
     Regime(ranks=64, link=2.0, copy=4.0, slowed=False): 0.12,
 }
-"""The one regime of 486 where, at n = 4, the pick is more than 10 % slower than the best. Eq. 10 gives S3 9.0
-products and S4 9.84, the simulator 10.95 and 9.87. S3's copies out begin only when the first chunk was
-computed, and its backward computes only once the first copy is in. Eq. 10 knows neither filling nor draining;
-both are shares of 1 / n, so at n = 8 the same pick is within 10 %."""
+"""The only one of 486 regimes in which, at n = 4, the pick is more than 10 % slower than the best.
+
+Eq. 10 gives S3 9.0 products and S4 9.84; the simulator gives them 10.95 and 9.87. S3's copies to the host
+begin only after the first chunk is computed, and its backward computes only after the first copy has come
+back. Eq. 10 does not know the time to fill and to empty the pipeline. This time is proportional to 1 / n, so
+at n = 8 the same pick is within 10 %.
+"""
 
 
 @pytest.mark.parametrize("n", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_pair_that_equation_10_picks_is_within_a_tenth_of_the_best(n: int) -> None:
-    """At n = 4 but for LIMITS. On a grid of ratios twice as fine 16 of 5814 cases pass a tenth, all at n = 4,
-    up to 14 %: where copies take 0.7 of computing, and S2 is picked by 2.5 % before S4."""
+    """This holds at n = 4, too, except for `LIMITS`.
+
+    On a grid of ratios twice as fine, 16 of 5814 cases are more than a tenth slower, all at n = 4, up to 14
+    %: where copies take 0.7 of computing, and Eq. 10 picks S2, which it finds 2.5 % faster than S4.
+    """
     for regime in REGIMES:
         limit = LIMITS.get(regime, 0.1) if n == 4 else 0.1
         assert excess(regime, n, picked(regime)) <= limit, (regime, simulated(regime, n))
@@ -88,7 +96,9 @@ def test_where_the_limit_is_passed_more_chunks_heal_it() -> None:
 
 @pytest.mark.parametrize("n, limit", [(4, 0.14), (8, 0.1), pytest.param(16, 0.1, marks=pytest.mark.slow)])
 def test_any_of_the_pairs_that_are_equal_by_equation_10_is_near_the_best(n: int, limit: float) -> None:
-    """Whichever of equals were taken: what `cheapest_pair` takes is nearer (above)."""
+    """Each pair that Eq. 10 finds equally fast is near the best; the one that `cheapest_pair` takes is
+    nearer.
+    """
     for regime in REGIMES:
         shape, profile = shape_of(regime.ranks), profile_of(regime)
         seconds = {name: eq10_seconds(shape, profile, B, pair) for name, pair in STRATEGIES.items()}
@@ -99,10 +109,11 @@ def test_any_of_the_pairs_that_are_equal_by_equation_10_is_near_the_best(n: int,
 
 @pytest.mark.parametrize("n", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_step_takes_equation_10_and_at_most_one_chunk_of_every_lane_beside(n: int) -> None:
-    """Filling and emptying the pipeline cost no more than a chunk's work on all lanes, one after another.
-    Where lanes slow each other, a lane that begins later is slowed for less long: by up to a thousandth.
+    """Filling and emptying the pipeline cost at most the work of one chunk on all lanes, one after another.
 
-    So copies hide behind computing also where few rows stay: that was not so while rows that stay and rows
+    If lanes slow each other, a lane that begins later is slowed for less time: by up to a thousandth.
+
+    So copies hide behind computation also if few rows stay. That was not so while rows that stay and rows
     that travel shared two slots of an offloaded T_M.
     """
     for regime in REGIMES:
@@ -114,7 +125,9 @@ def test_a_step_takes_equation_10_and_at_most_one_chunk_of_every_lane_beside(n: 
 
 
 def test_of_equals_the_one_with_least_work_on_all_lanes_is_taken() -> None:
-    """Computing decides, and S3 and S4 compute alike. S3 copies T_DI, S4 sends it again: the cheaper wins."""
+    """Computation decides, and S3 and S4 compute the same. S3 copies T_DI, S4 sends it again; the cheaper is
+    taken.
+    """
     shape = shape_of(8)
     for link, copy, expected in ((0.0625, 2.0, "S4"), (1.0, 0.25, "S3")):
         regime = Regime(ranks=8, link=link, copy=copy, slowed=False)
@@ -162,8 +175,11 @@ def test_with_an_h200s_ratios_the_hidden_activation_is_not_offloaded(
 
 
 def test_with_an_h200s_ratios_and_wide_rows_offloading_the_hidden_activation_pays() -> None:
-    """An element of T_M costs a copy, or M multiply-adds: the wider the rows, the dearer is making T_M again.
-    M = 8192 is past the turn, which without interference is near 8 * 300e12 / (12 * 50e9) = 4000."""
+    """An element of T_M costs a copy, or M multiply-adds: the wider the rows, the longer it takes to
+    recompute.
+
+    M = 8192 is above the turning point, which without interference is near 8 * 300e12 / (12 * 50e9) = 4000.
+    """
     shape = sizes_from_options(8192, 4 * 8192, 64, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
     for interference in (Interference(), SLOWED):
         profile = h200(8, interference)

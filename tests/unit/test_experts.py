@@ -1,4 +1,4 @@
-"""Experts: activations, stacked experts against autograd, initial values."""
+"""Experts: activations, stacked experts against autograd, and initial values."""
 
 from __future__ import annotations
 
@@ -116,7 +116,10 @@ def test_stacked_experts_equal_autograd(kind: str, bias: bool, counts: tuple[int
 
 
 def a_step(experts: StackedExperts, dtype: torch.dtype, expendable: bool) -> list[Tensor]:
-    """Output and every gradient, of 9 rows drawn in bfloat16, by two chunks of backward."""
+    """Returns the output and all gradients of 9 rows, which were drawn in bfloat16.
+
+    Backward has two chunks.
+    """
     torch.manual_seed(2)
     rows, grad = (torch.randn(9, experts.w1.shape[2]).bfloat16().to(dtype) for _ in range(2))
     weight = torch.rand(9).to(torch.promote_types(dtype, torch.float32))
@@ -266,7 +269,7 @@ def test_initial_values_are_bounded_as_those_of_linear(expert: str) -> None:
 
 @pytest.mark.parametrize("expert", ["ffn", mlp])
 def test_building_takes_one_seed_from_the_generator_and_no_more(expert: object) -> None:
-    """So a model built under one seed stays in step on all ranks, however many experts each holds."""
+    """All ranks draw the same numbers after building a layer, even with different numbers of experts."""
     states = []
     for num_experts in (2, 8):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Experts that are users' own modules."""
+"""Experts that are users' own modules, on one rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokens(count: int = 11) -> Tensor:
 
 
 def by_the_definition(layer: pmoe.MoELayer, x: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Loops over tokens and choices, calling the modules one row at a time, under autograd."""
+    """Computes the layer by loops over tokens and choices, with one row at a time, under autograd."""
     routing = layer.gate(x)
     rows = []
     for t in range(x.shape[0]):
@@ -191,7 +191,7 @@ def test_dropout_is_drawn_once_and_the_same_under_one_seed() -> None:
 
 
 def test_one_backward_frees_what_the_modules_saved() -> None:
-    """The graphs outlive a backward as long as y does, so they must not hold their tensors."""
+    """The modules' graphs exist as long as y does, so they must not keep the saved tensors after backward."""
     seen: list[weakref.ref[Tensor]] = []
 
     class Remember(nn.Module):
@@ -214,7 +214,10 @@ def test_one_backward_frees_what_the_modules_saved() -> None:
 
 
 def test_outer_hooks_see_what_the_modules_save() -> None:
-    """Checkpointing and offloading work by such hooks; were they blind to modules, both would do nothing."""
+    """Hooks on saved tensors must get the modules' tensors too.
+
+    Checkpointing and offloading work with these hooks.
+    """
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -271,7 +274,7 @@ def test_given_experts_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_a_shared_expert_that_writes_over_the_layers_input_is_named(mode: Any) -> None:
-    """Without gradients the routed experts would read what it left, and nothing would say so."""
+    """Otherwise the routed experts would read the changed input, and without gradients nothing would fail."""
     layer = build(shared_expert=changing(D_MODEL, D_HIDDEN).double())
     with (
         mode(),

@@ -1,4 +1,4 @@
-"""The grouped products of experts: every way of computing them, and which way is taken."""
+"""The grouped products of experts: every way to compute them, and which way is taken."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ def groups_of(*counts: int) -> RowGroups:
 
 @pytest.fixture(params=[LOOP, GROUPED_MM, PMOE])
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every way of computing a grouped product. The CPU has grouped_mm, only no use for it; what is forced to
-    be pmoe's is there the plain definition, called as the kernels are."""
+    """Runs the test with every way to compute a grouped product.
+
+    The CPU has grouped_mm, but the layer does not use it there. In the place of pmoe's kernels runs their
+    plain definition, which is called as the kernels are.
+    """
     with PRODUCTS.forcing(request.param):
         yield request.param
 
@@ -186,7 +189,7 @@ def test_grouped_mm_takes_bfloat16_and_results_of_any_number_of_columns(h200: No
 def cuda_operand(
     *shape: int, address: int = 256, stride: int | None = None, contiguous: bool = True
 ) -> Tensor:
-    """As much of a bfloat16 CUDA tensor as is looked at before a launch."""
+    """Returns a fake with those attributes of a bfloat16 CUDA tensor that are read before a launch."""
     stride = shape[-1] if stride is None else stride
     return SimpleNamespace(
         is_cuda=True,

@@ -1,4 +1,4 @@
-"""What the fairseq plugin refuses and no CPU can show."""
+"""Configurations that the fairseq plugin refuses and that cannot be tried on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ COMMON |= {"fp16_no_flatten_grads": False, "model_parallel_size": 1, "quantizati
 
 
 def config(**given: Any) -> SimpleNamespace:
-    """Of a run on several GPUs that works, but for what is given: fields of any part of a FairseqConfig."""
+    """Returns a configuration of a run on several GPUs that works, with some fields changed.
+
+    given: fields of any part of a FairseqConfig.
+    """
     parts: dict[str, dict[str, Any]] = {
         "common": dict(COMMON),
         "distributed_training": {"ddp_backend": "legacy_ddp", "pipeline_model_parallel": False},
@@ -33,7 +36,7 @@ def config(**given: Any) -> SimpleNamespace:
 
 
 def test_a_mixed_precision_that_scales_each_ranks_loss_by_itself_is_refused_on_several_ranks() -> None:
-    """One rank whose experts overflow would leave out a step that the others take."""
+    """If one rank's experts overflow, that rank would skip a step that the other ranks take."""
     with pytest.raises(ValueError, match="--amp must be left out on several ranks.* use --bf16"):
         check_training(config(amp=True), CRITERION, num_ranks=2, device_type="cuda")
     check_training(config(amp=True), CRITERION, num_ranks=1, device_type="cuda")
@@ -42,7 +45,7 @@ def test_a_mixed_precision_that_scales_each_ranks_loss_by_itself_is_refused_on_s
 
 
 def test_generating_in_validation_is_refused_where_ranks_share_experts() -> None:
-    """One rank's sentences end before another's, which then waits for its part of an all-to-all."""
+    """If one rank's sentences end first, the other rank would wait for it in an all-to-all."""
     with pytest.raises(ValueError, match="--eval-bleu must be left out if experts are spread"):
         check_training(config(eval_bleu=True), CRITERION, num_ranks=2, device_type="cpu")
     check_training(config(eval_bleu=True), CRITERION, num_ranks=1, device_type="cpu")

@@ -1,4 +1,4 @@
-"""The fairseq plugin's options are MoELayer's arguments, all of them."""
+"""All arguments of MoELayer are options of the fairseq plugin."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ OTHERS: dict[str, tuple[str, object]] = {
     "z_loss_weight": ("1e-3", 0.001),
     "check_finite": ("true", True),
 }
-"""Of each option, what a command line may say in its default's place, and the value that the layer gets."""
+"""Another value than the default for each option: its text on a command line, and what the layer gets."""
 
 
 def test_every_option_reaches_the_layers_arguments_with_another_value_than_its_default() -> None:
@@ -77,7 +77,7 @@ def test_every_option_reaches_the_layers_arguments_with_another_value_than_its_d
 
 
 def test_what_older_checkpoints_say_of_switches_is_ignored() -> None:
-    """They never changed a result, and are no options any more."""
+    """Switches never changed a result, and are no options any more."""
     older = SimpleNamespace(moe_bypass_local="false", moe_sequential="true", moe_one_lane="false")
     assert layer_arguments(older) == layer_arguments(SimpleNamespace())
 

@@ -1,7 +1,8 @@
-"""The table of features on one rank: what a runner, a source of counts or a prediction takes gives the plain
-definition's result; what it does not take is refused with the sentence of a feature.
+"""The table of features, on one rank: which combinations a runner, a source of counts or a prediction
+accepts.
 
-`tests/gloo/test_features.py` has the features that need more ranks.
+An accepted combination must give the plain definition's result. A refused one must raise the sentence of a
+feature that the table names. `tests/gloo/test_features.py` has the features that need more ranks.
 """
 
 from __future__ import annotations
@@ -34,39 +35,42 @@ SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
 PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]
 
 
-@pytest.mark.parametrize("taker", TAKERS)
-def test_each_feature_gives_the_definitions_result_or_is_refused_by_name(taker: str) -> None:
-    assert not wrong_of(COMPUTED[taker], SINGLE)
+@pytest.mark.parametrize("component", TAKERS)
+def test_each_feature_gives_the_definitions_result_or_is_refused_by_name(component: str) -> None:
+    assert not wrong_of(COMPUTED[component], SINGLE)
 
 
 SHARE = 4
-"""One pair in so many is in every test run."""
+"""One of this many pairs of features is tried in every test run."""
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(SHARE)])
-@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("component", TAKERS)
 def test_each_pair_of_features_gives_the_definitions_result_or_is_refused_by_name(
-    taker: str, share: int
+    component: str, share: int
 ) -> None:
-    assert not wrong_of(COMPUTED[taker], PAIRS[share::SHARE])
+    assert not wrong_of(COMPUTED[component], PAIRS[share::SHARE])
 
 
 # ---- memory
 
 
 def wrong_prediction(features: Features) -> Iterator[str]:
-    """The peak of a step is within 2 % of what is predicted from its row counts, and below what is predicted
-    from its tokens alone, but where something of a user's own is named that is not counted. A layer may not
-    be one that kernels may fuse."""
+    """Yields what is wrong about the predicted memory of a layer with these features.
+
+    The peak of a step must be within 2 % of the prediction from its row counts, and below the prediction from
+    its tokens alone. This is not checked if the prediction names modules of a user's own that are not
+    counted. A layer that fused kernels may compute must not be predicted.
+    """
     layer = built(features)
     if isinstance(layer, list):
         yield from layer
         return
     asked = {*layer.layer_modules.features}
-    takers = {"fused": Feature.FUSED, "persistent": Feature.PERSISTENT}
+    components = {"fused": Feature.FUSED, "persistent": Feature.PERSISTENT}
     may_fuse = Feature.OFFLOADS not in asked and any(
-        feature in asked and refused(taker, asked) is None for taker, feature in takers.items()
+        feature in asked and refused(component, asked) is None for component, feature in components.items()
     )
     try:
         predicted = layer.predict_memory(featured.T)
@@ -107,7 +111,9 @@ def peak_bytes(layer: pmoe.MoELayer) -> int:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So large that what is not predicted, such as indices, is less than 2 %."""
+    """Makes the layers so large that what is not predicted, such as indices, is less than 2 % of the
+    bytes.
+    """
     for name, size in {"M": 64, "H": 128, "T": 256}.items():
         monkeypatch.setattr(featured, name, size)
     recipes = {**featured.RECIPES, Feature.BUDGET: featured.sets("memory_budget", "64MiB")}
@@ -130,7 +136,9 @@ NEW = "rows are painted blue"
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The table with one more feature, of which it says nothing else; every layer asks for it."""
+    """Returns the table with one more feature, about which it says nothing else. Every layer has the
+    feature.
+    """
     source = Path(table.__file__).read_text(encoding="utf-8")
     module = ModuleType("planted")
     exec(source.replace("\n\n\nF = Feature", f"\n    NEW = {NEW!r}\n\n\nF = Feature"), vars(module))

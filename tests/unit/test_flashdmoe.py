@@ -1,5 +1,8 @@
-"""FlashDMoE's layout, actors and kernels on the CPU: the layout's theorem, the actors as threads under
-ThreadSanitizer, and the kernels' source in the emulator beside a plain loop."""
+"""FlashDMoE's layout, actors and kernels on the CPU.
+
+The layout satisfies the paper's theorem; the actors run as threads under ThreadSanitizer; the kernels' source
+runs in the emulator, beside a plain loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FlashDMoE's Table 6.2, and its actors: by hand, against bounds and beside COMET's code."""
+"""FlashDMoE's Table 6.2, and the simulation of its actors: by hand, against bounds and beside COMET's
+code.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_the_first_free_processor_takes_what_is_ready_first_by_hand() -> None:
 
 
 def test_one_tile_of_each_rank_by_hand() -> None:
-    """Two processors, a tile from here and one from the peer: all at once, one product after the other."""
+    """Two processors, one tile of this rank and one of the peer: both run at once, each with its two products
+    in order.
+    """
     found = {each.task.name: each for each in first_come(actor_tasks(SMALL, BY_HAND), 2)}
     at = 0.5 + DECODE + SCHEDULE
     assert found["C0.0"].start == pytest.approx(at) and found["C0.0"].end == pytest.approx(at + 1)
@@ -125,7 +129,7 @@ def test_no_processor_does_two_things_at_once_or_idles_while_something_is_ready(
 
 
 def test_given_lanes_the_run_is_the_simulators() -> None:
-    """A lane's tasks that become ready in list order: the same as `simulate`."""
+    """If tasks become ready in the order of the list, the actors run them as `simulate` does."""
     tasks = [task("a", "link", 2), task("b", "other", 1), task("c", "link", 1, "b"), task("d", "x", 1, "c")]
     assert first_come(tasks, 1) == simulate(tasks, lambda each: each.seconds)
 
@@ -177,7 +181,7 @@ def test_the_kernels_time_does_not_depend_on_the_number_of_experts() -> None:
 
 
 def test_more_tokens_take_longer_than_one_launch_saves() -> None:
-    """Fig. 6.1: Megatron's launches are most of its time where tokens are few."""
+    """Fig. 6.1: with few tokens, launches are most of Megatron's time."""
     few, many = latencies(4, 1024, 8), latencies(4, 4096, 8)
     assert many["FlashDMoE ms"] > few["FlashDMoE ms"]
     gain_few, gain_many = (row["Megatron-TE ms"] / row["FlashDMoE ms"] for row in (few, many))

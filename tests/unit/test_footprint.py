@@ -1,4 +1,4 @@
-"""The predicted bytes of a layer are those that the allocator counts."""
+"""The predicted bytes of a layer equal those that the allocator counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def build(**options: Any) -> pmoe.MoELayer:
 def measured(
     layer: pmoe.MoELayer, tokens: int = TOKENS, arguments: tuple[torch.Tensor, ...] = (), loss: bool = False
 ) -> Allocated:
-    """A step's bytes; x and dy are there before, y is held to its end. loss: l_aux is differentiated, too."""
+    """Returns the bytes of a step. x and dy exist before it, and y exists until its end.
+
+    loss: whether l_aux is differentiated too.
+    """
     dtype = layer.experts.w1.dtype
     x = torch.randn(tokens, layer.d_model, dtype=dtype, requires_grad=True)
     dy = torch.randn(tokens, layer.d_model, dtype=dtype)
@@ -110,8 +113,10 @@ def test_offloaded_bytes_are_the_hosts() -> None:
 
 
 def test_communicate_keep_saves_no_more_than_the_input_and_the_hidden_of_swiglu() -> None:
-    """SonicMoE's floor on one rank, in bytes: x, which the caller holds anyway, and T_M; beside them the
-    output, indices, routing weights and gate probabilities."""
+    """SonicMoE's lower bound on one rank: the input, which the caller holds anyway, and T_M.
+
+    In addition there are the output, indices, routing weights and gate probabilities.
+    """
     top_k, num_experts, hidden = 2, 8, 256
     layer = build(
         d_hidden=hidden,
@@ -131,7 +136,7 @@ def test_communicate_keep_saves_no_more_than_the_input_and_the_hidden_of_swiglu(
 
 
 def test_a_module_of_the_paper_needs_less_than_half_of_keep_at_n_1() -> None:
-    """Activations and temporaries alone, at H = 4M, as of MoE-GPT3-XL in bench/memory_pairs.py."""
+    """Only activations and temporaries count, at H = 4M, as for MoE-GPT3-XL in bench/memory_pairs.py."""
     sizes = {"d_model": 128, "d_hidden": 512, "num_experts": 1, "bias": False}
     peaks = []
     for pair, n in ((KEEP, 1), (STRATEGIES["S4"], 8)):
@@ -215,7 +220,7 @@ def test_layers_without_rings_with_a_shared_expert_or_padding_are_predicted_too(
     "gate, top_k", [(gate, k) for gate in GATES for k in (1, 2) if (gate, k) != ("switch", 2)]
 )
 def test_every_gate_is_predicted(gate: str, top_k: int) -> None:
-    """So many experts that the gate's scores weigh as much as the rows."""
+    """There are so many experts that the gate's scores need as many bytes as the rows."""
     torch.manual_seed(0)
     layer = pmoe.MoELayer(64, 128, 64, top_k=top_k, gate=gate, pipeline=4, memory_reuse="S4")
     ids = (torch.arange(TOKENS),) if gate == "hash" else ()
@@ -283,7 +288,7 @@ def test_no_layer_takes_more_than_its_bound_or_its_budget(
 
 
 def test_the_bound_has_room_for_rows_that_no_cutting_avoids() -> None:
-    """Bins are the finest that chunks are cut into: what one brings may be more than a slot was made for."""
+    """Chunks cannot be smaller than bins, and one bin may bring more rows than a ring slot was made for."""
     sizes = LayerSizes(
         d_model=8,
         num_experts=4,

@@ -1,5 +1,7 @@
-"""Files from outside (`tests/foreign.py`): nothing in them is run, nothing is lost, and what is wrong with
-them is named, with what to do, or does no harm."""
+"""Files from outside (`tests/foreign.py`): no code in them runs, and none of them is lost.
+
+A fault in a file is either named, with what to do about it, or does no harm.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,14 @@ from tests.unit.test_checkpoint import make
 ROOT = Path(__file__).resolve().parents[2]
 
 OF_THE_SYSTEM = "No such file|Is a directory|Not a directory|Permission denied|Too many levels|there is no"
-"""Words that say by themselves what to do."""
+"""Messages of the operating system that say by themselves what to do."""
 
 # ---- every kind with every harm
 
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """One that others may enter: unlike pytest's own."""
+    """Makes a folder that other users may enter, unlike pytest's own."""
     path = Path(tempfile.mkdtemp(prefix="pmoe-foreign-"))
     path.chmod(0o755)
     yield path
@@ -60,7 +62,7 @@ def folder() -> Iterator[Path]:
 
 
 WHOLE: dict[str, tuple[Path, Path, object]] = {}
-"""By kind: the folder with whole files, the file's path in it, and what is read of it."""
+"""Files without faults, by kind: their folder, the path of the file, and what is read from it."""
 
 
 def whole(name: str, folder: Path) -> tuple[Path, Path, object]:
@@ -77,7 +79,7 @@ def whole(name: str, folder: Path) -> tuple[Path, Path, object]:
 
 
 def outcome(kind: Kind, path: Path) -> tuple[str, object]:
-    """What is told, by an error or by a warning; and what is read, None with an error."""
+    """Reads a file. Returns (text of the error or the warning, what was read; None with an error)."""
     pmoe.warn.GIVEN.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -92,7 +94,7 @@ Files = dict[str, str | bytes]
 
 
 def files_in(folder: Path) -> Files:
-    """Of all files their bytes, of links where they lead."""
+    """Returns the bytes of all files in a folder, and the targets of links."""
     return {
         str(each.relative_to(folder)): os.readlink(each) if each.is_symlink() else each.read_bytes()
         for each in sorted(folder.rglob("*"))
@@ -146,7 +148,10 @@ def check_told(kind: Kind, harm: str, path: Path, told: str, is_same: bool) -> N
 
 
 def check_kept(before: Files, after: Files, *, grows: bool) -> None:
-    """Nothing is lost: files are as they were, or have whole lines more."""
+    """Checks that no file was lost: all are as before, or have whole lines added.
+
+    grows: whether lines may have been added.
+    """
     if not grows:
         assert after == before
     for name, held in before.items():
@@ -217,7 +222,7 @@ def test_a_checkpoint_without_a_rank_s_sums_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_save_writes_through_no_link(tmp_path: Path) -> None:
-    """A file of somebody's else, under a name that the next save will use."""
+    """The name that the next save will use is a link to somebody else's file."""
     path, precious = made_checkpoint(tmp_path), tmp_path / "precious"
     precious.write_text("of somebody else")
     (path.parent / ".latest.json.0.tmp").symlink_to(precious)
@@ -232,7 +237,7 @@ def test_a_save_writes_through_no_link(tmp_path: Path) -> None:
 
 
 def test_a_log_is_not_begun_over_another_file(tmp_path: Path) -> None:
-    """Such as one without a line's end, which looks like half a line."""
+    """A file that is no log may look like a log with an unfinished line, if it has no end of line."""
     for name in ("scalars.csv", "layers.csv"):
         folder = tmp_path / name
         folder.mkdir()
@@ -246,16 +251,17 @@ def test_a_log_is_not_begun_over_another_file(tmp_path: Path) -> None:
 
 
 MODULES = {"json", "pickle", "torch", "csv", "marshal", "shelve", "tomllib", "yaml", "numpy", "np", "jit"}
-"""Of their functions those named load, loads and reader read files."""
+"""Modules of which the functions load, loads and reader read files."""
 
 
 def opens(node: ast.AST) -> bool:
-    """Whether it calls, or names, what opens a file."""
+    """Returns whether a node of the code calls, or names, a function that opens a file."""
     match node:
         case ast.Call(func=ast.Name(id="open" | "FileSystemReader")) | ast.Name(id="load_json"):
             return True
         case ast.Call(func=ast.Attribute(value=of, attr="open")):
-            return not isinstance(of, ast.Attribute) and ast.unparse(of) not in ("shelf", "self", "tasks")
+            own = ("saved_slots", "self", "tasks")  # objects with an open() that opens no file
+            return not isinstance(of, ast.Attribute) and ast.unparse(of) not in own
         case ast.Attribute(value=ast.Name(id=module), attr="load" | "loads" | "reader"):
             return module in MODULES
         case ast.Attribute(attr="read_text" | "read_bytes" | "fdopen" | "Unpickler"):
@@ -264,7 +270,7 @@ def opens(node: ast.AST) -> bool:
 
 
 def openers(node: ast.AST, within: str) -> Iterator[str]:
-    """Functions and classes that open a file, "Class.function"."""
+    """Yields the names of functions and classes that open a file, such as "Class.function"."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             yield from openers(child, f"{within}.{child.name}".lstrip("."))

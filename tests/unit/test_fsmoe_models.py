@@ -1,4 +1,4 @@
-"""FSMoE's Figs. 6 to 8 as simulated: testbeds, where gradients go, Lina's pieces, stages."""
+"""FSMoE's Figs. 6 to 8 as simulated: testbeds, where gradients are sent, Lina's pieces, pipeline stages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_fewer_nodes_send_a_smaller_share_of_their_bytes() -> None:
 
 
 def test_a_model_of_one_layer_without_gradients_is_table_5s_layer() -> None:
-    """The passes are those that Table 5 times; only where gradients go is new."""
+    """The passes are those of Table 5. Only the all-reduce of gradients is new."""
     layer = MIXTRAL.layer(256)
     steps = model_steps(MIXTRAL._replace(layers=1), 256, TESTBED_B, 1.25)
     tutel = plans(layer)["Tutel"]
@@ -128,7 +128,9 @@ def test_gradients_smaller_than_a_piece_wait_for_the_end() -> None:
 
 
 def test_pieces_of_one_layer_go_at_the_end_one_by_one() -> None:
-    """Nothing is ready before the only layer's backward: two pieces and the rest, each with its alpha."""
+    """No gradient exists before the only layer's backward ends. Two pieces and the rest follow, each with its
+    alpha.
+    """
     line = LineCost(1e-3, 1e-10)
     assert lina(1, line, 2 * LINA_BYTES + 5) == pytest.approx(2 * line(LINA_BYTES) + line(5))
 
@@ -140,14 +142,14 @@ def test_pieces_shorter_than_what_hides_them_cost_nothing_but_the_last_layers() 
 
 
 def test_pieces_longer_than_what_hides_them_delay_the_pass_and_none_is_lost() -> None:
-    """A fixed size misses: pieces of a second each are sent as a whole, and hide only a little."""
+    """Pieces of a fixed size take a second each. They are sent whole, so that little of them is hidden."""
     line = LineCost(1.0, 0.0)
     added = lina(8, line, LINA_BYTES)
     assert 7.5 < added <= 8
 
 
 def test_fixed_pieces_hit_or_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT2-XL's layers have 10 MB on Testbed B: smaller pieces than 30 MB would start sooner."""
+    """GPT2-XL's layers have 10 MB of gradients on Testbed B: pieces smaller than 30 MB would start sooner."""
     testbed = TESTBEDS["B, Table 2"]
     layer = XL.layer(256)
     costs, dense = moe_costs(layer, testbed), attention(layer, testbed)
@@ -161,7 +163,7 @@ def test_fixed_pieces_hit_or_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_in_stages_by_hand() -> None:
-    """3 micro-batches on 2 stages: 4 times the passes of a stage, gradients once."""
+    """3 micro-batches on 2 stages take 4 times the passes of a stage, and the gradients once."""
     assert ModelStep(2.0, 0.5).staged(2, 3) == 8.5
     assert ModelStep(2.0, 0.5).staged(1, 1) == ModelStep(2.0, 0.5).seconds
 
@@ -177,14 +179,14 @@ def test_rows_are_speed_ups_over_deepspeed() -> None:
 
 
 def test_more_tokens_gain_more() -> None:
-    """Fig. 7: with more tokens the fixed seconds of a chunk and the gradients weigh less."""
+    """Fig. 7: with more tokens, the fixed seconds of a chunk and the gradients are a smaller share."""
     for model in ("Mixtral-7B", "Mixtral-22B"):
         gains = {row["L"]: row["FSMoE"] for row in figure7() if row["model"] == model and row["GPUs"] == 48}
         assert gains[512] < gains[1024] < gains[2048]
 
 
 def test_micro_batches_make_gradients_weigh_less() -> None:
-    """Fig. 8: systems that only move gradients gain less over Tutel than without stages."""
+    """Fig. 8: with stages, systems that only move gradients gain less over Tutel than without."""
     gained = statistics.fmean(row["Tutel-Improved"] / row["Tutel"] for row in figure8())
     of_a = [row for row in figure6() if row["testbed"][0] == "A"]
     assert 1 <= gained < statistics.fmean(row["Tutel-Improved"] / row["Tutel"] for row in of_a)

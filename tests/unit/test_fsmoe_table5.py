@@ -1,4 +1,4 @@
-"""FSMoE's Table 5 as simulated: layers, costs, what each system may and may not do, and what comes out."""
+"""FSMoE's Table 5 as simulated: layers, costs, what each system may do, and the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOME = random.Random(1).sample(table4(), 30)
 
 
 def one_lane_seconds(layer: LayerConfiguration) -> float:
-    """All communication of both passes and no computing: no one-lane system can be faster."""
+    """Returns the seconds of all communication of both passes: no system with one lane can be faster."""
     a2a, ag, rs, _ = moe_costs(layer).chunk(1)
     dense = attention(layer)
     return 4 * a2a + 2 * (ag + rs + dense.all_gather + dense.reduce_scatter)
@@ -76,7 +76,7 @@ def test_a_mixtral_expert_has_three_products() -> None:
 
 
 def test_table_2_is_met_as_the_errata_say() -> None:
-    """Communication within 27 %, measured experts 1.4 to 1.55 times their products."""
+    """Communication is within 27 %; measured experts take 1.4 to 1.55 times their products."""
     for each in table2():
         measured, modelled = each["measured_seconds"], each["modelled_seconds"]
         if not measured:
@@ -91,7 +91,7 @@ def test_table_2_is_met_as_the_errata_say() -> None:
 
 
 def test_two_lanes_at_half_speed_beside_each_other() -> None:
-    """S 2 s and AG 3 s: until 4 s both at half speed, then the last second of AG alone."""
+    """S takes 2 s and AG 3 s alone: until 4 s both run at half speed, then AG runs its last second alone."""
     tasks = [make_task(Kind.DISPATCH, 0, [], []), make_task(Kind.ALL_GATHER, 0, [], [])]
     half = {Lane.COMMUNICATE: 0.5, Lane.INTRA_NODE: 0.5}
     done = simulate_slowed(
@@ -159,7 +159,7 @@ def test_tutel_improved_hides_beside_attentions_computing_and_no_more() -> None:
 
 
 def test_fsmoes_passes_are_the_schedules_length() -> None:
-    """Attention, the longest paths of both passes, and gradients that outlast attention's backward."""
+    """A pass takes attention, the longest path of the schedule, and gradients that outlast attention."""
     for layer in SOME:
         plan, costs, dense = plans(layer)["FSMoE"], moe_costs(layer), attention(layer)
         t_gar = TESTBED_B.all_reduce(plan.moe_bytes)
@@ -199,7 +199,10 @@ def test_a_sequential_step_is_the_sum_of_its_tasks() -> None:
 
 
 def test_table_5_as_it_came_out_the_first_time() -> None:
-    """Not the paper's numbers: docs/fsmoe_table5.md says where they part. Held so that a change is seen."""
+    """These are not the paper's numbers: docs/fsmoe_table5.md says where they differ.
+
+    The test holds today's results, so that a change is noticed.
+    """
     ideal, contended = speed_ups(1.0), speed_ups(1.25)
     assert [round(row["mean"], 3) for row in ideal] == [0.893, 1.0, 1.044, 1.053, 1.419]
     assert [round(row["mean"], 3) for row in contended] == [0.893, 1.0, 1.044, 1.053, 1.284]
@@ -211,7 +214,7 @@ def test_table_5_as_it_came_out_the_first_time() -> None:
 def test_simulate_prints_table_5_beside_the_papers(
     asked: tuple[str, ...], contention: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here, where both have been simulated: 1458 layers take seconds."""
+    """The comparison of both contention models is tested in this file, because 1458 layers take seconds."""
     found = printed(capsys, "simulate", "fsmoe", *asked)
     rows = found["systems"]
     assert [row["C"] for row in rows] == [1.0] * 5 + [contention] * 5

@@ -15,7 +15,7 @@ LOG = math.log
 
 
 def gate_with(logits_TE: list[list[float]], top_k: int = 1, **options: object) -> tuple[TopKGate, Tensor]:
-    """A gate and as many tokens as it takes to give these logits: token t is the t-th unit vector."""
+    """Returns a gate, and tokens for which it computes these logits: token t is the t-th unit vector."""
     logits = torch.tensor(logits_TE, dtype=torch.float64)
     gate = TopKGate(logits.shape[0], logits.shape[1], top_k, dtype=torch.float64, **options)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What every gate of GATES keeps to: shapes, types, gradients, copies, parts of a batch, refusals."""
+"""Rules that every gate of GATES obeys: shapes, types, gradients, copies, parts of a batch, and errors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_no_tokens_give_gradients_of_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_forward_needs_no_value_of_a_tensor_on_the_host(name: str) -> None:
-    """Fake tensors have shapes and no values: item, nonzero and boolean indices raise on them."""
+    """Fake tensors have shapes and no values: item, nonzero and boolean indices raise an error on them."""
     with FakeTensorMode():
         gate = build(name)
         routing = route(gate, torch.randn(9, D_MODEL, requires_grad=True))
@@ -175,7 +175,7 @@ def test_a_part_is_routed_as_within_the_whole(name: str) -> None:
 
 
 def contributions(routing: Routing, num_tokens: int) -> Tensor:
-    """How much each token takes of each expert, (T, E), whatever the kind of routing."""
+    """Returns the weight with which each token uses each expert, (T, E), for any kind of routing."""
     taken = torch.zeros(num_tokens, NUM_EXPERTS, dtype=torch.float64)
     if routing.mix is not None:
         return taken.index_add(1, routing.expert[:, 0], routing.mix.combine * routing.mix.dispatch)

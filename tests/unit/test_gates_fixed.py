@@ -1,4 +1,4 @@
-"""Gates without parameters: by hash, and at random."""
+"""Gates without parameters: the gate that hashes token ids, and the random gate."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def chi_square(expert: Tensor, num_experts: int) -> float:
 
 
 def bound(num_experts: int) -> float:
-    """Five standard deviations above the mean of a chi-square with E - 1 degrees of freedom."""
+    """Returns a bound of random counts: five standard deviations above the mean of a chi-square with E - 1
+    degrees of freedom.
+    """
     return num_experts - 1 + 5 * math.sqrt(2 * (num_experts - 1))
 
 
 def split_mix(state: int) -> int:
-    """The next number of SplitMix64, in Python's own integers."""
+    """Returns the next number of the generator SplitMix64, computed with Python's integers."""
     state = (state + 0x9E3779B97F4A7C15) & WORD
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
@@ -54,7 +56,7 @@ def test_the_hash_is_that_of_unbounded_integers(seed: int) -> None:
 
 
 def test_hashes_are_pinned() -> None:
-    """Whoever changes these breaks every model trained with them."""
+    """The hashes may never change, because models that were trained with them would get other experts."""
     routing = HashGate(M, 8, 3)(torch.randn(4, M), torch.tensor([0, 1, 2, -7]))
     assert routing.expert.tolist() == [[2, 1, 3], [3, 4, 7], [4, 6, 0], [1, 2, 6]]
     torch.testing.assert_close(routing.weight, torch.full((4, 3), 1 / 3))

@@ -1,5 +1,6 @@
-"""Gates that choose experts for each token, against their papers' formulas as loops in float64; gradients of
-every parameter and of the tokens by name.
+"""Gates that choose experts for each token, against the formulas of their papers as loops in float64.
+
+The gradients of every parameter and of the tokens are compared by name.
 
 Letters: T tokens, K choices, E experts, M = d_model.
 """
@@ -37,7 +38,9 @@ def made(kind: type[Gate], top_k: int, **options: object) -> Gate:
 
 
 def check(gate: Gate, reference: Reference) -> Routing:
-    """Same experts, weights, loss, and same gradients of a mixture of weights and loss."""
+    """Compares a gate with a reference: experts, weights, loss, and the gradients of a mixture of weights and
+    loss.
+    """
     x = tokens()
     torch.manual_seed(11)
     mine = x.clone().requires_grad_()
@@ -64,13 +67,16 @@ def check(gate: Gate, reference: Reference) -> Routing:
 
 
 def best(scores: Tensor, top_k: int) -> list[int]:
-    """Python's sort is stable, so ties go to the lowest index."""
+    """Returns the indices of the largest scores. If scores are equal, the lower index comes first."""
     values = scores.tolist()
     return sorted(range(len(values)), key=lambda e: -values[e])[:top_k]
 
 
 def balance(probabilities: list[Tensor], chosen: list[list[int]]) -> Tensor:
-    """E * sum_e f_e P_e, over the tokens given."""
+    """Returns the load-balance loss of these tokens: E * sum over experts e of f_e P_e.
+
+    f_e is the share of tokens for expert e, P_e their mean probability of it.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for e in range(E):
         f = sum(row.count(e) for row in chosen) / sum(len(row) for row in chosen)
@@ -153,7 +159,7 @@ def test_sigmoid_weighs_an_expert_by_the_sigmoid_of_its_product(top_k: int, norm
 
 
 def with_logits(kind: type[Gate], logits: list[list[float]], top_k: int, **options: object) -> Routing:
-    """The routing of tokens that have these logits."""
+    """Returns the routing of tokens for which the gate computes these logits."""
     wanted = torch.tensor(logits)
     gate = kind(wanted.shape[0], wanted.shape[1], top_k, **options)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Picking and drawing experts, against sorting and counting."""
+"""The functions that pick the best experts and draw random ones, against sorting and counting."""
 
 from __future__ import annotations
 

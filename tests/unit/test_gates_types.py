@@ -1,4 +1,4 @@
-"""What a gate keeps in a type of its own stays in it and keeps its value, however it is moved or loaded."""
+"""Tensors of a gate with a dtype of their own keep dtype and value, however the gate is moved or loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pmoe.gates.base import KeptType, Routing
 
 M, E = 8, 4
 FINE = torch.tensor([1.001, -1.001, 0.3, 0.0])
-"""Numbers of which bfloat16 can hold only the last."""
+"""Numbers of which bfloat16 can represent only the last."""
 COUNTS = torch.tensor([257, 3, 100_001, 0])
 
 
@@ -147,7 +147,7 @@ def test_small_steps_are_not_lost_in_a_narrow_model() -> None:
 
 
 class OwnGate(pmoe.Gate):
-    """A user's: a running mean that is kept in float64."""
+    """A gate of a user's own, with a running mean that is kept in float64."""
 
     mean = KeptType(torch.float64)
 

@@ -1,4 +1,4 @@
-"""Gates that need the whole batch, against their papers' algorithms as loops in float64.
+"""Gates that need the whole batch, against the algorithms of their papers as loops in float64.
 
 Letters: T tokens, K choices, E experts, C tokens an expert, S rows, P slots an expert, M = d_model.
 """
@@ -30,7 +30,10 @@ def close(actual: Tensor, expected: Tensor, name: str) -> None:
 
 
 def plain_expert_choice(x: Tensor, weight: Tensor, rows: int, over: str) -> list[tuple[int, int, Tensor]]:
-    """(token, expert, weight) ascending, as the papers' formulas say."""
+    """Returns (token, expert, weight) in ascending order, by the paper's formulas.
+
+    over: whether the softmax runs over tokens or over experts.
+    """
     logits = x @ weight.t()
     score = logits.softmax(-1) if over == "experts" else logits
     triples = []
@@ -164,7 +167,10 @@ def test_a_zero_token_weighs_all_slots_alike_and_harms_nothing() -> None:
 
 
 def algorithm_2(expert: list[list[int]], priority: list[float], capacity: int) -> list[list[bool]]:
-    """V-MoE, Algorithm 2: all first choices in order of priority, then all second ones, ..."""
+    """V-MoE's Algorithm 2: which choices are kept if each expert takes at most ``capacity`` tokens.
+
+    All first choices are taken in the order of their tokens' priority, then all second choices, and so on.
+    """
     order = sorted(range(len(expert)), key=lambda t: -priority[t])
     taken = [0] * E
     keep = [[False] * len(row) for row in expert]

@@ -1,4 +1,4 @@
-""".github: its files fit GitHub's schemas, CI runs what a commit must pass, and the forms ask what helps."""
+""".github: its files fit GitHub's schemas, CI runs what a commit must pass, and forms ask for what helps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMAS = {
     FORMS / "feature.yml": "github-issue-forms",
     FORMS / "config.yml": "github-issue-config",
 }
-"""Schemas that come with check-jsonschema, so that nothing is fetched."""
+"""Schemas by file. They come with check-jsonschema, so that nothing is downloaded."""
 
 
 def read(path: Path) -> Any:
@@ -58,7 +58,7 @@ def test_the_workflow_runs_what_a_change_must_pass() -> None:
 
 
 def required(form: str) -> set[str]:
-    """The ids of what a form must have answered."""
+    """Returns the ids of the questions of a form that must be answered."""
     body = read(FORMS / form)["body"]
     return {field["id"] for field in body if field.get("validations", {}).get("required")}
 

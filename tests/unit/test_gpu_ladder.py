@@ -1,5 +1,8 @@
-"""The ladder of first steps on a GPU, without one: its kernels' steps in the emulator, its machinery with
-steps that stand in, its decoder with planted mistakes."""
+"""The ladder of first steps on a GPU (tests/gpu), tried without one.
+
+Its kernels' steps run in the emulator, its machinery with steps that stand in, its decoder with planted
+mistakes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def test_gathers_epilogues_routing_and_permutes(machine: Machine) -> None:
 
 
 class Spoiled:
-    """The extension with a mistake in one operand of products."""
+    """The extension, with a changed argument in every launch of grouped products."""
 
     def __init__(self, module: ModuleType, **changed: int) -> None:
         self.module, self.changed = module, changed
@@ -76,7 +79,7 @@ class Spoiled:
 def test_a_planted_mistake_is_named_through_launches(
     machine: Machine, changed: dict[str, int], told: str
 ) -> None:
-    """Form 1 takes weights the other way around."""
+    """Form 1 of the product reads the weights transposed."""
     spoiled = dataclasses.replace(machine, module=Spoiled(machine.module, **changed))
     found = tiles.find_tile(spoiled, "forward", side=SIDE)["forward, operand b as it is read"]
     assert found is not None and found.startswith(told)
@@ -126,7 +129,7 @@ def test_virtual_ranks_of_the_persistent_kernels(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero_rows", "first_use", "missing_peer"])
 def test_what_is_asked_of_nccl_holds_over_gloo(name: str) -> None:
-    """As far as it needs no streams."""
+    """The steps for NCCL pass over gloo, as far as they need no streams."""
     nccl.run(name, 2, "gloo")
 
 
@@ -134,7 +137,10 @@ def test_what_is_asked_of_nccl_holds_over_gloo(name: str) -> None:
 
 
 def planted(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> str | None:
-    """Of a (64, 64) operand that is read as it stands but for the change."""
+    """Returns what the decoder says of a (64, 64) operand of which each element is read at another place.
+
+    change: change(row, column) is the place that is read.
+    """
     places = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
     row, column = change(*places)
     return name_difference(places, (row.float(), column.float()), (64, 64))
@@ -188,7 +194,9 @@ def stand_in(name: str, *needs: str, run: str | None = None, seconds: float = 10
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Steps are of a module that imports nothing, and the package's folder is theirs to be found in."""
+    """Replaces the ladder's steps by those of a module that imports nothing. Returns the folder of the
+    module.
+    """
     source = """
 import os, subprocess, sys, time
 def well(): print("said by well")

@@ -1,4 +1,6 @@
-"""Where gradients are all-reduced: every byte once, never before it is made, and near the best there is."""
+"""The partition of gradients: every byte is sent once, none before it exists, and nearly as much as can be
+hidden is.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def random_costs(rng: random.Random) -> LayerCosts:
 def on_the_papers_schedule(
     backward: LayerCosts, dense_seconds: float, gradient_bytes: int, degrees: Sequence[int] = (1, 2, 4, 8, 16)
 ) -> GeneralizedLayer:
-    """A layer whose MoE part runs the paper's schedule with these costs of its backward pass."""
+    """Returns a layer whose MoE part runs the paper's schedule, with these costs of its backward pass."""
     return GeneralizedLayer(
         degrees=simulated_degrees(backward, PAPERS, degrees),
         dense_seconds=dense_seconds,
@@ -56,14 +58,16 @@ def random_layers(rng: random.Random, count: int) -> list[GeneralizedLayer]:
 
 
 def plain_layer(*, idle: float = 0.0, dense: float = 0.0, gradient_bytes: int = 0) -> GeneralizedLayer:
-    """One degree, whose lane is idle that long."""
+    """Returns a layer with one degree, in which the lane between nodes is idle for ``idle`` seconds."""
     return GeneralizedLayer(
         degrees=(DegreeSeconds(1, 10.0, 10.0 - idle),), dense_seconds=dense, gradient_bytes=gradient_bytes
     )
 
 
 def check(found: Partition, layers: list[GeneralizedLayer], line: LineCost, ready_bytes: int = 0) -> None:
-    """Conservation, causality, and the promised seconds from the shares alone."""
+    """Checks a partition: all bytes are sent, none before they exist, and the promised seconds are those of
+    its shares.
+    """
     gone, made = 0, ready_bytes
     for share, layer in zip(found.shares, layers, strict=True):
         gone += share.moe_bytes + share.dense_bytes
@@ -84,7 +88,10 @@ def check(found: Partition, layers: list[GeneralizedLayer], line: LineCost, read
 
 
 def grid_search(layers: list[GeneralizedLayer], line: LineCost, ready_bytes: int, steps: int) -> float:
-    """The least exposed seconds of all causal placements in units of 1 / steps of the bytes."""
+    """Returns the least exposed seconds of all allowed partitions on a grid of shares.
+
+    The shares are multiples of 1 / steps of the bytes.
+    """
     sources = [ready_bytes, *(layer.gradient_bytes for layer in layers)]
     unit = max(1, sum(sources) // steps)
     reached = {0: 0.0}  # units placed so far -> least exposed seconds
@@ -107,8 +114,11 @@ def grid_search(layers: list[GeneralizedLayer], line: LineCost, ready_bytes: int
 
 
 def test_two_layers_by_hand() -> None:
-    """1 s a byte. The first layer has nothing to send; in the second 5 s beside the dense part and 3 s beside
-    experts hold 8 of the first one's 10 bytes; its other 2 and the second's own 4 stay for the end."""
+    """A byte takes 1 s. The first layer has nothing to send.
+
+    In the second layer, 5 s beside the dense part and 3 s beside experts take 8 of the first one's 10 bytes.
+    Its other 2 and the second layer's own 4 are sent at the end.
+    """
     layers = [plain_layer(gradient_bytes=10, idle=9, dense=9), plain_layer(gradient_bytes=4, idle=3, dense=5)]
     found = partition(layers, LineCost(0.0, 1.0))
     assert [(share.dense_bytes, share.moe_bytes) for share in found.shares] == [(0, 0), (5, 3)]
@@ -124,7 +134,9 @@ def test_alpha_is_paid_by_every_message_and_hides_too() -> None:
 
 
 def test_step_2_takes_another_degree_where_that_hides_more_than_it_costs() -> None:
-    """Four chunks take 10 s and leave no room, one takes 11 s and leaves 6: of 8 bytes 6 travel there."""
+    """Four chunks take 10 s and hide nothing. One chunk takes 11 s and hides 6 s: 6 of 8 bytes are sent
+    there.
+    """
     degrees = (DegreeSeconds(1, 11.0, 5.0), DegreeSeconds(4, 10.0, 10.0))
     layer = GeneralizedLayer(degrees=degrees, dense_seconds=0.0, gradient_bytes=1)
     found = partition([layer], LineCost(0.0, 1.0), ready_bytes=8)
@@ -135,7 +147,7 @@ def test_step_2_takes_another_degree_where_that_hides_more_than_it_costs() -> No
 
 
 def test_what_an_earlier_layer_takes_in_step_2_no_later_one_has_counted_on() -> None:
-    """The first layer might take all 8 bytes, but 5 of them hide in the second one for nothing."""
+    """The first layer could take all 8 bytes, but the second one hides 5 of them at no cost."""
     first = GeneralizedLayer(
         degrees=(DegreeSeconds(1, 11.0, 1.0), DegreeSeconds(4, 10.0, 10.0)), dense_seconds=0, gradient_bytes=0
     )
@@ -147,7 +159,10 @@ def test_what_an_earlier_layer_takes_in_step_2_no_later_one_has_counted_on() -> 
 
 
 def test_what_follows_the_last_dense_part_is_one_message() -> None:
-    """12 s of one message beside 5 s of dense part are 7; 3 bytes beside it and 7 at the end would be 9."""
+    """One message of 12 s beside a dense part of 5 s leaves 7 s.
+
+    3 bytes beside the dense part and 7 at the end would leave 9 s.
+    """
     found = partition([plain_layer(dense=5)], LineCost(2.0, 1.0), ready_bytes=10)
     assert (found.shares[0].dense_bytes, found.end_bytes, found.exposed_seconds) == (10, 0, 7)
 
@@ -197,7 +212,9 @@ def test_only_the_last_layers_own_gradients_are_left_where_there_is_room() -> No
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_partition_is_as_good_as_the_best_on_a_grid(seed: int) -> None:
-    """Never over it by more than 1 %; under it, since bytes are finer than the grid."""
+    """A partition is at most 1 % slower than the best on the grid. It may be faster, because bytes are
+    finer.
+    """
     rng = random.Random(seed)
     layers = random_layers(rng, rng.choice([1, 2, 3]))
     line = LineCost(10 ** rng.uniform(-5, -2), 10 ** rng.uniform(-10, -9))

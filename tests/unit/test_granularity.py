@@ -1,4 +1,6 @@
-"""Algorithm 1 beside the printed one, with noise and where its hypothesis is wrong, and its file."""
+"""Algorithm 1's table of the fastest n: beside the printed one, with noise, with a wrong hypothesis; and its
+file.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def timed(step: float, noise: float = 0.0, runs: int = 3) -> PassTimes:
 
 
 def recorded(*measurements: tuple[int, dict[int, float]], noise: float = 0.0) -> GranularityTable:
-    """measurements: (B, seconds by n)."""
+    """Returns a table after some measurements.
+
+    measurements: (B, seconds of a step by n) pairs, B tokens of a rank.
+    """
     table = GranularityTable()
     for B, seconds in measurements:
         table.record(B, {both(n): timed(step, noise) for n, step in seconds.items()})
@@ -47,12 +52,15 @@ def recorded(*measurements: tuple[int, dict[int, float]], noise: float = 0.0) ->
 
 
 def only(n: int, *, among: tuple[int, ...] = DEGREES) -> dict[int, float]:
-    """Seconds by n: n is the fastest by so little that nothing follows for another B."""
+    """Returns the seconds by n of a measurement that says nothing of another B than its own.
+
+    n is the fastest, but by very little.
+    """
     return {each: 1.0 if each == n else 1 + 1e-9 for each in among}
 
 
 def random_monotone(draw: random.Random):
-    """B -> degrees that never fall, neither forward nor backward."""
+    """Returns a random function from B to the fastest degrees, which never fall as B grows."""
     inner = DEGREES[1:-1]  # the lowest and the highest n would also hold for all B below and above
     forward = sorted(draw.sample(range(1, 2000), len(inner) - 1))
     backward = sorted(draw.sample(range(1, 2000), len(inner) - 1))
@@ -65,7 +73,10 @@ ALL_DEGREES = [PassDegrees(n, m) for n in DEGREES for m in DEGREES]
 
 
 def exact_times(fastest: PassDegrees) -> dict[PassDegrees, PassTimes]:
-    """Times without noise: all other degrees are slower by so little that nothing follows for another B."""
+    """Returns times without noise, which say nothing of another B than the one they are measured at.
+
+    All other degrees are slower than the fastest ones, but by very little.
+    """
     return {degrees: timed(1.0 if degrees == fastest else 1 + 1e-9) for degrees in ALL_DEGREES}
 
 
@@ -151,7 +162,7 @@ def test_an_answer_is_kept_until_the_next_measurement_may_have_changed_it() -> N
 
 
 def test_a_measurement_holds_as_far_as_no_other_n_can_have_become_faster() -> None:
-    """n = 2 wins by 10 % over more chunks and by 20 % over fewer."""
+    """n = 2 is 10 % faster than more chunks, and 20 % faster than fewer."""
     table = recorded((1024, {1: 1.2, 2: 1.0, 4: 1.1, 8: 1.15}))
     assert plain(table) == [(854, 1126, 2)]  # 1024 / 1.2 rounded up, 1024 * 1.1 rounded down
 
@@ -172,7 +183,7 @@ def test_a_margin_ends_where_another_range_begins() -> None:
 
 
 CLOSE_CALL = {2: 1.0, 4: 1.005, 8: 1.4}
-"""With 2 % of noise, 4 is as fast as 2 within half a standard error, and 8 is slower."""
+"""Seconds by n. With 2 % of noise, n = 4 is as fast as 2 within half a standard error, and 8 is slower."""
 
 
 def test_what_is_equally_fast_within_the_noise_joins_its_neighbour() -> None:
@@ -183,7 +194,7 @@ def test_what_is_equally_fast_within_the_noise_joins_its_neighbour() -> None:
 
 
 def test_a_range_takes_the_n_that_loses_least_in_all_its_measurements() -> None:
-    """2 wins once by 0.2 %, 4 wins twice by 0.4 %: all within the noise."""
+    """n = 2 is fastest once by 0.2 %, n = 4 twice by 0.4 %: all of that is within the noise."""
     seconds = ({2: 1.0, 4: 1.002}, {2: 1.004, 4: 1.0}, {2: 1.004, 4: 1.0})
     table = recorded(*zip((512, 1024, 2048), seconds, strict=True), noise=0.02)
     assert [value for *_, value in plain(table)] == [4]
@@ -191,7 +202,9 @@ def test_a_range_takes_the_n_that_loses_least_in_all_its_measurements() -> None:
 
 
 def test_an_n_that_falls_by_less_than_the_contradiction_is_put_right_by_the_hypothesis() -> None:
-    """Three measurements say 2. The one between says 4, by three standard errors: one of them is noise."""
+    """Three measurements say n = 2. The one between them says 4, by three standard errors, so one of them is
+    noise.
+    """
     error = timed(1.0, noise=0.02).standard_error(timed(1.0, noise=0.02))
     two, four = {2: 1.0, 4: 1 + 6 * error}, {2: 1 + 3 * error, 4: 1.0}
     table = recorded((512, two), (2048, four), noise=0.02)
@@ -210,7 +223,9 @@ def test_measurements_that_contradict_the_hypothesis_beyond_their_spread_overrul
 
 
 def test_the_hypothesis_holds_for_each_pass_by_itself() -> None:
-    """From 4/2 to 2/4 forward falls, which contradicts it: what is close to both is taken."""
+    """The n of forward falls from 4/2 to 2/4, which contradicts the hypothesis. Degrees near both are
+    taken.
+    """
     table = GranularityTable()
     first = {PassDegrees(4, 2): 1.0, PassDegrees(2, 2): 1.02, PassDegrees(2, 4): 1.3}
     second = {PassDegrees(2, 4): 1.0, PassDegrees(2, 2): 1.02, PassDegrees(4, 2): 1.3}
@@ -243,7 +258,10 @@ def test_any_measurements_leave_disjoint_ranges_in_rising_order(seed: int) -> No
 
 
 def test_batch_sizes_that_change_in_every_step_leave_a_small_table() -> None:
-    """2,000 sizes of 1 to 2 million tokens, and a random n for each: at most 16 ranges an octave."""
+    """2,000 sizes from 1 to 2 million tokens, each with a random n, leave a small table.
+
+    It has at most 16 ranges for each factor of two.
+    """
     draw = random.Random(0)
     table = GranularityTable()
     for _ in range(2000):
@@ -270,7 +288,7 @@ def test_the_fastest_is_recorded_and_of_equal_ones_that_with_fewer_chunks() -> N
 
 
 def learnt() -> GranularityTable:
-    """Two ranges with noise, and one that falls."""
+    """Returns a table with two ranges with noise, and one range in which n falls."""
     table = GranularityTable()
     near = {PassDegrees(1, 2): timed(1.0, 0.01), both(2): timed(1.004, 0.01), both(1): timed(1.1, 0.01)}
     table.record(96, near)
@@ -316,7 +334,7 @@ def write(path: Path, content: object) -> Path:
 
 
 def test_a_file_of_version_2_is_read_and_its_pairs_are_one_table(tmp_path: Path) -> None:
-    """At 400 tokens the pairs had different n, which count as equally fast: fewer chunks are taken."""
+    """The pairs had different n at 400 tokens. Both count as equally fast, and the smaller one is taken."""
     points = {
         "keep/keep, torch.float32": [[100, 1, 2], [400, 2, 2], [900, 4, 4]],
         "communicate/recompute, torch.float32": [[400, 4, 4], [4100, 4, 4]],
@@ -331,7 +349,7 @@ def test_a_file_of_version_2_is_read_and_its_pairs_are_one_table(tmp_path: Path)
 
 
 def test_points_of_before_that_contradict_each_other_stay_apart() -> None:
-    """What trials of before found in 60 random batches (issue 46)."""
+    """The points are those that earlier trials found in 60 random batches (issue 46)."""
     points = {5596: (8, 8), 5796: (2, 4), 5830: (4, 8), 5866: (16, 16), 7248: (4, 4), 9000: (4, 4)}
     table = GranularityTable.from_points({B: {PassDegrees(*degrees)} for B, degrees in points.items()})
     assert ranges_of(table) == [
@@ -407,7 +425,7 @@ def test_degrees_that_the_layer_cannot_take_are_refused(tmp_path: Path) -> None:
 
 
 def broken_files() -> dict[str, tuple[bytes, str]]:
-    """Content, and what is said of it."""
+    """Returns (content of the file, pattern of the error) by name of the fault."""
     table = {"ranges": [[1, 2, 1, [[2, 2, 0.0, 0.0]]]]}
 
     def file(table: object, version: int = 3) -> bytes:

@@ -1,6 +1,6 @@
-"""The symmetric heap in one process: its shape, its views, what a wait in vain becomes, and closing.
+"""The symmetric heap in one process: its shape, its views, the error after a wait in vain, and closing.
 
-Memory is in files; W = 1 stands for the collectives, which tests/gloo/test_heap.py has.
+The memory is in files. Several ranks have their tests in tests/gloo/test_heap.py; here W = 1.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def report(heap: Heap, wait: int, peer: int, expert: int, part: int, epoch: int) -> None:
-    """As a kernel writes it."""
+    """Writes into a heap that a kernel has waited in vain, as a kernel does."""
     heap.report[:] = torch.tensor([wait, peer, expert, part, epoch, heap.rank, 0, 0], dtype=torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""Room for NCCL's collectives beside fused kernels: one warning where there may be none, with what to set."""
+"""Multiprocessors for NCCL beside fused kernels: one warning if there may be too few, with what to set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import loading_refusal
 
 NOT_SET = -(2**31)
-"""NCCL_CONFIG_UNDEF_INT."""
+"""NCCL_CONFIG_UNDEF_INT: NCCL's value for an option that is not set."""
 
 
 def group(max_ctas: int = NOT_SET, cluster: int = NOT_SET) -> SimpleNamespace:

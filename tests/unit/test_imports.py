@@ -1,4 +1,4 @@
-"""Imports point one way: the house of docs/architecture.md, held by reading every import of pmoe/."""
+"""Imports between folders of pmoe/ go in one direction only, as docs/architecture.md draws it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 
 def part_of(module: str) -> str:
-    """pmoe.experts.ffn -> pmoe.experts"""
+    """Returns the folder of a module. Example: pmoe.experts.ffn -> pmoe.experts."""
     return ".".join(module.split(".")[:2])
 
 
@@ -52,7 +52,7 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import statement, wherever it stands."""
+    """Yields (line, module) for each import statement of a file, also inside functions."""
     for one in source_imports.imports_of(path, ROOT):
         yield one.line, one.module
 
@@ -106,7 +106,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pyte
 
 
 def newly_imported(statement: str) -> set[str]:
-    """Modules that ``statement`` loads into a fresh Python beyond those of torch with its collectives."""
+    """Returns the modules that ``statement`` loads in a new Python, besides those of torch.distributed."""
     program = (
         "import sys, torch, torch.distributed\n"
         f"before = set(sys.modules)\n{statement}\n"

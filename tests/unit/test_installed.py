@@ -1,5 +1,8 @@
-"""README and the first guide as a new user follows them: installed from this tree into an environment of its
-own, each snippet pasted into a file in an empty folder."""
+"""README and the first guide, followed as a new user does.
+
+pmoe is installed from this tree into an environment of its own, and each snippet is a file in an empty
+folder.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with pmoe as `PMOE_CUDA=0 pip install .` puts it there.
+    """Returns the interpreter of an environment into which `PMOE_CUDA=0 pip install .` has put pmoe.
 
-    torch and what builds come from here, since a machine may be offline; the editable pmoe of here does not:
-    .pth files of a folder that a .pth file names are not read.
+    torch and the tools that build come from this machine's environment, because a machine may be offline. The
+    editable pmoe of that environment is not seen: .pth files of a folder that a .pth file names are not read.
     """
     folder = tmp_path_factory.mktemp("user")
     tree, venv = folder / "pmoe", folder / "venv"
@@ -54,7 +57,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def clean() -> dict[str, str]:
-    """This environment without what points to this tree."""
+    """Returns this environment without the variables that point to this tree."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PMOE_", "PYTHON"))}
 
 

@@ -1,4 +1,4 @@
-"""The small case that pmoe's kernels must compute rightly: here with the plain definitions in their place."""
+"""The small case with which pmoe checks its kernels. Here their plain definitions run in their place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def case(activation: str = "gelu", dtype: torch.dtype = torch.bfloat16, bias: bo
 
 
 def spoilt(found: Any) -> Any:
-    """One element of the last result, as a race or a wrong tile leaves it."""
+    """Changes one element of the last result, as a race or a wrong tile would."""
     if isinstance(found, Tensor):
         found.view(-1)[found.numel() // 2] += found.detach().abs().max() * 3 + 1
     else:
@@ -122,7 +122,10 @@ def test_what_was_not_checked_before_a_capture_is_not_captured(monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["product", "hidden", "hidden_gradient", "weight_gradient", "sum_by_expert"])
 def test_one_ranks_wrong_results_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain computation is the same functions on the CPU; the third time they are those of the device."""
+    """The check computes the case three times: twice for the expected result, then with the kernels.
+
+    On the CPU all three use the same functions. They give wrong results in the third computation only.
+    """
     right, counted = getattr(grouped_gemm, name), []
 
     def third_time_wrong(*args: Any, **options: Any) -> Any:
@@ -136,7 +139,7 @@ def test_one_ranks_wrong_results_are_found(name: str, monkeypatch: pytest.Monkey
 
 
 def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of one run of both passes."""
+    """Returns how often one forward and one backward pass call the function ``name``."""
     right, counted = getattr(grouped_gemm, name), []
     with monkeypatch.context() as patch:
         patch.setattr(grouped_gemm, name, lambda *a, **b: counted.append(name) or right(*a, **b))

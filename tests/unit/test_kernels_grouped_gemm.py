@@ -1,4 +1,4 @@
-"""Grouped products: the plain definition and its operators here, the kernels' own source in the emulator."""
+"""Grouped products: their plain definition, their operators, and the kernels' source in the emulator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def slots_of(num_rows: int, top_k: int, seed: int = 0) -> RowSlots:
-    """N rows out of the fewest whole tokens' slots, in random order."""
+    """Returns the slots of N rows in random order, for as few tokens as have N slots."""
     count = -(-num_rows // top_k) * top_k
     slot = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:num_rows]
     return RowSlots(slot_N=slot.int(), top_k=top_k)
@@ -42,7 +42,7 @@ def expert_of(groups: tuple[int, ...]) -> list[int]:
 def loop_product(
     x: Tensor, weight: Tensor, groups: tuple[int, ...], bias: Tensor | None, scale: Tensor | None
 ) -> Tensor:
-    """A row at a time."""
+    """Computes the product one row at a time."""
     found = []
     for row, expert in enumerate(expert_of(groups)):
         y = weight[expert] @ x[row]
@@ -331,7 +331,9 @@ def test_the_kernels_in_the_emulator_with_many_random_sizes() -> None:
 
 
 HOPPER_SHARED = 227 * 1024
-"""Bytes that one block can have on 9.0; 8.6 and 8.9 have 99 KiB, the least of 8.x and later."""
+"""Bytes of shared memory that a block can have on 9.0. On 8.6 and 8.9, with the least of 8.x and later, 99
+KiB.
+"""
 SMALLEST_SHARED = 99 * 1024
 
 

@@ -1,4 +1,6 @@
-"""Each launch tells its kernel every operand's address, size and stride: the extension is a recorder here."""
+"""Each launch passes its kernel the address, size and stride of every operand. The extension is a recorder
+here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
 
 
 class Recorder:
-    """An extension whose functions note their arguments; addresses of tensors are noted by name."""
+    """An extension whose functions record their arguments. Addresses of tensors are recorded by name."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -26,7 +28,10 @@ class Recorder:
         self.held: list[Tensor] = []
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype = BF16, gap: int = 0) -> Tensor:
-        """gap: columns between rows that are none of its own."""
+        """Returns a tensor whose address is recorded under ``name``.
+
+        gap: number of columns of memory between two rows that do not belong to the tensor.
+        """
         made = torch.ones(*shape[:-1], shape[-1] + gap, dtype=dtype)[..., : shape[-1]]
         return self.named(name, made)
 

@@ -1,4 +1,4 @@
-"""Operands that a launch would misread are named, with their value and the rule."""
+"""Operands that a launch would read wrongly raise an error with their name, their value and the rule."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def draw_positions(num_tokens: int, top_k: int, dropped: float = 0.0, seed: int = 0) -> tuple[Tensor, int]:
-    """((T, K) int32, the number of rows)"""
+    """Draws random positions of rows: returns ((T, K) int32 positions, the number of rows)."""
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(num_tokens * top_k, generator=generator) >= dropped
     num_rows = int(kept.sum())
@@ -77,7 +77,7 @@ def loop_dots(of_tokens: Tensor, rows: Tensor, position: Tensor) -> Tensor:
 
 
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype, terms: int = 1) -> None:
-    """One rounding in dtype, and ``terms`` in float32 or wider."""
+    """Checks a result with an error of one rounding in ``dtype`` and of ``terms`` roundings in float32."""
     wide = torch.promote_types(dtype, torch.float32)
     assert got.shape == expected.shape
     scale = expected.abs().max().clamp(min=1) if expected.numel() else 1
@@ -142,7 +142,7 @@ def test_permuting_without_weights_copies_bits() -> None:
 
 
 def test_one_expert_keeps_the_order_of_tokens() -> None:
-    """All rows are one expert's: positions count through the tokens."""
+    """All rows are those of one expert, so their positions follow the order of tokens."""
     x = draw(6, 4)
     position = torch.arange(6, dtype=torch.int32).view(6, 1)
     assert torch.equal(permute(x, position, 6), x)
@@ -367,7 +367,7 @@ BAD_MEMORY: dict[str, tuple[Tensor, str]] = {
 
 @pytest.mark.parametrize("rows, message", BAD_MEMORY.values(), ids=BAD_MEMORY.keys())
 def test_rows_that_the_kernels_cannot_read_are_refused_with_the_numbers(rows: Tensor, message: str) -> None:
-    """On CUDA, before any launch: here the launches themselves are called, which never come to CUDA."""
+    """They are refused before any launch. The test calls the functions that launch, on tensors of the CPU."""
     position, _ = draw_positions(rows.shape[0], 2)
     fine = torch.empty(2 * rows.shape[0], rows.shape[1], dtype=rows.dtype)
     with pytest.raises(ValueError, match=message):
@@ -492,7 +492,7 @@ def kernels() -> list[str]:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_rows_are_read_and_written_16_bytes_at_a_time() -> None:
-    """All other loads from global memory are positions and weights, all other stores weights' gradients."""
+    """All other loads from global memory are positions and weights; all other stores, weights' gradients."""
     names = kernels()
     assert len(names) == 28
     for arch in disassembly.archs():
@@ -510,7 +510,10 @@ def test_rows_are_read_and_written_16_bytes_at_a_time() -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_loads_of_a_turn_are_issued_before_the_first_is_used() -> None:
-    """On sm_90a: of eight vectors of routed rows all but two, with nothing but addresses between them."""
+    """All but two of eight vectors of routed rows are loaded with only address computations between them.
+
+    This is so on sm_90a.
+    """
     names = kernels()
     if "sm_90a" not in disassembly.archs():
         pytest.skip("not built for sm_90a")

@@ -1,4 +1,4 @@
-"""The registry: which of several kernels computes a request, why, and what is remembered of it.
+"""The registry of kernels: which candidate computes a request, why, and what the registry remembers.
 
 Candidates, clocks and devices are fakes. "pmoe" competes with "grouped_mm", or with "loop" where
 that refuses; "loop" refuses nothing.
@@ -31,9 +31,9 @@ CUDA = torch.device("cuda", 0)
 
 
 class FakeBench:
-    """A device, in the place of the functions that ask one.
+    """Stands in for the functions that measure on a device.
 
-    times: seconds of each candidate; by the request's form, where forms differ.
+    times: seconds of each candidate; by the request's form, if forms differ.
     """
 
     def __init__(self, times: Mapping[str, Any], architecture: Architecture = HOPPER) -> None:
@@ -76,7 +76,7 @@ class FakeBench:
 
 
 class MeasuredRegistry(Registry):
-    """A registry that has its products measured."""
+    """A registry that is asked to measure its products on a fake device."""
 
     bench: FakeBench
 
@@ -93,7 +93,11 @@ def make_registry(
     refusals: Mapping[str, list[str]] | None = None,
     misfits: Mapping[str, str] | None = None,
 ) -> MeasuredRegistry:
-    """refusals: by candidate, why it refuses every request; misfits: why every operand."""
+    """Returns a registry with the three candidates.
+
+    refusals: for each candidate, its reasons to refuse every request.
+    misfits: for each candidate, its reason to refuse every operand.
+    """
 
     def candidate(name: str) -> ProductCandidate:
         return ProductCandidate(
@@ -125,7 +129,7 @@ FORWARD, INPUT, WEIGHT = (make_request(form) for form in ("forward", "input", "w
 
 
 class Alone:
-    """Agreement of one rank, counted."""
+    """The agreement of a single rank: returns the values as they are, and counts the calls."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -210,7 +214,7 @@ def test_ties_within_one_percent_go_to_grouped_mm(seconds: float, taken: str) ->
 
 @pytest.mark.parametrize("seconds, taken", [(1.0, "pmoe"), (3.0, "loop")])
 def test_what_grouped_mm_refuses_is_measured_beside_the_loop(seconds: float, taken: str) -> None:
-    """A bias, float16, a device before compute capability 9.0."""
+    """grouped_mm refuses a bias, float16, and a device before compute capability 9.0."""
     bench = FakeBench({"pmoe": seconds, "loop": 2.0})
     found = make_registry(bench, {"grouped_mm": ["bias"]})
     found.measure([FORWARD], Alone())

@@ -1,5 +1,6 @@
-"""Routing as one operation: its PyTorch reference equals the stages of a layer, and its kernels' source, run
-on the CPU, equals plain loops.
+"""Routing as one operation: its PyTorch reference equals the stages of a layer.
+
+The kernels' source, run on the CPU, equals plain loops.
 
 Letters: T tokens, K choices, E experts, N slots, n chunks.
 """
@@ -48,7 +49,7 @@ def draw_logits(
 
 
 def gate_of(logits_TE: Tensor, top_k: int, **options: Any) -> Callable[[Tensor], pmoe.Routing]:
-    """A TopKGate whose logits are those that it is called with."""
+    """Returns a function from tokens to a routing: that of a TopKGate with these logits."""
     num_experts = logits_TE.shape[1]
     gate = pmoe.gates.TopKGate(num_experts, num_experts, top_k, dtype=logits_TE.dtype, **options)
     with torch.no_grad():
@@ -339,7 +340,7 @@ def test_the_extension_refuses_sizes_with_their_numbers() -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
-    """A thread holds 8, 16 or 32 logits. Forward reads the next row while it works on one."""
+    """A thread has 8, 16 or 32 logits. Forward loads the next row while it works on one."""
     names = [name for name in declared() if name.split(".")[0] in ("route_choose", "route_backward")]
     assert len(names) == 16
     for arch in archs():

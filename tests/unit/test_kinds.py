@@ -1,4 +1,4 @@
-"""Calls with other tensors than plain ones: taken for what they mean, or named with what to do."""
+"""Calls with other types of tensors than plain ones: they work as meant, or an error says what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def jagged(*shape: int) -> Tensor:
 
 
 def of_values(layer: MoELayer, x: Tensor, run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """As `gradients`, of a call with x; y and the gradient of x as values."""
+    """Returns what `gradients` returns for a call with x, with y and the gradient of x as plain values."""
     layer.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
     y = run(x)
@@ -56,7 +56,7 @@ def test_the_values_of_a_jagged_tensor_are_the_tokens(options: dict[str, Any]) -
 
 
 def test_a_jagged_result_has_its_inputs_offsets() -> None:
-    """So that a residual connection can add them, and a padded tensor be made of both."""
+    """A residual connection can then add input and result, and both can be padded in the same way."""
     layer, x = build(), jagged()
     y = layer(x)
     assert y.is_nested and y.layout is torch.jagged and y.shape == x.shape
@@ -76,11 +76,11 @@ def test_token_ids_may_be_jagged_too() -> None:
 
 
 class Named(torch.Tensor):
-    """Nothing of its own."""
+    """A subclass of Tensor that changes nothing."""
 
 
 class Logged(torch.Tensor):
-    """Notes which functions it takes part in."""
+    """A subclass of Tensor that records the functions that are called with it."""
 
     seen: list[str] = []
 

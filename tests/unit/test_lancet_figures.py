@@ -1,4 +1,6 @@
-"""`pmoe simulate lancet`: what is said of Lancet's section 7 follows from the passes, and docs say it too."""
+"""`pmoe simulate lancet`: statements about Lancet's section 7 follow from the simulated passes and are in
+docs.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def test_a_step_is_its_three_parts_and_each_bound_hides_one() -> None:
 
 
 def test_all_to_alls_outlast_experts_and_more_gpus_send_more() -> None:
-    """The paper's point: hiding experts alone leaves most of the all-to-alls."""
+    """The paper's point: if only experts hide all-to-alls, most of the all-to-alls stay exposed."""
     for model in (SMALL, LARGE):
         rows = [row for row in figure2() if row["model"] == model.name]
         ratios = [row["all-to-all / experts"] for row in rows]

@@ -1,4 +1,4 @@
-"""Lanes on the CPU that are threads: what a failure leaves undone, and in which mode they work."""
+"""Lanes on the CPU that are threads: what does not run after a failure, and in which mode they compute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNKS = 4
 
 
 def run(dispatch: Callable[[int], None]) -> None:
-    """A forward pass whose communication lane is a thread, and which does nothing but dispatch."""
+    """Runs a forward pass whose communication lane is a thread, and which only dispatches."""
     schedule = forward_schedule(CHUNKS, Stages(local=False, remote=True))
     nothing = dict.fromkeys(Kind, lambda chunk: None)
     run_schedule(schedule, {**nothing, Kind.DISPATCH: dispatch}, ROWS, Ranks.single(), in_steps=True)
@@ -26,7 +26,7 @@ def run(dispatch: Callable[[int], None]) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, ZeroDivisionError])
 def test_nothing_is_sent_after_what_failed(error: type[Exception]) -> None:
-    """A peer that is still at chunk 1 would take the rows of chunk 2 for those of chunk 1."""
+    """A peer that still waits for chunk 1 would take the rows of chunk 2 for those of chunk 1."""
     begun = []
 
     def dispatch(chunk: int) -> None:

@@ -340,7 +340,7 @@ def test_two_runs_are_bit_identical(n: int, expert: object) -> None:
 
 
 def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
-    """As the benchmarks set them, which would measure something else if it had no effect."""
+    """The benchmarks set them this way, and would measure something else if that had no effect."""
     layer, x = build(pipeline=2, bypass_local=False), tokens().requires_grad_()
 
     def lanes_waited_for() -> int:
@@ -362,7 +362,9 @@ def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
 
 
 def test_switches_set_after_a_call_are_those_of_a_layer_that_had_them_before() -> None:
-    """Nothing that follows from them is kept: stages, rings, what ranks asked, the prediction."""
+    """Nothing that follows from the old switches is kept: stages, rings, what ranks asked for, the
+    prediction.
+    """
     switches = Switches(bypass_local=False, sequential=True)
     first, late = (build(pipeline=2, memory_reuse="S4") for _ in range(2))
     first.switches = switches

@@ -1,4 +1,4 @@
-"""MoELayer as a node of autograd's graph: any order of passes, frozen parts, copies."""
+"""MoELayer as a node of autograd's graph: passes in any order, frozen parameters, copies."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_retained_graph_gives_the_same_gradients_twice(expert: object, n: int)
 
 @pytest.mark.parametrize("nonlinear", [False, True])
 def test_a_second_derivative_is_refused(nonlinear: bool) -> None:
-    """Also where the incoming gradient is a constant, and the gate's part alone could be differentiated."""
+    """It is refused even if the incoming gradient is a constant, or only the gate could be differentiated."""
     layer = build()
     x = tokens().requires_grad_()
     y = layer(x)

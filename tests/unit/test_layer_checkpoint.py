@@ -1,4 +1,4 @@
-"""MoELayer inside checkpoints of PyTorch and under torch.compile."""
+"""MoELayer inside activation checkpoints of PyTorch, and under torch.compile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.own_experts import mlp
 
 
 def checkpointed(layer: MoELayer, use_reentrant: bool) -> dict[str, Tensor]:
-    """As `gradients`, with the layer inside a checkpoint that returns its loss beside its output."""
+    """Returns what `gradients` returns for a layer inside a checkpoint that also returns the loss."""
     x = tokens().requires_grad_()
     layer.zero_grad()
     y, l_aux = checkpoint(lambda x: (layer(x), layer.l_aux), x, use_reentrant=use_reentrant)
@@ -78,7 +78,7 @@ def test_a_checkpointed_layer_keeps_no_rows_between_the_passes(expert: object) -
 
 
 class Block(nn.Module):
-    """A residual block, as a transformer has it."""
+    """A residual block with a layer, as in a transformer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has not used the pmoe backend, which looks into layers before others do."""
+    """Undoes what the pmoe backend changed, so that Dynamo does not look into layers, as in a new process."""
     monkeypatch.setattr(MoELayer, "forward", capture._eager)
     torch._dynamo.reset()
     yield
@@ -110,7 +110,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Flat(nn.Module):
-    """Two layers in one forward."""
+    """A module that calls two layers in one forward."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

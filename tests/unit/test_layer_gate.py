@@ -1,4 +1,4 @@
-"""MoELayer with gates of users."""
+"""MoELayer with gates of users' own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reference import Definition
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_a_gate_of_ones_own_is_followed(capacity_factor: float | None, top_k: int, n: int) -> None:
-    """Even where it chooses another number of experts a token than the layer's top_k."""
+    """The gate may choose another number of experts for each token than the layer's top_k."""
     layer = build(gate=ByPosition(top_k), pipeline=n, capacity_factor=capacity_factor)
     got = gradients(layer, tokens())
     parameters = dict(layer.named_parameters())

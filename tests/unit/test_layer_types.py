@@ -24,7 +24,7 @@ from tests.reference import Definition
 
 
 def plain_pytorch(layer: MoELayer, x: Tensor) -> Tensor:
-    """The layer as a few lines of PyTorch in x's type: gate, one linear pair an expert, weighted sum."""
+    """Computes the layer by a few lines of PyTorch in the dtype of x: gate, linear maps, weighted sum."""
     routing = layer.gate(x)
     y = 0
     for e in range(layer.num_experts):
@@ -53,7 +53,7 @@ def in_float64(layer: MoELayer, x: Tensor) -> dict[str, Tensor]:
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    """The root mean square of the differences."""
+    """Returns the root mean square of the differences."""
     return (got.double() - expected).square().mean().sqrt().item()
 
 
@@ -118,7 +118,7 @@ def test_autocast_computes_rows_in_bfloat16_and_gives_gradients_of_the_parameter
 
 @pytest.mark.parametrize("expert", ["ffn", "swiglu", mlp])
 def test_the_experts_backward_inside_autocast_equals_one_outside(expert: object) -> None:
-    """The gate's is autograd's own, which autocast reaches as it reaches any linear's."""
+    """Only the gate's backward is autograd's own, which autocast changes as it changes any linear layer's."""
     layer = build(dtype=torch.float32, expert=expert)
     found = []
     for inside in (False, True):
@@ -153,7 +153,7 @@ def test_autocast_leaves_float64_alone() -> None:
 
 
 class Seen(nn.Linear):
-    """Notes the autocast that it runs under."""
+    """A module that records whether autocast is on while it runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype
@@ -165,7 +165,7 @@ class Seen(nn.Linear):
 def test_a_shared_expert_runs_under_the_callers_autocast_if_it_is_a_module(
     is_module: bool, expert: object
 ) -> None:
-    """It once met rows in bfloat16 with weights in float32 wherever the routed experts were no modules."""
+    """Earlier it got bfloat16 rows with float32 weights unless the routed experts were modules."""
     shared = Seen(D_MODEL, D_MODEL) if is_module else 5
     layer = build(dtype=torch.float32, expert=expert, shared_expert=shared)
     x = tokens(dtype=torch.float32).requires_grad_()
@@ -184,7 +184,9 @@ def test_a_shared_expert_runs_under_the_callers_autocast_if_it_is_a_module(
 
 
 def test_autocast_under_no_grad_then_with_gradients_still_trains_modules() -> None:
-    """Autocast caches cast weights; one cast under no_grad must not be found by a forward that trains."""
+    """Autocast caches weights that it has cast. One that was cast under no_grad must not be used for
+    training.
+    """
     layer = build(dtype=torch.float32, expert=mlp)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Layers that learn n together: alike in all that changes the time, and only those."""
+"""Layers that share the n that trials found: everything that changes the seconds is equal in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pmoe.measure import bench
 
 
 class PicksSome(nn.Module):
-    """A user's gate: how many rows it makes follows from its attributes alone."""
+    """A gate of a user's own. Only its attributes say how many rows it makes."""
 
     def __init__(self, rows_a_token: int) -> None:
         super().__init__()

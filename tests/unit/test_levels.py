@@ -1,4 +1,4 @@
-"""The levels of the tests: what the Makefile runs at each, and what needs a compiler."""
+"""The levels of the tests: what the Makefile runs at each level, and which tests need a compiler."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The protocols of COMET's flags and of FlashDMoE's actors in the memory model of PTX: what must not be seen,
-and what that rests on."""
+"""The protocols of COMET's flags and of FlashDMoE's actors in the memory model of PTX.
+
+The tests show which outcomes are impossible, and which operations that depends on.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_nothing_stale_is_seen_behind_a_flag(litmus: Litmus) -> None:
 
 @pytest.mark.parametrize("litmus", ALL, ids=lambda each: each.name)
 def test_each_sense_scope_meeting_and_fence_that_is_left_out_is_found(litmus: Litmus) -> None:
-    """All but those that the model does not need, which are listed with the reason."""
+    """Each of them is necessary, except those in a list with the reason why the model does not need them."""
     weakened = dict(litmus.weakened())
     assert len(weakened) >= 2
     unnoticed = {name for name, events in weakened.items() if not any(litmus.bad_executions(events))}
@@ -54,7 +56,10 @@ def test_what_an_instruction_says_is_read_from_the_header() -> None:
 
 
 def outcomes(events: list[Event], *reads: tuple[str, str]) -> set[tuple[bool, ...]]:
-    """Of each allowed execution whether these reads, (place, thread), have seen a write."""
+    """Returns, for each allowed execution, whether these reads have seen a write.
+
+    reads: (place, thread) pairs.
+    """
     program = Program(events)
     found = set()
     for execution in program.executions():

@@ -1,4 +1,4 @@
-"""What pmoe says by itself: visible where nobody configured logging, on rank 0, and easily turned off."""
+"""pmoe's own messages: visible without any configuration of logging, on rank 0, and easy to turn off."""
 
 from __future__ import annotations
 

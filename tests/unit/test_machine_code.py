@@ -1,6 +1,6 @@
-"""Rules and costs of the machine code of every kernel, for both element types; without a GPU.
+"""Rules for the machine code of every kernel, and its costs, for both element types; without a GPU.
 
-Each rule is shown to find a mistake that is planted in a kernel's real code.
+For each rule a mistake is planted in the real code of a kernel, which the rule must find.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ pytestmark = [
 
 Rule = Callable[[Sequence[str]], list[str]]
 WAITING = ("comet.", "flashdmoe.", "route", "permute", "unpermute")
-"""Kernels that read what others write while they run, or that wait."""
+"""Beginnings of the names of kernels that wait, or read what others write while they run."""
 PRODUCTS = {"forward": 2, "backward": 4}
-"""Of the persistent kernels' passes."""
+"""Number of products in each pass of the persistent kernels."""
 
 
 def hopper(*prefixes: str) -> dict[str, list[str]]:
-    """The kernels of Hopper's own instructions."""
+    """Returns the code of kernels that use instructions only Hopper has, by name.
+
+    prefixes: beginnings of the names; none returns all.
+    """
     found = {
         name: code
         for name, code in sass("sm_90a").items()
@@ -62,7 +65,7 @@ def test_kernels_that_wait_have_no_loads_past_the_coherent_caches() -> None:
 
 
 def test_no_function_is_called_in_a_loop() -> None:
-    """Code of sm_80 calls a few instructions where a warp meets; that of sm_90a would call divisions."""
+    """Code for sm_80 calls a few instructions at which a warp's threads meet; that for sm_90a, divisions."""
     others = {n: c for n, c in sass("sm_90a").items() if n.startswith(("route", "permute", "unpermute"))}
     assert len(others) >= 20
     expect_none(machine_code.wrong_calls, hopper("comet.", "grouped_gemm.") | others)
@@ -94,7 +97,7 @@ def test_both_element_types_have_the_same_products_loads_barriers_and_waits() ->
 
 
 def plant(name: str, old: str, new: str) -> list[str]:
-    """A kernel's code with `new` in the first instruction that has `old`."""
+    """Returns the code of a kernel in which the first instruction that has ``old`` has ``new`` instead."""
     code = list(sass("sm_90a")[name])
     index = next(i for i, each in enumerate(code) if old in each)
     code[index] = code[index].replace(old, new)
@@ -123,7 +126,7 @@ def test_products_without_their_fence_group_or_wait_are_found(old: str, new: str
 
 
 def test_products_that_the_compiler_puts_in_a_row_are_found() -> None:
-    """A place of no return before the first product, in one of the blocks that lead there."""
+    """A place from which control does not return is planted before the first product."""
     code = sass("sm_90a")[PLAIN]
     first = next(i for i, each in enumerate(code) if opcode(each).startswith("HGMMA"))
     planted = ([*code[:i], "BSSY B0, 0x0", *code[i + 1 :]] for i in range(first, first - 20, -1))
@@ -147,7 +150,10 @@ def test_a_call_that_does_not_depend_on_a_floats_size_is_found() -> None:
 
 
 def test_a_step_loads_what_the_source_tells_and_is_issued_beside_its_products() -> None:
-    """A block loads 128 rows of A and 256 columns of B a step of 64, of pairs the half of one."""
+    """A block loads 128 rows of A and 256 columns of B in each step of depth 64.
+
+    Of an operand that two blocks share, each loads half.
+    """
     for name, code in hopper().items():
         if not machine_code.is_of_one_product(name):
             continue

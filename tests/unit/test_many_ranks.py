@@ -1,4 +1,4 @@
-"""What a rank does in a call does not grow with the number of ranks (`bench/bench_ranks.py`)."""
+"""The work of a rank in a call does not grow with the number of ranks (`bench/bench_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ def lines_of_step(case):
 
 print(json.dumps({{case: [lines_of_step(case), bytes_of(case)["counts"]] for case in CASES}}))
 """
-"""Lines of pmoe's Python that a step runs, one in a loop as often as it runs; and bytes."""
+"""A program that prints the lines of pmoe that a step executes, and its bytes.
+
+A line in a loop counts as often as it runs.
+"""
 
 
 @pytest.fixture(scope="module")
 def ran() -> dict[int, dict[str, list[int]]]:
-    """By number of ranks and case."""
+    """Returns the numbers that `PROGRAM` prints, by number of ranks and case."""
     return {
         num_ranks: json.loads(fresh.run(PROGRAM.format(num_ranks=num_ranks))) for num_ranks in (FEW, MANY)
     }

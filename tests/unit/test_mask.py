@@ -1,4 +1,4 @@
-"""A mask says which rows of the input are tokens. The layer computes these as if they came alone."""
+"""A mask says which rows of the input are tokens. The layer computes these as if there were no other rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.reference import relative_error
 from tests.switched import switched_layer
 
 REAL = torch.arange(12) >= 5
-"""Left padding of one sequence, as a batch for generation has it."""
+"""A mask with padding on the left, as in a batch from which a model generates."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def step(layer: pmoe.MoELayer, x: Tensor, dy: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    """Output, l_aux, counts and every gradient of a step. x, dy: (..., M)."""
+    """Returns the output, l_aux, the counts and every gradient of a step. x, dy: (..., M)."""
     torch.manual_seed(2)  # of gates that draw
     layer.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
@@ -48,7 +48,7 @@ def step(layer: pmoe.MoELayer, x: Tensor, dy: Tensor, mask: Tensor | None) -> di
 
 
 def check(layer: pmoe.MoELayer, shape: tuple[int, ...], mask: Tensor) -> None:
-    """The layer with a mask beside ``layer(x[mask])`` scattered back."""
+    """Compares a call with a mask with ``layer(x[mask])``, whose rows are put back at their tokens."""
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(*shape, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     real = mask.bool()

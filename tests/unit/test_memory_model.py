@@ -1,6 +1,8 @@
-"""The memory model: lifetimes by hand, and MPipeMoE's Eq. 2-6, which must fall out of the paper's schedules.
+"""The memory model: lifetimes of buffers by hand, and MPipeMoE's Eq. 2-6 from the paper's schedules.
 
-B rows, M = d_model, H = d_hidden, n chunks; bytes are elements here: every tensor has B x M or B x H of them.
+Letters: B rows, M = d_model, H = d_hidden, n chunks. An element counts as one byte: every tensor has B x M or
+    B x
+H elements.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pmoe.papers import mpipemoe_memory as theory
+from pmoe.papers import mpipemoe_memory
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.memory import predict
 from pmoe.planner.rows_per_pass import PassRows
@@ -28,7 +30,11 @@ from tests.paper_memory import (
 
 
 def made(text: str) -> list[Task]:
-    """Each line: the name of its task, a kind's: what it reads -> what it writes."""
+    """Returns tasks from a text with one task in each line, as "KIND: buffers that it reads -> buffers that
+    it writes".
+
+    KIND is the value of the task's `Kind`, which is also its name.
+    """
     tasks = []
     for line in text.strip().splitlines():
         name, _, work = line.partition(":")
@@ -130,16 +136,16 @@ SIZES = [
         (2, 3, 4, 5, 8, 16), (1, 6, 1024), ((1, 4), (768, 3072), (2048, 8192), (5, 3), (7, 7))
     )
 ]
-"""(B, M, H, n), n divides B. Two of them have H <= M."""
+"""(B, M, H, n), in which n divides B. Two of the sizes have H <= M."""
 
 
 def elements(B: int, M: int, H: int, n: int) -> Callable[[str], int]:
-    """Of a buffer: of a chunk, of which there are n."""
+    """Returns a function from the name of a buffer to its number of elements: those of one of n chunks."""
     return lambda buffer: B * (H if "T_M" in buffer else M) // n
 
 
 def chunks(schedule: Schedule, *tensors: str) -> list[str]:
-    """The buffers that belong to these tensors."""
+    """Returns the names of the buffers that belong to these tensors."""
     used = dict.fromkeys(buffer for task in schedule.tasks for buffer in (*task.reads, *task.writes))
     return [buffer for buffer in used if buffer.partition(".")[0] in tensors]
 
@@ -149,7 +155,9 @@ GRADIENTS = ("dT_I", "dT_DI", "dT_M", "dT_DO", "dT_O")
 
 
 def of_forward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
-    """Activations: all stay, in their slots where there are such."""
+    """Returns what the paper's forward pass holds, if all activations stay: each in its ring slot if it has
+    one.
+    """
     schedule = paper_forward(n, reuse=reuse)
     kept = chunks(schedule, *ACTIVATIONS)
     return held(
@@ -158,7 +166,10 @@ def of_forward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
 
 
 def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
-    """Gradients of activations (the buffers of the paper), none given back before the pass ends."""
+    """Returns what the gradients of activations hold in the paper's backward pass, its temporary buffers.
+
+    None of them is freed before the pass ends.
+    """
     schedule = paper_backward(n, reuse=reuse)
     size = elements(B, M, H, n)
     return held(
@@ -173,14 +184,16 @@ def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
 @pytest.mark.parametrize("B, M, H, n", [*SIZES, (64, 3, 12, 1), (1, 1, 1, 1)])
 def test_a_pipeline_without_reuse_holds_equations_2_and_4(B: int, M: int, H: int, n: int) -> None:
     forward = of_forward(B, M, H, n, reuse=False)
-    assert sum(forward.after[-1].values()) == theory.activations(B, M, H)
-    assert forward.peak_bytes == theory.activations(B, M, H)
-    assert of_backward(B, M, H, n, reuse=False).peak_bytes == theory.activations(B, M, H)
+    assert sum(forward.after[-1].values()) == mpipemoe_memory.activations(B, M, H)
+    assert forward.peak_bytes == mpipemoe_memory.activations(B, M, H)
+    assert of_backward(B, M, H, n, reuse=False).peak_bytes == mpipemoe_memory.activations(B, M, H)
 
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
 def test_running_in_sequence_holds_two_neighbouring_gradients(B: int, M: int, H: int, n: int) -> None:
-    """Eq. 3 for H >= M, as its experts are; with fewer hidden columns two of B x M are the larger pair."""
+    """Eq. 3 holds for H >= M, as in the paper. With fewer hidden columns, two tensors of B x M are the larger
+    pair.
+    """
     schedule = paper_sequential_backward()
     size = elements(B, M, H, 1)
     found = held(
@@ -189,7 +202,7 @@ def test_running_in_sequence_holds_two_neighbouring_gradients(B: int, M: int, H:
         before=["dT_O.0", "T_DI.0", "T_M.0"],
         after=["dT_I.0"],
     )
-    assert found.peak_bytes == (theory.buffers(B, M, H) if H >= M else 2 * B * M)
+    assert found.peak_bytes == (mpipemoe_memory.buffers(B, M, H) if H >= M else 2 * B * M)
     assert all(len([b for b in memories if b.startswith("d")]) == 2 for memories in found.during)
 
 
@@ -197,8 +210,8 @@ def test_running_in_sequence_holds_two_neighbouring_gradients(B: int, M: int, H:
 def test_reuse_saves_equation_5_of_the_activations_and_again_of_the_gradients(
     B: int, M: int, H: int, n: int
 ) -> None:
-    saved = theory.saved_each(B, M, H, n)
-    pipelined = theory.activations(B, M, H)
+    saved = mpipemoe_memory.saved_each(B, M, H, n)
+    pipelined = mpipemoe_memory.activations(B, M, H)
     assert pipelined - of_forward(B, M, H, n, reuse=True).peak_bytes == saved
     assert pipelined - of_backward(B, M, H, n, reuse=True).peak_bytes == saved
 
@@ -210,12 +223,12 @@ def test_the_share_that_reuse_saves_is_equation_6(B: int, M: int, H: int, n: int
         sum(each(B, M, H, n, reuse=reuse).peak_bytes for each in (of_forward, of_backward))
         for reuse in (False, True)
     )
-    share = (took - takes) / (theory.model_states(M, H, E) + took)
-    assert share == pytest.approx(theory.saving_ratio(B, M, H, E, n), rel=1e-15)
+    share = (took - takes) / (mpipemoe_memory.model_states(M, H, E) + took)
+    assert share == pytest.approx(mpipemoe_memory.saving_ratio(B, M, H, E, n), rel=1e-15)
 
 
 def whole(schedule: Schedule) -> dict[str, str]:
-    """Chunks that have no slot lie in one piece of memory, their tensor's."""
+    """Returns the memory of each buffer: its ring slot, or, without one, the memory of its whole tensor."""
     used = chunks(schedule, *ACTIVATIONS, *GRADIENTS)
     return {buffer: schedule.slots.get(buffer, buffer.partition(".")[0]) for buffer in used}
 
@@ -225,9 +238,12 @@ def whole(schedule: Schedule) -> dict[str, str]:
 def test_from_three_chunks_on_the_formulas_are_what_is_alive_at_once(
     B: int, M: int, H: int, n: int, reuse: bool
 ) -> None:
-    """Not only what is taken in all: in the middle of the pipeline every tensor, and every slot, is in use,
-    even if each is given back after its last reader."""
-    saved = theory.saved_each(B, M, H, n) * reuse
+    """The formulas are the number of elements in use at one moment, not only of all memory that is taken.
+
+    In the middle of the pipeline every tensor and every slot is in use, even if each is freed after its last
+    reader.
+    """
+    saved = mpipemoe_memory.saved_each(B, M, H, n) * reuse
     size = elements(B, M, H, n)
     forward, backward = paper_forward(n, reuse=reuse), paper_backward(n, reuse=reuse)
 
@@ -246,8 +262,8 @@ def test_from_three_chunks_on_the_formulas_are_what_is_alive_at_once(
             after=[*caller, *chunks(schedule, result)],
         ).peak_bytes
 
-    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == theory.activations(B, M, H) - saved
-    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == theory.activations(B, M, H) - saved
+    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == mpipemoe_memory.activations(B, M, H) - saved
+    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == mpipemoe_memory.activations(B, M, H) - saved
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -267,17 +283,19 @@ def test_the_paper_s_forward_is_figure_7a() -> None:
 
 
 def extents(B: int, n: int) -> ChunkRows:
-    """Rows that all travel, in equal chunks, and arrive in order of experts."""
+    """Returns the rows of n equal chunks that are all sent, and arrive sorted by expert."""
     rows = (B // n,) * n
     return ChunkRows(send=rows, received=rows, local=(0,) * n, home=rows, regrouped=(False,) * n)
 
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
 def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, n: int) -> None:
-    """T_DI, T_DO and T_M of forward, and their gradients of backward, with S4: 2 (2 B M / n) + B H / n."""
+    """Forward has T_DI, T_DO and T_M, and backward their gradients, with S4: 2 (2 B M / n) + B H / n each."""
     pair = STRATEGIES["S4"]
     reduced = 2 * (2 * B * M // n) + B * H // n
-    assert reduced == theory.activations(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
+    assert (
+        reduced == mpipemoe_memory.activations(B, M, H) - mpipemoe_memory.saved_each(B, M, H, n) - 2 * B * M
+    )
 
     def slots(schedule: Schedule) -> dict[str, int]:
         columns = HiddenColumns(hidden=H, active=0, scratch=H, scratch_rows=B)
@@ -305,10 +323,12 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
 def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_what_it_leaves_out(
     B: int, M: int, factor: int, travel: bool
 ) -> None:
-    """n = 1, with the input and the gradient that comes in, which are the caller's for `predict`. T_DO is not
-    saved here. The paper lets the nonlinearity work in place; where T_M is kept, the activated hidden has
-    memory of its own in backward, and rows that travel are arranged before and after they do. So the peak is
-    not below Eq. 2 and 4 together, though less is held between the passes."""
+    """The case is n = 1, with the input and the incoming gradient, which the caller holds for `predict`.
+
+    pmoe does not save T_DO between the passes. The paper lets the nonlinearity work in place. pmoe keeps T_M
+    and so needs memory for the activated hidden rows in backward; and it arranges rows before and after they
+    are sent. So the peak is not below Eq. 2 and 4 together, although less is held between the passes.
+    """
     H, size = factor * M, 4
     shape = sizes_from_options(M, H, 8, num_ranks=8 if travel else 1)
     there, none = (B,), (0,)
@@ -322,9 +342,9 @@ def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_wh
     rows = PassRows(extent=extent, received=B * travel, local=B * (not travel), sent=B * travel, exact=True)
     found = predict(shape, shape.call(B), rows, rows, KEEP)
     between = found.saved / size + B * M  # T_I
-    assert between < theory.activations(B, M, H)
-    assert between == pytest.approx(theory.activations(B, M, H) - B * M, rel=0.02)
+    assert between < mpipemoe_memory.activations(B, M, H)
+    assert between == pytest.approx(mpipemoe_memory.activations(B, M, H) - B * M, rel=0.02)
 
-    papers = 2 * theory.activations(B, M, H)
+    papers = 2 * mpipemoe_memory.activations(B, M, H)
     expected = papers - B * M + B * H + (2 * B * M if travel else 0)
     assert found.promised / size + 2 * B * M == pytest.approx(expected, rel=0.02)

@@ -1,4 +1,4 @@
-"""The memory benchmarks at tiny sizes: they run, write what they say, and divide by the right yardstick."""
+"""The memory benchmarks at tiny sizes: they run, write their results, and divide by the right yardstick."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    """Scripts set them."""
+    """Restores the number of torch's threads, which the scripts set."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""The modelled link of bench/ by hand, with a clock that the tests set."""
+"""The modelled link of bench/ against numbers by hand, with a clock that the tests set."""
 
 from __future__ import annotations
 

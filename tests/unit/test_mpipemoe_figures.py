@@ -1,4 +1,4 @@
-"""MPipeMoE's Figs. 8 and 12 as simulated: what both splits send, bounds of a step, how n grows with B."""
+"""MPipeMoE's Figs. 8 and 12 as simulated: what both splits send, bounds of a step, and how n grows with B."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_a_split_sends_every_row_once_whatever_n_is(split: type, n: int) -> None
 
 
 def test_two_chunks_by_destination_by_hand() -> None:
-    """Groups of 32 ranks, 4 nodes: 7 peers in the node and 24 in the group's other nodes, then 32 others."""
+    """Groups of 32 ranks on 4 nodes: 7 peers in the node, 24 in the group's other nodes, then 32 in the other
+    group.
+    """
     assert by_destination(B, 2) == [SplitChunk(7, 24, 128, 4096), SplitChunk(0, 32, 128, 4096)]
     assert along_tokens(B, 2) == [SplitChunk(7, 56, 64, 4096)] * 2
 
@@ -65,7 +67,7 @@ def test_by_destination_each_peer_gets_one_message_and_along_tokens_one_for_each
 
 
 def test_an_exchange_takes_as_long_as_its_slower_link_by_hand() -> None:
-    """64 rows of 1000 float32, 256 kB a message: 20 GB/s between nodes, 240 GB/s inside."""
+    """64 rows of 1000 float32 make 256 kB a message: 20 GB/s between nodes, 240 GB/s inside."""
     outside = 2 * (1e-6 + 256e3 / 20e9)
     assert SplitChunk(7, 2, 64, 1).exchange_seconds(1000) == pytest.approx(outside)
     assert SplitChunk(7, 0, 64, 1).exchange_seconds(1000) == pytest.approx(7 * (0.5e-6 + 256e3 / 240e9))
@@ -75,7 +77,7 @@ def test_an_exchange_takes_as_long_as_its_slower_link_by_hand() -> None:
 
 
 def test_fastmoes_step_is_the_sum_of_its_tasks() -> None:
-    """Four all-to-alls, and the products of forward three times."""
+    """It has four all-to-alls, and three times the products of forward."""
     (chunk,) = along_tokens(B, 1)
     products = TENSOR_CORES.seconds(B, 4 * B * XL.M * XL.H)
     whole = 4 * chunk.exchange_seconds(XL.M) + 3 * (products + TASK_SECONDS)
@@ -100,7 +102,7 @@ def test_no_step_beats_its_busier_lane_or_is_slower_than_all_tasks_in_turn(split
 
 
 def test_equal_links_and_free_messages_make_the_splits_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of the difference between Fig. 5a and 5b are messages and the node's own rows."""
+    """The difference between Fig. 5a and 5b then comes only from messages and the node's own rows."""
     from pmoe.papers import mpipemoe_figures
     from pmoe.planner.costs import LineCost
 
@@ -144,7 +146,7 @@ def test_largest_and_mean_speed_ups_are_those_of_the_rows() -> None:
 
 
 def test_n_grows_with_the_batch() -> None:
-    """The paper's hypothesis, from 256 tokens to 256k: the best n never falls, and takes every value."""
+    """The paper's hypothesis: from 256 tokens to 256k, the best n never falls, and takes every value."""
     best = [best_n(XL, 256 << i) for i in range(11)]
     assert best == sorted(best)
     assert set(best) == set(DEGREES)

@@ -1,4 +1,4 @@
-"""What profilers and errors call a layer, and each task of its passes."""
+"""The names that a layer and each task of its passes have in profilers and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.engine.lanes import recorder as recording
+from pmoe.engine.lanes import recorder
 
 
 def test_each_task_of_a_pass_is_a_range_with_chunk_direction_and_layer() -> None:
@@ -23,7 +23,7 @@ def test_each_task_of_a_pass_is_a_range_with_chunk_direction_and_layer() -> None
 
 
 def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "record_function", None)
+    monkeypatch.setattr(recorder, "record_function", None)
     pmoe.MoELayer(8, 16, 4, pipeline=2)(torch.randn(12, 8))
 
 

@@ -1,4 +1,4 @@
-"""A name means one thing: no two types of pmoe share one, and functions only in the same role."""
+"""A name means one thing: no two types of pmoe share one, and functions share one only in the same role."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
         {"pmoe/kernels/route/operators.py", "pmoe/kernels/route/reference.py"},
     ),
 }
-"""By role, public functions that may share a name, and the files that may hold them."""
+"""Public functions that may share a name, and the files that may have them, by role."""
 
 
 def types_of(tree: ast.Module) -> Iterator[str]:
-    """Classes, wherever they are, and the file's names for types."""
+    """Yields the names of a file's classes, also nested ones, and of its type aliases."""
     yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -67,14 +67,17 @@ def types_of(tree: ast.Module) -> Iterator[str]:
 
 
 def functions_of(tree: ast.Module) -> Iterator[str]:
-    """Public functions at the top of the file."""
+    """Yields the names of the public functions at the top level of a file."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield node.name
 
 
 def shared(kind: object) -> dict[str, set[str]]:
-    """By name, the files of all that share it."""
+    """Returns the names that several files have, each with these files.
+
+    kind: ast.ClassDef for names of types; anything else for names of functions.
+    """
     files: defaultdict[str, list[str]] = defaultdict(list)
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -99,13 +102,13 @@ def test_functions_share_a_name_only_where_they_have_the_same_role() -> None:
 
 
 MENTION = re.compile(r"(?<!`)`(~?[A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`(?!`)")
-"""`name`, `module.name` or `name()`; what stands in double backticks is code, and no name to look up."""
+"""A name in single backticks: `name`, `module.name` or `name()`. Double backticks are for code."""
 OTHERS = ("torch", "fairseq", "transformers", "numpy", "scipy", "matplotlib", "logging")
-"""Packages whose names are theirs."""
+"""Packages of other projects, whose names docstrings may mention."""
 
 
 def names_of(source: str) -> set[str]:
-    """Every name in the code, docstrings and comments left out."""
+    """Returns every name in a file's code, without docstrings and comments."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.string for token in tokens if token.type == tokenize.NAME}
 

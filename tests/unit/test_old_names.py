@@ -1,4 +1,4 @@
-"""Modules that were renamed warn under their old names, and layers that were pickled before still load."""
+"""Renamed modules warn under their old names, and layers that were pickled before still load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import pmoe
 
 STORED = Path(__file__).resolve().parents[1] / "stored" / "layer_before_rooms.pt"
-"""torch.save(layer) by a version whose classes were in other modules."""
+"""A file that torch.save(layer) wrote in a version whose classes were in other modules."""
 
 OLD_NAMES = {
     "pmoe.engine.recording": ("pmoe.engine.lanes.recorder", ["Journal", "Span"]),
@@ -21,7 +21,7 @@ OLD_NAMES = {
     "pmoe.measure.black_box": ("pmoe.measure.module_cost", ["profile_module"]),
     "pmoe.schedule.straight": ("pmoe.schedule.separate_buffers", ["forward_schedule"]),
 }
-"""Modules that documents named: the new name, and what they had."""
+"""Old names of modules that documents named: the new name, and what the modules had."""
 
 
 @pytest.mark.parametrize("old", OLD_NAMES)

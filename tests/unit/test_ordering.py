@@ -1,4 +1,4 @@
-"""The sorted ordering and capacity against small tables written by hand."""
+"""The sorted ordering and the capacity, against small tables written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal splits padded to capacity, and what a CUDA graph can hold, on one rank and without a GPU.
+"""Rows padded to the capacity, and what a CUDA graph may capture, on one rank and without a GPU.
 
 Letters: T tokens, K choices, E experts, M = d_model, N padded rows.
 """
@@ -22,7 +22,7 @@ from pmoe.engine.lanes.recorder import recording
 from pmoe.engine.plan.callbacks import Callback
 from pmoe.engine.variants.padding import PaddedRowCounts, make_padding
 from pmoe.gates.capacity import within_capacity
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.kit import D_MODEL as M
@@ -33,7 +33,7 @@ from tests.switched import switched_layer
 
 
 def make(**options: Any) -> pmoe.MoELayer:
-    """Its gate is bent to be uneven: the capacity drops some rows and leaves others free."""
+    """Returns a layer with an uneven gate: the capacity drops some rows and leaves room for others."""
     return kit.build(**{"capacity_factor": 0.7, **options})
 
 
@@ -57,7 +57,7 @@ def step(layer: pmoe.MoELayer, x: Tensor, *args: Tensor) -> dict[str, Tensor]:
 
 
 def check(x: Tensor, *args: Tensor, **options: Any) -> dict[str, Any]:
-    """A step with padding equals the same without."""
+    """Runs a step with padding and the same step without, and checks that the results are equal."""
     torch.manual_seed(1)
     expected = step(make(**options), x, *args)
     torch.manual_seed(1)
@@ -131,7 +131,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_the_output_may_be_changed_in_place(top_k: int) -> None:
-    """With one choice a token it was a view that autograd knew nothing of, and refused to let change."""
+    """The output with top-1 routing was once a view that autograd did not know, and refused to let change."""
     layer, x = padded(top_k=top_k), tokens().requires_grad_()
     (expected,) = torch.autograd.grad(layer(x).mul(3).sum(), x)
     (got,) = torch.autograd.grad(layer(x).mul_(3).sum(), x)
@@ -216,7 +216,7 @@ def test_checkpointing_with_frozen_routing() -> None:
 
 
 def test_what_is_sent_again_is_padded_again_and_held_by_nobody() -> None:
-    """Between the passes of communicate/recompute a layer holds tokens, not padded rows."""
+    """A layer with communicate/recompute holds tokens between the passes, not padded rows."""
     num_tokens, factor = 64, 1.5
     held = {}
     for pair in (pmoe.Restore("keep", "recompute"), pmoe.Restore("communicate", "recompute")):
@@ -238,7 +238,7 @@ def test_what_is_sent_again_is_padded_again_and_held_by_nobody() -> None:
 
 
 def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device there is nothing to read: whatever waits for a number fails."""
+    """The meta device has no values to read, so any operation that waits for a number fails."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no meta device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
 
@@ -373,7 +373,10 @@ def test_padding_is_zero_whatever_the_tokens_hold() -> None:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``with capturing():`` calls are taken to be captured, and no gate may run."""
+    """Returns a context in which calls count as captured by a CUDA graph.
+
+    With the argument ``gate``, the test fails if that gate runs.
+    """
 
     @contextlib.contextmanager
     def captured(gate: nn.Module | None = None) -> Any:
@@ -387,8 +390,8 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def alone_on_cpu(patch: pytest.MonkeyPatch) -> None:
-    """As if the kernels of `pmoe.runners.one_rank` took everything."""
-    patch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+    """Lets the runner for one rank (`pmoe.runners.one_rank`) take any layer on the CPU."""
+    patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +427,7 @@ def test_one_rank_by_the_kernels_can_be_captured(capturing: Any, monkeypatch: py
 
 
 def test_counts_on_the_device_are_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is replayed writes other ones to the same place."""
+    """A CUDA graph that is replayed writes new counts into the same memory."""
     alone_on_cpu(monkeypatch)
     unpadded, layer = make(capacity_factor=None), padded()
     for each in (unpadded, layer):

@@ -1,4 +1,4 @@
-"""docs/papers.md is the map from each paper to the code: its names exist, nothing is left out of it."""
+"""docs/papers.md maps each paper to the code: the names in it exist, and nothing of a paper is left out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     paper: str
     labels: tuple[str, ...]
     text: str
-    """Of the last column: where it is, or why it is not."""
+    """The row's last column: where the code is, or why there is none."""
 
     @property
     def is_missing(self) -> bool:
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def labels_of(cell: str) -> Iterator[str]:
-    """Example: "Eq. 7 to 9, III.E" -> "Eq. 7", "Eq. 8", "Eq. 9", "III.E"."""
+    """Yields the labels in a cell. Example: "Eq. 7 to 9, III.E" -> "Eq. 7", "Eq. 8", "Eq. 9", "III.E"."""
     for part in cell.split(", "):
         found = re.fullmatch(r"(.*?)(\d+) to (?:[\d.]*\.)?(\d+)", part)
         if found is None:
@@ -93,7 +93,7 @@ ROWS = [row for paper in PAPERS for row in rows_of(paper)]
 
 @functools.cache
 def python_names(path: str) -> frozenset[str]:
-    """Functions, classes, "Class.method" and constants of a file."""
+    """Returns the functions, classes, methods ("Class.method") and constants of a file."""
 
     def told(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
         for node in body:
@@ -110,7 +110,7 @@ def python_names(path: str) -> frozenset[str]:
 
 @functools.cache
 def symbols(path: str) -> frozenset[str]:
-    """What a C++ or CUDA file defines or declares: functions, structs, classes and enums."""
+    """Returns the functions, structs, classes and enums that a C++ or CUDA file declares."""
     text = re.sub(r"//.*", "", (ROOT / path).read_text(encoding="utf-8"))
     declared = re.findall(r"^(?:[\w:<>*&,() ]+[ *&])?(\w+)\(", text, re.MULTILINE)
     return frozenset(
@@ -161,7 +161,7 @@ def test_a_row_says_where_something_is_or_why_it_is_not(row: Row) -> None:
 
 
 def came_out() -> list[tuple[str, str, str, str]]:
-    """The table "What came out": (in the paper, kind, command, result)."""
+    """Returns the rows of the table "What came out": (in the paper, kind, command, result)."""
     section = PAGE.partition("\n## What came out\n")[2]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -177,7 +177,7 @@ SIMULATED_FIGURES = {
     "FlashDMoE": ("flashdmoe", ["6.1", "6.3", "6.5"]),
     "Lancet": ("lancet", [2, 6]),
 }
-"""For each paper, the experiment of `pmoe simulate` and the figures that it simulates."""
+"""The experiment of `pmoe simulate` of each paper, and the figures that it simulates."""
 
 
 @pytest.mark.parametrize("paper", SIMULATED_FIGURES)
@@ -216,7 +216,9 @@ CITED = re.compile(
 
 
 def cited(text: str) -> Iterator[tuple[str, str]]:
-    """(paper, label): "MPipeMoE, section III.B" -> ("MPipeMoE", "III.B")."""
+    """Yields the (paper, label) pairs that a text cites. Example: "MPipeMoE, section III.B" -> ("MPipeMoE",
+    "III.B").
+    """
     for paper, label in CITED.findall(re.sub(r"\s*\n\s*(?://|#)?\s*", " ", text)):
         kind, _, number = label.partition(" ")
         known = KINDS.get(kind.lower(), kind.capitalize())
@@ -240,7 +242,9 @@ def test_what_the_code_says_it_has_of_a_paper_is_not_listed_as_missing() -> None
 
 
 def covers(row: Row, label: str) -> bool:
-    """Rows of section 4.2 are rows of section 4."""
+    """Returns whether a row of the table is about a label. A row about section 4.2 is one about section 4,
+    too.
+    """
     return any(each == label or each.startswith(f"{label}.") for each in row.labels)
 
 

@@ -1,4 +1,4 @@
-"""What of parallelism needs no second rank: arguments, and the marks by which parameters are told apart."""
+"""Parts of data and expert parallelism that need no second rank: arguments, and the marks of parameters."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_whole_experts_have_no_copies() -> None:
 
 
 class WithScale(FFNExperts):
-    """A subclass with a parameter more."""
+    """A subclass of experts that has one more parameter."""
 
     def __init__(self) -> None:
         super().__init__(4, 6, 2)

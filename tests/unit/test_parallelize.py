@@ -1,4 +1,4 @@
-"""What of data parallelism needs one process: parameter groups, clipping, arguments."""
+"""Parts of `pmoe.parallelize` that need only one process: parameter groups, clipping, arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters are told apart by what they are: an expert's bias has two dimensions and is no matrix."""
+"""Kinds of parameters: an expert's bias has two dimensions, but counts as a bias and not as a matrix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(**options: Any) -> nn.Sequential:
 
 
 def named(found: nn.Module, groups: list[dict[str, Any]]) -> dict[tuple[str, bool], set[str]]:
-    """Names of parameters by kind and stacked; each parameter is in one group."""
+    """Returns the names of the parameters by (kind, stacked). Each must be in exactly one group."""
     names = {parameter: name for name, parameter in found.named_parameters()}
     inside = [parameter for group in groups for parameter in group["params"]]
     assert len(inside) == len(set(inside)) == len(names)

@@ -1,4 +1,6 @@
-"""Trials on a part of a batch: what the whole batch would take, and how much memory the stages may take."""
+"""Trials on a part of a batch: the computed seconds of the whole batch, and how much memory stages may
+take.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_one_number_of_chunks_does_not_say_what_a_chunk_costs() -> None:
 
 
 class Machine:
-    """A machine that follows the formula, in place of trials. It notes how much memory each stage takes."""
+    """Stands in for trials: their seconds follow the formula. It records how much memory each stage takes."""
 
     def __init__(self, seconds: Any, without_memory: Sequence[int] = ()) -> None:
         self.seconds = seconds
@@ -83,7 +85,11 @@ class Machine:
         self.tried: list[list[int]] = []
 
     def measure_trials(self, batch: Any, choices: Sequence[Choice], most: int) -> dict[Choice, PassTimes]:
-        """Runs trials on a batch, for which `search` puts a share of the tokens, or on the whole batch."""
+        """Returns the seconds of a step with each choice.
+
+        batch: the share of the tokens, a float, in the place of a part of the batch; any other object is the
+            whole batch.
+        """
         share = batch if isinstance(batch, float) else 1.0
         self.tried.append([choice.forward for choice in choices])
         self.taken.append(max(share * PEAKS[choice.forward] + share * OUTPUT for choice in choices))

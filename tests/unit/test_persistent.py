@@ -1,5 +1,8 @@
-"""A layer by one persistent kernel a pass on one rank, every thread of it in the emulator: beside the plain
-layer and float64; what it says where it is not used, and what becomes of a batch that does not fit."""
+"""A layer by one persistent kernel for each pass, on one rank. The emulator runs every thread of the kernel.
+
+It is compared with the plain layer and with float64. Other tests: messages if the kernel is not used, and
+batches that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,7 @@ from pmoe.comm.counts import CountsExchange
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.decide import fused_choice as layer_fused
-from pmoe.decide import padded_counts
+from pmoe.decide import fused_choice, padded_counts
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.kernels import route
 from pmoe.kernels.comet.launcher import Division, Launcher
@@ -55,7 +57,10 @@ def make(fused: bool | str = "persistent", dtype: torch.dtype = BF16, **options:
 
 
 def step(layer: pmoe.MoELayer, count: int, between: Any = None) -> dict[str, Tensor]:
-    """T_O, l_aux and every gradient of both. between: is called between the passes."""
+    """Runs forward and backward. Returns T_O, l_aux and every gradient of a loss of both.
+
+    between: function that is called between the passes.
+    """
     generator = torch.Generator().manual_seed(1)
     rows = (torch.randn(count, M, generator=generator, dtype=torch.float64).to(BF16) for _ in range(2))
     x, grad = (each.to(layer.experts.w1.dtype) for each in rows)
@@ -149,7 +154,7 @@ def test_one_rank_makes_no_counts_and_takes_every_batch() -> None:
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize("gate", ["batch_prioritised", "own"])
 def test_a_gate_that_drops_rows_itself_may_keep_more_than_the_layers_capacity(gate: str) -> None:
-    """Cells are made for what the layer keeps; such a gate's rows go to a pool."""
+    """Cells have room for the layer's capacity. Rows of such a gate go into a pool instead."""
     layer = make(gate="batch_prioritised", capacity_factor=4.0)
     if gate == "own":
         layer.gate = Keeping(layer.gate)
@@ -165,7 +170,7 @@ def test_a_gate_that_drops_rows_itself_may_keep_more_than_the_layers_capacity(ga
 
 
 class Keeping(torch.nn.Module):
-    """A gate of one's own: that of another one's."""
+    """A gate of a user's own, which returns the routing of another gate."""
 
     def __init__(self, gate: torch.nn.Module) -> None:
         super().__init__()
@@ -278,13 +283,13 @@ def test_a_schedule_may_set_numpys_numbers() -> None:
 @pytest.mark.usefixtures("_emulated")
 def test_more_experts_than_a_launch_chooses_among_are_chosen_before() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_fused, "MOST_EXPERTS", E - 1)
+        patch.setattr(fused_choice, "MOST_EXPERTS", E - 1)
         patch.setattr(route, "deferred_routing", lambda *_, **__: pytest.fail("nothing is chosen"))
         check(slack=8.0)
 
 
 class NothingRead(TorchDispatchMode):
-    """Fails where a number of a tensor comes to the host."""
+    """A mode in which the test fails if a value of a tensor is read on the host."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert op is not torch.ops.aten._local_scalar_dense.default, "the host reads a tensor"
@@ -344,7 +349,10 @@ def test_a_cell_holds_its_capacity_and_a_pool_all_rows_times_the_slack_in_whole_
 
 
 def test_rows_stand_in_their_cells_in_token_order_without_dropped_ones(kernels: Path) -> None:
-    """Placed by the launch, from int32 experts or int64 ones, as the definition of capacity drops them."""
+    """The launch itself finds the row of each choice, and drops choices above the capacity.
+
+    The experts may be int32 or int64.
+    """
     torch.manual_seed(2)
     expert_TK = torch.rand(70, E).topk(2).indices
     keep_TK = torch.rand(70, 2) > 0.3
@@ -414,7 +422,7 @@ def test_what_the_kernel_would_read_wrong_is_named_before_a_launch(
 
 
 def test_each_pass_is_one_launch(kernels: Path) -> None:
-    """By the record of the runtime under the emulator; COMET's kernels take two in forward."""
+    """The runtime under the emulator records launches. COMET's kernels take two in forward."""
     launched = load_kernels(kernels).stub_launched
     for fused, forward in (("persistent", 1), (True, 2)):
         with emulated(kernels):

@@ -1,7 +1,7 @@
-"""Algorithm 1 against brute force: is the degree that FSMoE's formulas pick the best on the schedule?
+"""Algorithm 1 against brute force: is the n that FSMoE's formulas pick the best on the schedule?
 
-2,000 random layers whose all-gather and reduce-scatter cost the same, and 2,000 others; `make test` takes the
-first 300 of each. Nothing is measured here.
+There are 2,000 random layers whose all-gather and reduce-scatter cost the same, and 2,000 others; `make test`
+takes the first 300 of each. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORWARD, BACKWARD = ScheduleOptions(direction="forward"), ScheduleOptions(direction="backward")
 
 PAPERS = ScheduleOptions(direction="backward", wgrad_share=0.0)
-"""The paper's backward schedule: experts' backward is one task."""
+"""The paper's backward schedule, in which the experts' backward is one task."""
 
 FEW, ALL = 300, 2000
 SOME = [pytest.param(FEW, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
@@ -49,7 +49,9 @@ SOME = [pytest.param(FEW, id="some"), pytest.param(ALL, id="all", marks=pytest.m
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One random layer: costs of its forward pass, t_gar of its backward pass."""
+    """A random layer: the costs of its forward pass, and the seconds t_gar of gradients in its backward
+    pass.
+    """
 
     forward: LayerCosts
     t_gar: float
@@ -60,9 +62,14 @@ class Drawn:
 
 @functools.cache
 def drawn(count: int, *, alike: bool) -> list[Drawn]:
-    """Log-uniform: of each stage 10 us to 1 ms a chunk and 0.1 to 100 ms in all, of gradients 0.1 to 100 ms.
-    Half of them have no gradients. alike: a reduce-scatter costs what an all-gather does, as the paper takes
-    it; else it is drawn too."""
+    """Returns random layers. All numbers are log-uniform.
+
+    Each stage takes 10 us to 1 ms for each chunk, and 0.1 to 100 ms in all. Gradients take 0.1 to 100 ms;
+    half of the layers have none.
+
+    alike: whether a reduce-scatter costs what the all-gather does, as the paper assumes; otherwise it is
+        drawn too.
+    """
     rng = random.Random(2026)
 
     def work() -> LineCost:
@@ -86,19 +93,19 @@ def min_seconds(
     t_gar: float,
     degrees: Sequence[int] = range(1, MAX_DEGREE + 1),
 ) -> float:
-    """Of all degrees, simulated one by one."""
+    """Returns the fewest seconds of any n, by simulating all."""
     return min(pass_seconds(costs, n, options, t_gar) for n in degrees)
 
 
 def over_best(costs: LayerCosts, degree: int, options: ScheduleOptions, t_gar: float) -> float:
-    """Simulated seconds of a degree over those of the best, less 1."""
+    """Returns how much longer a simulated pass takes with this n than with the best n, as a fraction."""
     return pass_seconds(costs, degree, options, t_gar) / min_seconds(costs, options, t_gar) - 1
 
 
 def layer(
     a2a: float = 0.0, ag: float = 0.0, rs: float = 0.0, exp: float = 0.0, alpha: float = 0.0
 ) -> LayerCosts:
-    """Seconds in all of each stage, and alpha a chunk."""
+    """Returns costs from the seconds of each stage in all, and alpha seconds for each chunk of each stage."""
     return LayerCosts(
         **{
             name: LineCost(alpha, seconds)
@@ -108,12 +115,13 @@ def layer(
 
 
 def longest_path(costs: LayerCosts, r: int, t_gar: float = 0.0) -> float:
-    """How long the paper's schedule is, whatever all-gather and reduce-scatter take.
+    """Returns the length in seconds of the paper's schedule, also if all-gather and reduce-scatter differ.
 
-    A path goes along lanes and down from one lane to the next in one chunk; its length is linear in the
-    chunks where it goes down, so a longest one goes down in the first or in the last: it stays on one lane
-    for r chunks and passes every other once. Beside that there are two lanes that turn round: AG before RS,
-    and S before the gradients before R."""
+    A path runs along lanes, and goes from one lane to the next within a chunk. Its length is linear in the
+    number of the chunk in which it goes to the next lane, so a longest path does that in the first chunk or
+    in the last: it has r tasks of one lane, and one task of every other. In addition there are two lanes that
+    change their task: AG before RS, and S before the gradients before R.
+    """
     a2a, ag, rs, exp = costs.chunk(r)
     once = 2 * a2a + ag + rs
     through_experts = once + exp + (r - 1) * max(a2a, ag, rs, exp)
@@ -122,7 +130,9 @@ def longest_path(costs: LayerCosts, r: int, t_gar: float = 0.0) -> float:
 
 
 def margins(costs: LayerCosts, r: float, t_gar: float) -> Mapping[int, float]:
-    """Left side less right side of the constraints Q1 to Q7: Q is true where its margin is above 0."""
+    """Returns the left side minus the right side of the constraints Q1 to Q7. Q is true if the result is
+    above 0.
+    """
     a2a, ag, rs, exp = costs.chunk(r)
     experts = r * exp - 2 * (r - 1) * a2a
     return {
@@ -146,17 +156,19 @@ BRANCHES: tuple[tuple[int, Mapping[int, bool]], ...] = (
     (3, {1: True, 2: False, 4: False}),
     (4, {1: False, 3: False, 6: False}),
 )
-"""(case, which Q must be true and which false), as the paper has them. One branch, and one only, holds."""
+"""(case, which Q must be true and which false), as in the paper. Exactly one branch applies."""
 
 
 def case_of(costs: LayerCosts, r: float, t_gar: float = 0.0) -> int:
-    """Which of the four cases r chunks are, by the paper's constraints."""
+    """Returns which of the four cases applies to r chunks, by the paper's constraints."""
     found = margins(costs, r, t_gar)
     return next(case for case, wants in BRANCHES if all((found[q] > 0) is true for q, true in wants.items()))
 
 
 def t_olp_moe(costs: LayerCosts, r: float) -> float:
-    """Section 5.2: the longest t_gar that r chunks hide, by the case that holds without any."""
+    """Section 5.2: returns the longest t_gar that r chunks hide, by the case that applies without
+    gradients.
+    """
     a2a, ag, rs, exp = costs.chunk(r)
     match case_of(costs, r):
         case 2:
@@ -217,7 +229,7 @@ def test_where_gathering_and_scattering_cost_the_same_the_longest_formula_is_the
 
 
 def test_where_they_do_not_the_longest_formula_is_never_longer_than_the_schedule() -> None:
-    """Each case counts the tasks of one path. So where it errs, it promises too much."""
+    """Each formula counts the tasks of one path, so that if it is wrong, it promises too few seconds."""
     shorter = 0
     for each in drawn(FEW, alike=False):
         for r in range(1, MAX_DEGREE + 1):
@@ -262,23 +274,29 @@ def test_gradients_make_a_pass_longer_as_one_line_says(one_lane: bool, share: fl
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", SOME)
 def test_algorithm_1_finds_the_best_degree_where_gathering_and_scattering_cost_the_same(count: int) -> None:
-    """Not within 3 %, but the best: the formula is the schedule, and convex in r, so both whole numbers
-    around its minimum hold the best one. Forward and backward, with gradients and without."""
+    """The result is the best n, not only near it.
+
+    The formula equals the schedule and is convex in r, so one of the two whole numbers around its minimum is
+    the best. Tested for forward and backward, with gradients and without.
+    """
     for each in drawn(count, alike=True):
         for costs, options, t_gar in each.passes(PAPERS):
             assert over_best(costs, find_degree(costs, t_gar), options, t_gar) < 1e-6
 
 
 GAPS = {FEW: (31, 0.1834), ALL: (257, 0.2746)}
-"""Of two passes a layer: how many are over 3 %, and the worst."""
+"""Number of passes, of two for each layer, that are more than 3 % slower than the best, and the worst."""
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", SOME)
 def test_where_they_do_not_algorithm_1_is_off_because_its_formulas_are(count: int) -> None:
-    """Each formula takes the reduce-scatter to be as long as the all-gather. With one of the two longer than
-    the all-to-all and one shorter, f3 forgets r - 1 chunks of the longer one, and f4 forgets r - 1 of
-    all-to-alls. A formula that promises too much for many chunks, or for few, draws the degree there."""
+    """The formulas assume that the reduce-scatter takes as long as the all-gather.
+
+    If one of the two takes longer than the all-to-all and the other less, f3 leaves out r - 1 chunks of the
+    longer one, and f4 leaves out r - 1 chunks of all-to-alls. A formula that promises too few seconds for
+    some n makes the algorithm pick that n.
+    """
     gaps = []
     for each in drawn(count, alike=False):
         for costs, options, t_gar in each.passes(PAPERS):
@@ -299,8 +317,9 @@ def test_on_the_papers_1458_layers_algorithm_1_finds_the_best_degrees() -> None:
 
 
 def test_forward_and_backward_have_degrees_of_their_own() -> None:
-    """Experts of 8 ms and all-to-alls of 20: 2 ms of experts a chunk hide at once. In backward they take
-    16."""
+    """Experts take 8 ms and all-to-alls 20 ms: 2 ms of experts in each chunk hide at once. In backward
+    experts take 16.
+    """
     costs = layer(a2a=0.008, ag=0.004, rs=0.004, exp=0.02, alpha=0.0005)
     forward, backward = find_degree(costs), find_degree(costs.backward())
     assert forward != backward
@@ -341,7 +360,7 @@ def test_the_unit_of_time_does_not_matter(scale: float) -> None:
 
 
 def test_a_solve_takes_less_than_200_ms() -> None:
-    """As much as the paper's takes on average. The median of the processor's own time here."""
+    """The paper's takes as much on average. Here it is the median of the process's own CPU time."""
     find_degree(drawn(1, alike=False)[0].forward)
     times = []
     for each in drawn(21, alike=False):
@@ -356,10 +375,12 @@ def test_a_solve_takes_less_than_200_ms() -> None:
 
 S4 = STRATEGIES["S4"]
 RINGS = ScheduleOptions(direction="backward", restore=S4, stays=0.5)
-"""Chunks take turns in ring slots, dispatched rows are sent again, half of all rows stay on their rank."""
+"""A backward schedule with ring slots: dispatched rows are sent again, half of all rows stay on their
+rank.
+"""
 
 VALLEYS = {FEW: 2, ALL: 16}
-"""Passes on rings in which a walk to faster neighbours from Algorithm 1's degree ends in another valley."""
+"""Passes on rings in which going to faster neighbours from Algorithm 1's n does not lead to the best n."""
 
 
 @pytest.mark.timeout(600)
@@ -389,7 +410,7 @@ def test_the_search_keeps_to_the_allowed_degrees(options: ScheduleOptions, degre
 
 
 def test_of_equally_fast_degrees_the_lowest_is_taken() -> None:
-    """Experts of 0 s a chunk behind one long all-to-all: from n = 2 on nothing changes."""
+    """Experts take 0 s for each chunk, behind one long all-to-all: from n = 2 on nothing changes."""
     assert best_degree(layer(), BACKWARD) == 1
     assert best_degree(layer(), BACKWARD, degrees=(16, 8, 4)) == 4
     assert first_of_fastest({1: 3.0, 2: 0.1 + 0.2, 4: 0.3}) == 2  # the sums differ by rounding alone
@@ -422,7 +443,7 @@ def test_each_pass_has_its_own_best_degree_where_nothing_is_rearranged() -> None
 
 
 def test_the_price_of_rearranging_counts() -> None:
-    """Blocks of n = 4 and m = 6 chunks: ends at 1/6, 1/4, 1/3, 1/2, 2/3, 3/4, 5/6, 1 are 8 = 4 + 6 - 2."""
+    """n = 4 and m = 6 chunks end at 1/6, 1/4, 1/3, 1/2, 2/3, 3/4, 5/6 and 1: 8 = 4 + 6 - 2 blocks."""
     keep = Restore("keep", "keep")
     costs = step(
         layer(a2a=0.008, exp=0.02, alpha=0.001), keep, copy_of_block=0.5, copy_of_rows=2.0, sort=0.25
@@ -461,7 +482,7 @@ def test_pairs_are_those_whose_chunks_consist_of_the_same_bins() -> None:
 
 
 def test_on_table_4_powers_of_two_or_one_number_for_both_passes_cost_what_the_documents_say() -> None:
-    """What changing chunks costs is left out, as in the paper."""
+    """The cost of other chunks in backward than in forward is left out, as in the paper."""
     layers = [
         moe_costs(each) for each in dict.fromkeys(dataclasses.replace(one, heads=1) for one in table4())
     ]
@@ -496,7 +517,9 @@ def test_on_table_4_powers_of_two_or_one_number_for_both_passes_cost_what_the_do
 
 
 def test_copies_of_rows_take_the_time_of_the_order() -> None:
-    """One chunk of forward, half of whose rows stay: G copies half the rows, L copies the other half."""
+    """One chunk of forward, of which half of the rows stay: G copies half of the rows, L copies the other
+    half.
+    """
     costs = dataclasses.replace(
         layer(a2a=1, exp=4), order=LineCost(0.25, 2.0), restore=LineCost(0.0, 3.0), combine=LineCost(0.0, 7.0)
     )
@@ -512,7 +535,10 @@ def test_copies_of_rows_take_the_time_of_the_order() -> None:
 
 
 def test_weight_gradients_of_their_own_change_which_degree_is_best() -> None:
-    """The last chunk's need not wait for its RS and R, nor they for it: Algorithm 1 does not know."""
+    """Algorithm 1 does not know that weight gradients are tasks of their own.
+
+    The last chunk's weight gradient and its RS and R do not wait for each other.
+    """
     missed = 0
     for each in drawn(60, alike=True):
         costs = each.forward.backward()

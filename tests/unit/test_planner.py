@@ -1,4 +1,4 @@
-"""The simulator checked by hand, the degree rule, and what the timeline draws."""
+"""The simulator against numbers by hand, the rule for n, and what the timeline draws."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def test_a_task_waits_for_its_lane_and_for_the_tasks_it_names() -> None:
 
 
 def equal_lanes(task) -> float:
-    """Rows that stay cost what rows that travel cost; messages of a chunk cost what its experts cost."""
+    """Returns the seconds of a task on a machine on which all tasks of a chunk cost the same.
+
+    Rows that stay cost what sent rows cost, and messages what experts cost.
+    """
     return {Kind.DISPATCH: 1, Kind.COMBINE: 1, Kind.COMPUTE: 1, Kind.LOCAL: 1}.get(task.kind, 0)
 
 

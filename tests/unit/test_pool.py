@@ -1,4 +1,6 @@
-"""What the CPU's pool keeps between passes: it is used again, given back when asked, and never another's."""
+"""Memory that the CPU's pool keeps between passes: it is used again, freed on request, and given to one user
+only.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from pmoe.engine.buffers.host_pool import HostPool
 from tests import fresh
 
 TOKENS, D_MODEL, D_HIDDEN = 512, 64, 256
-"""A chunk's rows are more than the pool leaves to malloc."""
+"""Sizes with which a chunk's rows are so large that they come from the pool, not from malloc."""
 MIB = 1 << 20
 
 
@@ -62,7 +64,7 @@ def test_the_next_step_takes_what_the_last_one_gave_back(reuse: object, device: 
 
 @pytest.mark.parametrize("reuse", [False, "S1", "S4"])
 def test_what_a_graph_still_holds_no_other_pass_gets(reuse: object, device: DevicePool) -> None:
-    """Two calls before their backwards, in both orders, between others."""
+    """Several calls come before their backward passes, which run in both orders, with calls in between."""
     layer = build(pipeline=2, memory_reuse=reuse)
     xs = [tokens(seed, TOKENS - 40 * seed) for seed in range(3)]
     expected = [gradients(layer, x, layer(x)) for x in xs]
@@ -224,7 +226,7 @@ def measured(**numbers: int) -> tuple[list[int], list[int]]:
 
 
 def test_rows_in_other_numbers_leave_nothing_in_memory() -> None:
-    """oneDNN kept a compiled kernel of gelu for each number of rows."""
+    """oneDNN once kept a compiled kernel of gelu for each number of rows."""
     (first, last), _ = measured(steps=130, counts=300, first=30)
     assert last - first < MIB // 4
 

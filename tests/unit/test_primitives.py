@@ -34,7 +34,7 @@ ON_PURPOSE = {
     "tma_load_3d_to_cutlass": "CUTLASS adds a hint to the L2 cache",
 }
 TELLING = ("UTMALDG", "SYNCS", "STAS", "LDGSTS", "PRMT", "BRA", "CALL")
-"""Of what differs on purpose: kinds of instructions that both sides must have."""
+"""Kinds of instructions that both sides must have, if their code differs on purpose."""
 
 PLAIN = {
     "shared_memory": "an address",
@@ -58,7 +58,7 @@ PLAIN = {
     "mma_m16n8k16": "by element type: mma_bf16, mma_fp16",
     "wgmma_m64n256k16": "by form and element type: wgmma_...",
 }
-"""Functions without a kernel of their name, and why."""
+"""Functions for which there is no kernel of the same name, and why."""
 
 MISTAKES = {  # by function: what is written in the place of what
     "tma_load_2d": ("2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}]",
@@ -84,7 +84,11 @@ MISTAKES = {  # by function: what is written in the place of what
 
 
 def make(headers: Path) -> Path:
-    """The machine code, with a copy of cuda/ in ``headers``. Skips without nvcc or CUTLASS's headers."""
+    """Compiles the kernels with a copy of cuda/ in the folder ``headers``. Returns the file with the machine
+    code.
+
+    Skips the test without nvcc or CUTLASS's headers.
+    """
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("there is no nvcc")
@@ -103,7 +107,10 @@ def make(headers: Path) -> Path:
 
 
 def found_code(headers: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """By function (ours, theirs). Whether an address is known to be of global memory makes no difference."""
+    """Returns (pmoe's code, NVIDIA's code) by function.
+
+    Whether the compiler knows that an address is in global memory makes no difference.
+    """
     code = functions_of(make(headers))
     general = re.compile(r"^(@!?U?P\d )?(LD|ST|ATOM)\.E")
     both = {name: [general.sub(r"\1\2G.E", each) for each in code[name]] for name in code}
@@ -117,7 +124,10 @@ def today() -> dict[str, tuple[list[str], list[str]]]:
 
 
 def kinds(code: list[str]) -> set[str]:
-    """Of instructions that say what is done; not how large, with which hint, or after which sleep."""
+    """Returns the kinds of instructions in code that is compared by them only (`TELLING`).
+
+    Sizes of loads, hints and sleeps are left out.
+    """
     found = {opcode(each).split(".LTC")[0].removesuffix(".128").removesuffix(".TRYWAIT") for each in code}
     return {each for each in found if each.startswith(TELLING)}
 

@@ -1,4 +1,4 @@
-"""A layer in one of several processes without a process group warns, once, and says what to do."""
+"""A layer in one of several processes without a process group warns once, and says what to do."""
 
 from __future__ import annotations
 

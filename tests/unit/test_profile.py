@@ -19,8 +19,7 @@ import torch
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import line_fits as lines
 from pmoe.measure import profile as module
-from pmoe.measure import rates as measuring
-from pmoe.measure import store
+from pmoe.measure import rates, store
 from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import measure, speeds
@@ -59,7 +58,7 @@ OPERATIONS = Operations(
 
 
 def assert_sound(profile: Profile) -> None:
-    """Costs that rise with size from nothing or more, and factors over 0 and at most 1."""
+    """Checks that costs do not fall with size and are not negative, and that factors are in (0, 1]."""
     lines = [profile.compute, profile.copy_out, profile.copy_in]
     if profile.num_ranks > 1:
         lines.append(profile.message)
@@ -83,7 +82,7 @@ def from_json(text: str) -> Profile:
 
 
 class Counted:
-    """Stands for measure: counts its calls and returns a made profile of what is here."""
+    """Stands in for the measurement: counts its calls, and returns an invented profile of this machine."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -100,7 +99,7 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
-    """In a folder of its own."""
+    """Replaces the measurement, and lets profiles be stored in an empty folder."""
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     stand_in = Counted()
     monkeypatch.setattr(module, "measure", stand_in)
@@ -131,7 +130,10 @@ def test_the_file_is_named_after_device_ranks_backend_dtype_and_versions(tmp_pat
 
 
 def test_nodes_and_links_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of one rank and one node of two had the same, though their links differ a thousandfold."""
+    """Two nodes of one rank and one node of two ranks once had the same file.
+
+    Their links differ a thousandfold.
+    """
 
     class Pair(Ranks):
         size, rank, members = 2, 0, [0, 1]  # type: ignore[assignment]
@@ -234,7 +236,7 @@ def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_witho
 
 
 def broken(**changes: Any) -> str:
-    """MADE as JSON, with fields replaced; None takes one away."""
+    """Returns the JSON of the profile MADE with other fields; None removes a field."""
     fields = asdict(MADE) | changes
     gone = [name for name, value in changes.items() if value is None]
     return json.dumps({name: value for name, value in fields.items() if name not in gone})
@@ -291,7 +293,9 @@ def test_lanes_that_never_ran_together_share_the_whole_time() -> None:
 
 
 class Slowed:
-    """Lanes whose pieces take a second alone, longer beside others, as a table says."""
+    """Stands in for lanes: a piece of work takes a second alone, and longer beside others, as a table
+    says.
+    """
 
     largest = staticmethod(list)
 
@@ -310,7 +314,9 @@ def nothing() -> None:
 
 
 class Priced:
-    """Pieces take the seconds that they return; each lane's first piece takes a minute more."""
+    """Stands in for lanes: a piece of work takes the seconds that it returns, and a lane's first piece a
+    minute more.
+    """
 
     largest = staticmethod(list)
 
@@ -322,7 +328,7 @@ class Priced:
 
 
 def priced(seconds: Callable[[int], float]) -> lines.LaneWork:
-    """Work in units of 10 bytes; so many units take seconds(units)."""
+    """Returns work in units of 10 bytes, of which a number of units takes seconds(units)."""
     return lines.LaneWork(
         lane="copy",
         size=10,
@@ -339,7 +345,7 @@ def test_a_line_goes_through_three_sizes_and_forgets_the_first_piece() -> None:
 
 
 def test_sizes_that_are_on_no_line_are_measured_once_more() -> None:
-    """After which the last measurement holds, good or not, and the profile says how good."""
+    """The second measurement is used, even if it fits no better, and the profile says how well it fits."""
     for late in (1, 2):
         tries: list[int] = []
 
@@ -357,7 +363,7 @@ def test_sizes_that_are_on_no_line_are_measured_once_more() -> None:
 def test_each_run_that_takes_a_bad_fit_warns_of_it(
     of: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """When it is measured, and again when the file of it is read."""
+    """It warns when the profile is measured, and when it is read from its file."""
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     bad = replace(MADE, **vars(identity(Ranks(), "cpu")), r_squared=0.7)
     if of != "the profile":
@@ -407,8 +413,8 @@ def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() ->
             ("copy", "communicate", "compute"): 1.9,  # noise
         }
     )
-    found = measuring._interference(
-        bench, dict.fromkeys(("compute", "communicate", "copy"), nothing), measuring.QUICK
+    found = rates._interference(
+        bench, dict.fromkeys(("compute", "communicate", "copy"), nothing), rates.QUICK
     )
     expected = Interference(
         mu_comp=0.1,
@@ -427,7 +433,7 @@ def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() ->
 
 def test_without_messages_all_lanes_are_computation_and_copies() -> None:
     bench = Slowed({("compute", "copy"): 0.5, ("copy", "compute"): 0.8})
-    found = measuring._interference(bench, dict.fromkeys(("compute", "copy"), nothing), measuring.QUICK)
+    found = rates._interference(bench, dict.fromkeys(("compute", "copy"), nothing), rates.QUICK)
     assert (found.sigma_mem, found.sigma_all) == pytest.approx((0.5, 0.5))
     assert (found.eta_comp, found.eta_all) == pytest.approx((0.8, 0.8))
     assert (found.mu_comp, found.mu_mem, found.mu_all, found.sigma_comm, found.eta_comm) == (1, 1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""FSMoE's lines: all sizes of the paper, one real measurement, and how they join a profile in its file.
+"""FSMoE's lines: all sizes of the paper, one real measurement, and how they are added to a profile's file.
 
 No time is asserted: a busy machine may take any.
 """
@@ -27,7 +27,10 @@ LINES = ("gemm", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
 def assert_lines(operations: Operations, num_across: int, num_inside: int) -> None:
-    """Those of so many ranks; a rank that is alone in a group has nobody to send to."""
+    """Checks the lines for these numbers of groups and of ranks in a group.
+
+    A rank that is alone in its group sends nothing, so that its lines are 0.
+    """
     assert (operations.num_across, operations.num_inside) == (num_across, num_inside)
     for name in LINES:
         found: Fit = getattr(operations, name)
@@ -73,7 +76,7 @@ def test_all_sizes_of_the_paper_are_those_of_section_6_2(monkeypatch: pytest.Mon
 
 
 class CountedOperations:
-    """Stands for measure_operations."""
+    """Stands in for measure_operations, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -88,7 +91,7 @@ class CountedOperations:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Counted, CountedOperations]:
-    """In a folder of its own."""
+    """Replaces both measurements, and lets profiles be stored in an empty folder."""
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     stand_ins = Counted(), CountedOperations()
     monkeypatch.setattr(module, "measure", stand_ins[0])

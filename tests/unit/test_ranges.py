@@ -1,4 +1,4 @@
-"""Lancet's dynamic programme, against all ways to cut a small pass."""
+"""Lancet's dynamic programme against all ways to divide a small pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def chain(
 
 
 def everything(graph: Cuttable, costs: dict[int, PartCosts]) -> float:
-    """The least time of all segmentations, each segment in any k that is allowed."""
+    """Returns the fewest seconds of any way to divide a graph into ranges, each run as a pipeline of any k.
+
+    k is the number of parts of the batch: 1 or any that is allowed. All ways are tried.
+    """
     instructions, best = graph.instructions, math.inf
     users, inner = users_of(instructions), [at for at in range(1, len(instructions)) if graph.ends[at]]
     for count in range(len(inner) + 1):
@@ -87,8 +90,9 @@ def test_no_range_ends_where_it_may_not() -> None:
 
 
 def test_a_pipeline_is_that_of_figure_9() -> None:
-    """Stage by stage, in each part by part; a part's stage waits for its own last one, and its all-to-all is
-    issued before the next part computes."""
+    """The stages run one part after another. A part's stage waits for its own last stage, and its all-to-all
+    is issued before the next part computes.
+    """
     instructions, costs = chain(0)
     tasks = pipelined(instructions[:3], 2, 2, costs[2])
     assert [each.name for each in tasks] == [
@@ -101,8 +105,10 @@ def test_a_pipeline_is_that_of_figure_9() -> None:
 
 
 def test_rows_of_the_first_part_do_not_wait_for_the_gates_of_all() -> None:
-    """Gate, counts, rows, experts: with counts inside the first stage, half the rows travel beside the second
-    gate."""
+    """The first half of the rows is sent while the second gate computes.
+
+    This needs the exchange of counts to be in the first stage.
+    """
     gate, rows, experts = (Instruction(name=name, seconds=2.0) for name in ("gate", "rows", "experts"))
     counts = Instruction(name="counts", waits=("gate",), lane=COMMUNICATE, is_counts=True)
     rows = replace(rows, waits=("counts",), lane=COMMUNICATE)
@@ -116,8 +122,10 @@ def test_rows_of_the_first_part_do_not_wait_for_the_gates_of_all() -> None:
 
 
 def test_a_ways_home_of_an_early_part_need_not_wait_for_the_dispatches_of_all() -> None:
-    """Gates of 3 s and experts of 1 s for each of 3 parts, all-to-alls of 2 s: with experts one part behind,
-    the link carries the first way home while the last gate computes."""
+    """3 parts have gates of 3 s, experts of 1 s and all-to-alls of 2 s.
+
+    If experts run one part behind the gates, the first results are sent back while the last gate computes.
+    """
     sizes = {"gate": 3.0, "rows": 2.0, "experts": 1.0, "home": 2.0}
     body, waits = list[Instruction](), tuple[str, ...]()
     for name, seconds in sizes.items():

@@ -1,6 +1,6 @@
-"""Measures of reading: what a maintainer must hold to follow a call, and how pmoe's sentences are built.
+"""Measures of how much a maintainer must read to follow a call, and rules for pmoe's sentences.
 
-Lines of code are no measure. These are:
+The number of lines of code is no such measure. These are:
 
 - the functions and lines that a traced default call executes, and how often it changes the file before `run`;
 - circles of imports, those inside functions counted;
@@ -164,7 +164,7 @@ def test_the_page_that_lists_the_code_of_a_call_is_made_of_this_code(default_cal
 
 
 def shown(files: list[str]) -> str:
-    """The files in order, each with the number of calls in a row."""
+    """Returns a text of the files in order, each with the number of calls in a row."""
     lines: list[str] = []
     last, count = "", 0
     for file in [*files, ""]:
@@ -201,14 +201,14 @@ def test_the_tracer_counts_a_planted_call(tmp_path: Path) -> None:
 
 
 def imports_of(path: Path, root: Path) -> Iterator[Import]:
-    """The imports of pmoe in a file, without those for type checkers alone."""
+    """Yields the imports of pmoe in a file, without those that only type checkers need."""
     for one in source_imports.imports_of(path, root):
         if one.module.split(".")[0] == "pmoe" and not one.is_for_types:
             yield one
 
 
 def circles(files: list[Path], root: Path) -> list[list[str]]:
-    """Groups of modules that import one another, directly or through others (Tarjan's components)."""
+    """Returns groups of modules that import one another, directly or through others (Tarjan's components)."""
     graph = {module_name(path, root): {one.module for one in imports_of(path, root)} for path in files}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -270,8 +270,9 @@ def test_planted_imports_are_seen(tmp_path: Path) -> None:
 
 
 def parallel_assignments(tree: ast.AST) -> Iterator[ast.Assign]:
-    """Assignments of several values that are written side by side. A swap is not one: it needs both
-    values."""
+    """Yields the assignments of several values that are written side by side, except swaps: those need both
+    values.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
@@ -289,7 +290,7 @@ def parallel_assignments(tree: ast.AST) -> Iterator[ast.Assign]:
 
 
 def tuple_statements(tree: ast.AST) -> Iterator[ast.Expr]:
-    """Statements that are tuples: several calls in one line."""
+    """Yields statements that are tuples, such as several calls in one line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple):
             yield node
@@ -377,8 +378,9 @@ def docstrings(text: str) -> Iterator[str]:
 
 
 def faults_of(docstring: str) -> list[str]:
-    """What STYLE forbids in a docstring: an opening without a noun or verb, a phrase, a long first
-    sentence."""
+    """Returns what STYLE forbids in a docstring: an opening without a noun or verb, a phrase, a long first
+    sentence.
+    """
     faults = []
     if OPENING.match(docstring):
         faults.append("opening")

@@ -1,4 +1,6 @@
-"""Activation checkpointing of layers on one rank: routing that is taken over, and routing that changed."""
+"""Activation checkpointing of layers on one rank: the second pass takes over the routing, or refuses another
+one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.checkpointing import contexts as recompute
 from pmoe.gates import GATES
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.kit import (
@@ -58,7 +60,7 @@ def test_a_checkpoint_changes_no_bit_whatever_the_gate(gate: Any, early_stop: bo
 
 @pytest.mark.parametrize("gate", ["random", "noisy_topk", OwnGate])
 def test_routing_is_taken_over_where_random_states_are_not_preserved(gate: Any) -> None:
-    """All randomness is in the gate: so only the gate could make a difference."""
+    """Only the gate is random, so only the gate could decide otherwise in the second pass."""
     block = Block(build(gate=gate if isinstance(gate, str) else gate()))
     block.drop.p = 0.0
     expected, others = step(block, block), dict(block.named_buffers())
@@ -69,7 +71,9 @@ def test_routing_is_taken_over_where_random_states_are_not_preserved(gate: Any) 
 
 @pytest.mark.parametrize("preserve", [True, False])
 def test_what_is_drawn_behind_the_gate_is_drawn_again(preserve: bool) -> None:
-    """And a second pass that draws other numbers than the first leaves the generator as others do."""
+    """A second pass that draws other random numbers than the first leaves the generator as other modules
+    do.
+    """
     layer, drop = build(gate="noisy_topk"), nn.Dropout(0.5)
     seen: list[Tensor] = []
 
@@ -127,15 +131,15 @@ def test_callbacks_see_both_passes() -> None:
 
 def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    run, route = alone.OneRankRunner.forward, alone.route_tokens
+    run, route = one_rank.OneRankRunner.forward, one_rank.route_tokens
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append("run")
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
-    monkeypatch.setattr(alone, "route_tokens", lambda *args: (calls.append("route"), route(*args))[1])
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
+    monkeypatch.setattr(one_rank, "route_tokens", lambda *args: (calls.append("route"), route(*args))[1])
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     block = Block(build())
     expected = step(block, block)
     assert calls == ["route", "run"] * 2
@@ -143,7 +147,7 @@ def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pyte
     x = tokens().requires_grad_()
     y, l_aux = frozen(block)(x)
     # What was taken in the first pass is taken in the second, whatever is measured in between.
-    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: "another way is faster by now")
+    monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "another way is faster by now")
     calls.clear()
     (y.square().sum() + AUX * l_aux).backward()
     assert calls == ["run"] * 2
@@ -209,7 +213,7 @@ def test_without_tokens() -> None:
 
 
 def test_backward_inside_of_the_checkpointed_function_is_refused_if_it_meets_a_layer() -> None:
-    """Between its layers it may run."""
+    """A backward pass through modules between the layers may run there."""
     block = Block(build(gate="noisy_topk"))
 
     def between(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,7 +291,10 @@ def test_inside_and_outside_take_over_alike_where_random_states_are_not_preserve
     spread([torch.bfloat16, torch.float32], [each for each in GATES if each != "hash"], every=2),
 )
 def test_a_frozen_layer_keeps_no_rows_between_the_passes(gate: str, dtype: torch.dtype) -> None:
-    """Beyond a plain checkpoint: logits, indices, weights and counts; also where the router is in float32."""
+    """It keeps only logits, indices, weights and counts in addition to a plain checkpoint.
+
+    This holds also with a router in float32.
+    """
     num_tokens, d_model = 512, 512
     layer = MoELayer(d_model, 16, NUM_EXPERTS, gate=gate, dtype=dtype)
     layer.gate.float()
@@ -311,7 +318,7 @@ def test_a_frozen_layer_keeps_no_rows_between_the_passes(gate: str, dtype: torch
 
 
 def test_nothing_is_left_after_backward() -> None:
-    """At once: no cycle through the graph holds the record."""
+    """The record of the routing is freed at once, because no cycle through the graph holds it."""
     block, kept = Block(build(pipeline=2)), []
 
     class Watched(recompute._First):
@@ -452,7 +459,7 @@ def test_other_layers_or_tokens_in_the_second_pass_are_refused() -> None:
 
 
 class Transposed(nn.Module):
-    """Its input lies in memory by columns, and its gate saves views of parts of it."""
+    """A gate whose input is stored by columns, and which saves views of parts of it for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -473,7 +480,7 @@ def copying() -> saved_tensors_hooks:
 
 @pytest.mark.parametrize("hooks", [nullcontext, copying])
 def test_gates_may_save_views_of_an_input_of_any_layout(hooks: Any) -> None:
-    """Also where other hooks, inside of the checkpoint, bring it back in another one."""
+    """Other hooks inside the checkpoint may bring the saved tensor back in another layout."""
     layer = build(gate=Transposed())
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:

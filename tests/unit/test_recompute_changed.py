@@ -1,4 +1,4 @@
-"""Checkpoints that do not keep the routing: one that changed in the second pass is refused."""
+"""Checkpoints that do not keep the routing: a routing that differs in the second pass is refused."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.utils.checkpoint import (
 )
 
 import pmoe
-from pmoe.checkpointing import routing_check as rerouting
+from pmoe.checkpointing import routing_check
 from pmoe.decide import exact_counts, padded_counts
 from pmoe.gates import GATES
 from pmoe.planner.degree import Choice
-from pmoe.runners import one_rank as alone
+from pmoe.runners import one_rank
 from tests.kit import (
     TOKENS,
     assert_same,
@@ -65,7 +65,7 @@ def test_on_every_path(way: str, use_reentrant: bool, monkeypatch: pytest.Monkey
     }
     layer, drop = build(**options[way]), nn.Dropout(0.5)
     if way == "alone":
-        monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+        monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     with using(lambda request: PlainSteps(request.ranks)) if way == "fused" else nullcontext():
         plain(lambda x: 2 * layer(drop(x)), use_reentrant)
         with pytest.raises(ValueError, match=CHANGED):
@@ -89,7 +89,7 @@ def selective(policy: Callable[..., CheckpointPolicy]) -> dict[str, Any]:
 def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is measured at the first call is none of them, and what compares the routings neither."""
+    """Neither the measurements of the first call nor the comparison of routings count as operations."""
     measured: list[Tensor] = []
 
     def measure(*_: Any, **__: Any) -> None:
@@ -106,7 +106,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
     for counts in (exact_counts, padded_counts):
         monkeypatch.setattr(counts, "choose", measured_first(counts.choose))
     if name == "alone":
-        monkeypatch.setattr(alone, "kernel_refusal", measure)
+        monkeypatch.setattr(one_rank, "kernel_refusal", measure)
     block = Block(build(**OPTIONS.get(name, {})))
     got = step(block, lambda x: checkpoint(block, x, use_reentrant=False, **selective(saving_products)))
     assert len(measured) >= 2
@@ -117,10 +117,10 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
 def test_and_routing_that_changed_is_refused_whatever_a_policy_saves(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer runs again as a whole. Beside a policy the routing may be kept."""
+    """A layer runs again as a whole. Together with a policy, the routing may be kept."""
     layer, drop = build(), nn.Dropout(0.5)
     if way == "alone":
-        monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+        monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     for policy in (saving_nothing, saving_products):
         for preserved in (True, False):
             with nullcontext() if preserved else pytest.raises(ValueError, match=CHANGED):
@@ -131,7 +131,7 @@ def test_and_routing_that_changed_is_refused_whatever_a_policy_saves(
 
 def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
     hashes = [
-        rerouting._hash(3, (expert, keep, None))
+        routing_check._hash(3, (expert, keep, None))
         for expert in (torch.tensor([[0], [1], [2]]), torch.tensor([[1], [0], [2]]))
         for keep in (None, torch.tensor([[True], [True], [False]]), torch.tensor([[True], [False], [True]]))
     ]
@@ -140,7 +140,7 @@ def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
 
 def test_routings_that_differ_in_one_number_differ_in_their_hash() -> None:
     routings = torch.eye(300, dtype=torch.int64)
-    assert len({rerouting._hash(300, (each.unsqueeze(1), None)).item() for each in routings}) == 300
+    assert len({routing_check._hash(300, (each.unsqueeze(1), None)).item() for each in routings}) == 300
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -178,7 +178,7 @@ def test_new_tokens_inside_of_a_backward_are_welcome_where_the_routing_is_kept()
     y.register_hook(hook)
     y.sum().backward()
     called[0].sum().backward()
-    assert not rerouting._remembered[layer].num_tokens
+    assert not routing_check._remembered[layer].num_tokens
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -198,8 +198,8 @@ def test_a_plain_checkpoint_around_one_that_keeps_the_routing_notices_that_it_ch
 
 def test_hashes_are_bounded_and_only_made_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, made = build(), []
-    hash_ = rerouting._hash
-    monkeypatch.setattr(rerouting, "_hash", lambda *args: (made.append(1), hash_(*args))[1])
+    hash_ = routing_check._hash
+    monkeypatch.setattr(routing_check, "_hash", lambda *args: (made.append(1), hash_(*args))[1])
     x = tokens().requires_grad_()
     layer(x).sum().backward()
     with torch.inference_mode():
@@ -209,11 +209,11 @@ def test_hashes_are_bounded_and_only_made_for_checkpoints(monkeypatch: pytest.Mo
         layer(x)
     assert not made
     layer.train()
-    monkeypatch.setattr(rerouting, "REMEMBERED_AT_FIRST", 2)
-    monkeypatch.setattr(rerouting, "REMEMBERED", 8)
+    monkeypatch.setattr(routing_check, "REMEMBERED_AT_FIRST", 2)
+    monkeypatch.setattr(routing_check, "REMEMBERED", 8)
     ys = [checkpoint(layer, tokens(seed=i).requires_grad_(), use_reentrant=False) for i in range(21)]
     for y in ys[-8:]:
         y.sum().backward()
     assert len(made) == 21 + 8
-    remembered = rerouting._remembered[layer]
+    remembered = routing_check._remembered[layer]
     assert remembered.hashes.shape == (8,) and remembered.num_tokens == [TOKENS] * 8

@@ -1,4 +1,4 @@
-"""pmoe report: the page's numbers, missing and broken data, and how a real browser shows it."""
+"""pmoe report: the page's numbers, missing and broken data, and how a real browser shows the page."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MEMORY = PredictedMemory(
 
 
 def stats_of(name: str, rows: Sequence[int], **changed: Any) -> LayerStats:
-    """A layer of a step, as the writer gets it."""
+    """Returns the statistics of a layer in a step, as StatsWriter gets them."""
     usual: dict[str, Any] = {
         "num_slots": sum(rows) + 10,
         "drop_rate": 10 / (sum(rows) + 10),
@@ -97,7 +97,9 @@ def write_run(
     name: str = "blocks.{}.ffn",
     **changed: Any,
 ) -> Path:
-    """A made-up run: loss 5 / step + 1, expert e of layer l has 50 + (e * 7 + l) % 50 rows."""
+    """Writes an invented run: its loss is 5 / step + 1, expert e of layer l has 50 + (e * 7 + l) % 50
+    rows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     scalars: list[Row] = []
     rows: list[Row] = []
@@ -125,7 +127,7 @@ def write_run(
 
 
 def text_of(page: str) -> str:
-    """What is read on it."""
+    """Returns the text that a reader of the page sees."""
     body = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body)))
 
@@ -329,7 +331,7 @@ def test_thinning_keeps_means_and_extremes_of_finite_values() -> None:
 
 
 def points_of(svg: str, kind: str) -> list[list[tuple[float, float]]]:
-    """Coordinates of the paths of a class, in pixels from the top left."""
+    """Returns the coordinates of all paths of a class, in pixels from the top left."""
     ways = re.findall(rf'<g class="{kind}">\s*(?:<defs>\s*)?<path [^>]*d="([^"]*)"', svg)
     return [[(float(x), float(y)) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", way)] for way in ways]
 
@@ -399,7 +401,7 @@ def test_a_line_of_many_points_lies_in_a_band_that_holds_them_all() -> None:
 
 
 def pixels(markup: str) -> Any:
-    """(rows, columns, 4) of the picture in a heat map: red, green, blue, opacity from 0 to 1."""
+    """Returns the picture in a heat map, (rows, columns, 4): red, green, blue and opacity from 0 to 1."""
     found = re.search(r"base64,\s*([^\"]*)", markup)
     assert found is not None
     return imread(io.BytesIO(b64decode(found[1])))
@@ -512,7 +514,10 @@ return {
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports of a usual run, of a large one with names too long for a phone, and of a single step."""
+    """Returns the reports of three runs: a usual one, a large one, and one of a single step.
+
+    The large one has names that are too long for a phone.
+    """
     folder = tmp_path_factory.mktemp("pages")
     runs = {
         "usual": write_run(folder / "usual", steps=range(1, 1001)),

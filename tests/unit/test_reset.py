@@ -1,4 +1,6 @@
-"""Layers from the meta device: what `reset_parameters` draws is what building draws under the same seed."""
+"""Layers from the meta device: `reset_parameters` draws the values that building under the same seed
+draws.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fates of T_DI and T_M, their names, and what memory_reuse accepts."""
+"""Restore pairs: what becomes of T_DI and T_M, the pairs' names, and what memory_reuse accepts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What is stored under bench/results: every file that its README lists is there, and those that have become
-old are named (a warning, no failure: a measurement needs a quiet machine)."""
+"""The files under bench/results: those that its README lists exist, and old ones are named.
+
+An old file is a warning and no failure, because a measurement needs a quiet machine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 OLD = 30
-"""Commits to the folders that a result depends on."""
+"""Number of commits to the folders on which a result depends after which it is old."""
 
 FOLDERS = ("engine", "schedule", "layer", "runners", "comm", "experts", "ordering", "gates")
 RUN = tuple(f"pmoe/{name}" for name in FOLDERS)
@@ -45,7 +47,7 @@ DEPENDS = {
     "send_once": RUN,
     "train_lm": (*RUN, "pmoe/training", "pmoe/planner"),
 }
-"""The folders behind the numbers of a file, by the first word of its name."""
+"""Folders on which the numbers of a file depend, by the first word of its name."""
 
 STORED = sorted(path for path in RESULTS.glob("*.json") if not path.name.endswith(".trace.json"))
 
@@ -62,7 +64,7 @@ def git(*arguments: str) -> str:
 
 
 def age_of(path: Path) -> str | None:
-    """Why a result is old; None where it is not."""
+    """Returns why a stored result is old; None if it is not."""
     code = json.loads(path.read_text(encoding="utf-8")).get("code") or {}
     commit = code.get("commit")
     if commit is None:
@@ -98,7 +100,7 @@ def test_an_old_result_is_told_from_a_new_one(tmp_path: Path, monkeypatch: pytes
 
 
 def test_every_listed_file_is_there() -> None:
-    """Those of a GPU are on the list of what was never run."""
+    """Results that need a GPU may be on the list of those that were never run."""
     for line in (RESULTS / "README.md").read_text(encoding="utf-8").splitlines():
         if not line.startswith("| `"):
             continue

@@ -1,4 +1,4 @@
-"""Memory reuse on one rank: users' modules, what lives between the passes, restored tensors."""
+"""Memory reuse on one rank: users' modules, what is kept between the passes, restored tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DEGREES = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1)]
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name, pair", spread(list(EXPERTS), ALL_PAIRS, every=2), ids=named)
 def test_ones_own_experts_have_the_same_gradients_with_reuse(pair: Restore, name: str) -> None:
-    """And buffers, and random numbers: what is recomputed leaves no trace."""
+    """Buffers and random numbers are the same, too, because recomputation leaves no trace."""
     for n, n_backward in DEGREES:
         random_recompute = name == "dropout" and n != n_backward
         if pair.hidden == "recompute" and (name == "in place" or random_recompute):

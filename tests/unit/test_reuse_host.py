@@ -1,4 +1,4 @@
-"""Memory reuse and the host: a pool with a limit, and layers that find too little of it."""
+"""Memory reuse and the host: a host pool with a limit, and layers for which it is too small."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.spread import named, spread
 
 @pytest.fixture
 def host() -> Iterator[HostPool]:
-    """The host pool, whose limit a test may set, and no warning given yet."""
+    """Returns the host pool, whose limit a test may set. No warning has been given yet."""
     pool = pmoe.pool().host
     limit, warned = pool.limit_bytes, set(warn.GIVEN)
     warn.GIVEN.clear()
@@ -116,7 +116,7 @@ def test_hidden_that_finds_no_host_memory_is_recomputed(host: HostPool) -> None:
 
 
 def test_hidden_leaves_the_host_memory_that_rows_will_need(host: HostPool) -> None:
-    """T_DI of later chunks would stay on the device otherwise, beyond what a slot holds."""
+    """Otherwise T_DI of later chunks would stay on the device and need more than the ring slots."""
     layer = build(memory_reuse="S1", pipeline=4, expert="swiglu")
     host.limit_bytes = row_bytes(D_MODEL) + 8 * ALIGNMENT
     with pytest.warns(UserWarning, match="T_M that does not fit is recomputed"):
@@ -130,7 +130,7 @@ def test_hidden_leaves_the_host_memory_that_rows_will_need(host: HostPool) -> No
 
 
 def test_what_rows_have_taken_is_kept_free_for_them_no_more(host: HostPool) -> None:
-    """Hidden of the last chunk finds room where a little more is left than it takes."""
+    """T_M of the last chunk fits if slightly more memory is left than it needs."""
     layer, x = build(memory_reuse="S1", pipeline=4), tokens(300)
     y = layer(x)
     used = host.bytes_in_use
@@ -282,7 +282,7 @@ def test_many_random_takes_never_overlap_and_all_come_back() -> None:
 
 
 def dropped(y: Tensor) -> None:
-    """Nobody wants it."""
+    """Drops the output without a backward pass."""
 
 
 WAYS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], None]] = {
@@ -300,7 +300,7 @@ WAYS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], None]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_offloaded_tensors_go_with_the_graph_and_with_l_aux_where_no_backward_came(way: str) -> None:
-    """The balance loss of a second layer has the first one's graph, of which nothing else is left."""
+    """The balance loss of a second layer is the only thing that keeps the first one's graph."""
     first, second = (build(memory_reuse=Restore("offload", "offload")) for _ in range(2))
     WAYS[way](lambda x: second(first(x)), tokens(40, 1).requires_grad_())
     gc.collect()

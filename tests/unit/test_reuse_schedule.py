@@ -1,4 +1,4 @@
-"""Memory reuse as a schedule: how deep chunks are cut, which slot a buffer has, and literal tables."""
+"""Memory reuse as a schedule: how finely chunks are cut, which slot a buffer has, and literal tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_depth_that_a_rank_asks_for_is_the_least_that_its_slots_allow() -> N
 
 
 def test_the_limit_of_a_slot_is_the_same_number_on_the_device_as_on_the_host() -> None:
-    """One row more than the limit is one too many, whatever float the product rounds in."""
+    """One row more than the limit is too many, whatever floating-point type computes the product."""
     for slack, top_k, max_tokens, n in itertools.product(
         (1.1, 1.15, 1.3, 1.7), (1, 2, 3), (1000, 4097, 30_000_001), (1, 2, 4, 5)
     ):
@@ -59,8 +59,11 @@ def test_chunks_are_doubled_as_long_as_possible_and_cut_into_bins_at_last() -> N
 
 
 def test_bins_of_two_degrees_let_each_of_them_be_cut_until_all_chunks_fit() -> None:
-    """3 and 4 chunks in 12 bins, of which the first holds all rows. A slot of 3 chunks holds 400 rows, one of
-    4 holds 300: what is in one bin does not fit whatever the cut."""
+    """3 or 4 chunks are cut in 12 bins, of which the first has all rows.
+
+    A slot of 3 chunks holds 400 rows, one of 4 holds 300: the rows of one bin do not fit, however chunks are
+    cut.
+    """
     counts = torch.zeros(12, 1, 1, dtype=torch.int64)
     slots = Slots(slack=1.0, top_k=1, degrees=(3, 4), own_rank=None)
     for rows, depths in ((300, [0, 0]), (350, [0, 1]), (1200, [2, 1])):
@@ -76,7 +79,9 @@ def test_there_are_bins_enough_to_cut_a_batch_of_one_rank_into_all_ranks_shares(
 
 
 def test_on_many_ranks_there_are_fewer_bins() -> None:
-    """So counts stay a hundredth of 4,096 rows of 4,096 columns; never fewer than chunks."""
+    """Counts then need at most a hundredth of the bytes of 4,096 rows of 4,096 columns. Bins are no fewer
+    than chunks.
+    """
     assert [num_bins((4,), ranks, ranks) for ranks in (256, 257, 512, 4096, 2**20)] == [256, 128, 128, 16, 4]
     for ranks in (64, 512, 4096):
         assert (HEADER + num_bins((4,), ranks, ranks)) * ranks * 4 <= 0.01 * 4096 * 4096 * 2
@@ -101,7 +106,7 @@ def every_schedule() -> Iterator[tuple[str, Schedule, Restore | None]]:
 
 
 def test_every_read_of_a_slot_sees_its_own_write_and_awaits_it() -> None:
-    """And every write awaits the readers of what it writes over: directly, or through others."""
+    """Every write waits for the readers of what it overwrites, directly or through other tasks."""
     for name, schedule, _ in every_schedule():
         assert link(schedule.tasks, schedule.slots) == schedule.tasks
         before: dict[str, set[str]] = {}
@@ -124,7 +129,7 @@ def test_every_read_of_a_slot_sees_its_own_write_and_awaits_it() -> None:
 
 
 def test_every_read_that_no_task_wrote_is_an_input_or_was_left_by_forward() -> None:
-    """What backward reads beside its slots: gradients, T_I, weights, and what the pair keeps."""
+    """Besides its slots, backward reads gradients, T_I, weights, and what the restore pair keeps."""
     for name, schedule, pair in every_schedule():
         written: set[str] = set()
         found: set[str] = set()
@@ -145,7 +150,7 @@ def test_every_read_that_no_task_wrote_is_an_input_or_was_left_by_forward() -> N
 
 
 def slots_of(schedule: Schedule, ring: str) -> list[str]:
-    """The slots of a ring, in the order of the tasks that write its buffers."""
+    """Returns the slots of a ring, in the order of the tasks that write its buffers."""
     order = [buffer for task in schedule.tasks for buffer in task.writes if buffer in schedule.slots]
     slots = [schedule.slots[buffer] for buffer in dict.fromkeys(order)]
     return [slot for slot in slots if slot.partition("[")[0] == ring]

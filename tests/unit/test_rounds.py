@@ -1,4 +1,4 @@
-"""The loop of timing: whose turn it is, which rounds count, and what ranks agree on."""
+"""Rounds of timing: the order of the runs, which rounds count, and what the ranks agree on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pmoe.measure.timing import clock_of, in_turns, median_seconds
 
 
 class Journal:
-    """Runs by name, each with the seconds that it will report."""
+    """Records runs by name, and lets each report given seconds."""
 
     def __init__(self, **seconds: list[float]) -> None:
         self.told: list[str] = []
@@ -44,7 +44,7 @@ def test_each_round_may_begin_with_another_run() -> None:
 
 
 def test_the_median_of_each_part_decides() -> None:
-    """The first is slow to warm up, the second has one slow round, the third one fast round."""
+    """The first run is slow to warm up, the second has one slow round, the third one fast round."""
     journal = Journal(a=[90, 3, 3, 3], b=[2, 2, 80, 2], c=[5, 1, 5, 5])
     assert median_seconds(journal.runs, 3) == [[3, 30], [2, 20], [5, 50]]
     assert "".join(journal.told) == "abc" * 4

@@ -1,4 +1,4 @@
-"""`pmoe simulate scale`: by hand, against bounds that no schedule beats, and against the memory model."""
+"""`pmoe simulate scale` against numbers by hand, bounds that no schedule beats, and the memory model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_dense_parts_are_counted_from_the_published_sizes() -> None:
 
 
 def test_a_step_of_one_chunk_by_hand() -> None:
-    """Mixtral on one machine: 16,384 rows, of which an eighth stay, evenly routed."""
+    """Mixtral on one machine: 16,384 rows, evenly routed, of which an eighth stay on their rank."""
     step, model = step_of("Mixtral 8x7B", 8, skew=0.0), MODELS["Mixtral 8x7B"]
     assert step.busiest_tokens == 8192
     product = 4096 * 14336 / 200e12  # of a row, one of an expert's three
@@ -98,7 +98,11 @@ def test_a_step_of_one_chunk_by_hand() -> None:
 def backward_by_hand(
     sent: float, weights: float, both: float, local: float, ring: float, again: float, remade: float
 ) -> float:
-    """SI, S, then M, C, R with W beside it; L, LM and LW last, beside GAR and the weights' way back."""
+    """Returns the seconds of a backward pass of one chunk, from the seconds of its tasks.
+
+    SI and S run first, then M, C and R with W beside R. L, LM and LW run last, while GAR and the routing
+    weights' gradients are sent.
+    """
     tasks = rotating("backward", 1, STAGES, restore=S4).tasks
     took = {"SI": sent, "S": sent, "R": sent, "P": weights, "GAR": ring}
     took |= {"M": again, "C": both, "W": both, "L": local, "LM": remade, "LW": local}
@@ -111,8 +115,12 @@ def backward_by_hand(
 
 
 def together(tasks: Sequence[Task], classes: Sequence[Mapping[Kind, float]]) -> float:
-    """When all ranks have ended a pass: a collective begins when its last rank comes, and ends for all when
-    the slowest is done."""
+    """Returns the time at which the last rank has ended a pass.
+
+    A collective begins when its last rank comes, and ends for all ranks when the slowest one has ended.
+
+    classes: for each class of equal ranks, the seconds by kind of task.
+    """
     costs = [task_seconds(each) for each in classes]
     free: dict[Lane, Any] = {}
     ends: dict[str, Any] = {}
@@ -181,7 +189,10 @@ def test_what_takes_no_time_makes_a_step_shorter_by_at_most_what_it_took() -> No
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_worst_rank_holds_what_the_memory_model_says_of_its_rows(model: str) -> None:
-    """Counted rows. The simulation has as many of them travel, and more of them at home."""
+    """The memory model counts the rows of each rank, and predicts the same peak, up to a factor of 1.5.
+
+    The simulation assumes as many sent rows, and more rows that stay on their rank.
+    """
     step = step_of(model, 8, 4096, 4)
     experts, sizes = MODELS[model].layer["num_experts"], step.sizes
     z = np.random.default_rng(0).standard_normal(experts)
@@ -203,7 +214,10 @@ def test_the_worst_rank_holds_what_the_memory_model_says_of_its_rows(model: str)
 
 
 def experts_and_dense(step: ScaledStep) -> tuple[int, int]:
-    """Bytes of parameters, gradients and optimizer on 8 ranks, which all share the experts."""
+    """Returns (bytes of the experts' states, bytes of the dense part's states) of a rank, on 8 ranks.
+
+    States are parameters, gradients and those of the optimizer, which all ranks share for the dense part.
+    """
     held = step.model.layers * step.sizes.expert_parameters
     return (4 + 12) * held, 4 * step.model.dense + 12 * (step.model.dense // 8)
 

@@ -1,4 +1,4 @@
-"""The schedules as literal tables: which task runs in which order, on which lane, after what."""
+"""The schedules as literal tables: which task runs in which order, on which lane, and after what."""
 
 from __future__ import annotations
 
@@ -295,7 +295,9 @@ INPUTS = {
 
 
 def every_variant(direction: str) -> Iterator[tuple[int, str, Schedule]]:
-    """(n, rows, schedule) for all n up to 8 and all kinds of rows."""
+    """Yields (n, rows, schedule) for all n up to 8 and all kinds of rows: those that stay and those that are
+    sent.
+    """
     for n, rows in itertools.product(range(1, 9), ROWS):
         yield n, rows, BUILD[direction](n, Stages(**ROWS[rows]))
 

@@ -1,4 +1,6 @@
-"""Selective activation checkpointing around layers, on one rank: whatever a policy keeps, they run again."""
+"""Selective activation checkpointing around layers, on one rank: layers run again, whatever a policy
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,10 @@ def test_checkpoints_without_a_policy_change_no_bit(use_reentrant: bool, name: s
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_layer_by_itself_may_be_checkpointed_selectively(n: int, context: str) -> None:
-    """All products by name gave: Tensor cached during selective activation checkpoint has been mutated."""
+    """A policy that keeps products by name once raised an error of torch.
+
+    It said "Tensor cached during selective activation checkpoint has been mutated".
+    """
     layer = build(pipeline=n)
     expected = gradients(layer, tokens())
     runs = counted(layer)
@@ -129,7 +134,7 @@ def nested(block: nn.Module, other: nn.Module, inner: Any, outer: Any) -> Any:
 @pytest.mark.parametrize("outer", [{}, {"context_fn": CONTEXTS["products by name"]}], ids=["plain", "outer"])
 @pytest.mark.parametrize("inner", [{}, {"context_fn": CONTEXTS["a list"]}], ids=["plain", "inner"])
 def test_selective_checkpoints_inside_of_others(inner: dict[str, Any], outer: dict[str, Any]) -> None:
-    """Where torch takes them: a policy outside has no word on what an inner checkpoint's second pass does."""
+    """Torch takes care of them: the outer policy does not decide about an inner checkpoint's second pass."""
     blocks = nn.ModuleList([Block(build()), Block(build(pipeline=2))])
     dense = nn.ModuleList([Block(nn.Identity()), Block(nn.Identity())])
     for block in dense:
@@ -236,8 +241,8 @@ def test_modes_stand_as_before_behind_a_hidden_block(fails: bool) -> None:
 
 
 def test_a_layer_without_dispatch_modes_never_looks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pmoe.layer import calls_with_any as kinds
+    from pmoe.layer import calls_with_any
 
-    monkeypatch.setattr(kinds, "call_with_any", lambda *_: pytest.fail("was asked"))
+    monkeypatch.setattr(calls_with_any, "call_with_any", lambda *_: pytest.fail("was asked"))
     layer = build()
     (layer(tokens().requires_grad_()).sum() + AUX * layer.l_aux).backward()

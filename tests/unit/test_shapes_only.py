@@ -1,4 +1,4 @@
-"""Calls without values, on the meta device or with fake tensors: shapes of a real call, and nothing else."""
+"""Calls without values, on the meta device or with fake tensors: only the shapes of a real call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def made(name: str, **options: Any) -> MoELayer:
 
 
 def facts(layer: MoELayer, x: Tensor) -> dict[str, Any]:
-    """All that there is of a step but values."""
+    """Returns everything about a step except values: shapes, dtypes, devices."""
     ids = {"token_ids": torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)}
     y = layer(x, **(ids if getattr(layer.gate, "needs_token_ids", False) else {}))
     (y.sum() + AUX * layer.l_aux).backward()
@@ -64,7 +64,10 @@ def facts(layer: MoELayer, x: Tensor) -> dict[str, Any]:
 
 
 def assert_alike(got: dict[str, Any], real: dict[str, Any]) -> None:
-    """A parameter that a real batch gave no gradient may have one here."""
+    """Compares the facts of a step without values with those of a real one.
+
+    A parameter without a gradient in the real step may have one in the step without values.
+    """
     assert got.keys() == real.keys()
     assert not {name: (got[name], each) for name, each in real.items() if each not in (None, got[name])}
 
@@ -171,7 +174,7 @@ def test_torchs_memory_estimator_goes_through_a_model() -> None:
 
 
 def test_a_call_that_dynamo_does_not_look_into_has_a_shape() -> None:
-    """torch.compile runs such a function with fake tensors, to know what it returns."""
+    """torch.compile runs such a function with fake tensors, to find out what it returns."""
     layer = build()
     inside = torch.compiler.allow_in_graph(lambda x: layer(x))
     torch._dynamo.reset()

@@ -1,4 +1,6 @@
-"""pmoe.stats on one process: its numbers against counts by hand, and what it says where there are none."""
+"""pmoe.stats in one process: its numbers against counts by hand, and its result if there is nothing to
+count.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from pmoe.schedule.tasks import Kind, Lane, Stages
 
 
 class Fixed(nn.Module):
-    """A gate that sends tokens where it is told. expert: (T, 1)."""
+    """A gate that sends each token to a given expert.
+
+    expert: the expert of each token.
+    """
 
     def __init__(self, expert: list[int]) -> None:
         super().__init__()
@@ -33,7 +38,7 @@ class Fixed(nn.Module):
 
 
 UNEVEN = [0, 0, 0, 0, 1, 1, 2, 2]
-"""Rows of 8 tokens for 4 experts: 4, 2, 2, 0."""
+"""The expert of each of 8 tokens: the 4 experts get 4, 2, 2 and 0 rows."""
 
 
 def layer(**options: Any) -> pmoe.MoELayer:
@@ -222,7 +227,7 @@ def test_a_pass_without_tasks_takes_no_time() -> None:
 
 
 class Sent:
-    """A message that arrives after ``seconds``."""
+    """A message that arrives after a given number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
@@ -235,8 +240,10 @@ class Sent:
 def test_the_engine_s_waiting_is_seen_in_what_it_records(
     computes: float, exposed: float, hidden: float
 ) -> None:
-    """Two messages of 0.1 s, one behind the other: with nothing to compute both are waited for; of the first
-    much is hidden beside 0.12 s of other rows' computation. Bounds leave room for a busy machine."""
+    """Two messages of 0.1 s are sent one after the other. If nothing computes, both are waited for.
+
+    0.12 s of computation of other rows hides most of the first one. The bounds allow for a busy machine.
+    """
     schedule = forward_schedule(1, Stages(local=True, remote=True))
     actions: dict[Kind, Any] = dict.fromkeys(Kind, lambda chunk: None)
     actions |= dict.fromkeys((Kind.DISPATCH, Kind.COMBINE), lambda chunk: Sent(0.1))

@@ -1,4 +1,6 @@
-"""StatsWriter in one process: what its files hold, after crashes and resumption too, and what it refuses."""
+"""StatsWriter in one process: the content of its files, also after crashes and resumption, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def build() -> nn.Sequential:
 
 
 def train(folder: Path, steps: range, **options: Any) -> None:
-    """Losses are 1 / step."""
+    """Writes the statistics of invented steps, with losses of 1 / step."""
     model = build()
     with StatsWriter(folder, model, **{"every": 4, **options}) as writer:
         for step in steps:
@@ -167,7 +169,7 @@ def test_a_folder_of_the_first_version_is_read_and_continued(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def files_at_most(num_bytes: int) -> Iterator[None]:
-    """A full disk, for files that are larger."""
+    """Lets writes fail beyond this size of a file, as on a full disk."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, usual[1]))
     try:
@@ -220,7 +222,7 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_that_outlives_the_run_does_not_hold_its_folder(tmp_path: Path) -> None:
-    """As a data loader's workers do for a while, where the process that made them is killed."""
+    """A data loader's workers live on for a while if the process that made them is killed."""
     lives, ends = os.pipe()
     writer = StatsWriter(tmp_path, build())
     child = os.fork()

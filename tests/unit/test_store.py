@@ -1,6 +1,6 @@
-"""Files that outlive a run: written whole, found by their key, and those of earlier versions still read.
+"""Files that are kept between runs: written completely, found by their key, and read from earlier versions.
 
-tests/stored/ holds files as commit 447fbb3 wrote them, of the values that the tests of each kind make.
+tests/stored/ has files that commit 447fbb3 wrote, with the values that the tests of each kind make.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A state dict says whose experts it holds; on one rank, whose are all, nothing else changes."""
+"""A state dict says which experts it has. On one rank, which has all of them, nothing else changes."""
 
 from __future__ import annotations
 

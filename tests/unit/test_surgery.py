@@ -1,5 +1,8 @@
-"""Whatever ``experts.w1`` and ``gate.weight`` are when a call begins is what computes: parametrized, pruned,
-quantised, tied or replaced by a tool. Each case is compared with the plain definition of its values."""
+"""The layer computes with the values that ``experts.w1`` and ``gate.weight`` have when a call begins.
+
+They may be parametrized, pruned, quantised, tied or replaced by a tool. Each case is compared with the plain
+definition of its values.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ NAMES = ("gate.weight", "experts.w1", "experts.w2", "experts.b1", "experts.b2")
 
 
 class LowRank(nn.Module):
-    """LoRA: adds b @ a to each matrix of a stack, or to a matrix."""
+    """LoRA: adds b @ a to a matrix, or to each matrix of a stack."""
 
     def __init__(self, weight: Tensor, rank: int = 2) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ def pruned_for_good(layer: pmoe.MoELayer) -> None:
 
 
 def removed_and_put_back(layer: pmoe.MoELayer) -> None:
-    """The order of parameters() is then w2, b1, b2, w1."""
+    """Removes a parameter and adds it again, so that parameters() returns w2, b1, b2, w1."""
     weight = layer.experts.w1
     del layer.experts.w1
     layer.experts.w1 = nn.Parameter(weight.detach() * 1.5)
@@ -117,7 +120,10 @@ def tied(layer: pmoe.MoELayer) -> None:
 
 
 def computed_elsewhere(layer: pmoe.MoELayer) -> None:
-    """A weight that another parameter makes, with its graph, as a hypernetwork or a merging tool puts it."""
+    """Replaces a weight by a tensor that another parameter computes, as a hypernetwork would.
+
+    The tensor keeps its graph.
+    """
     layer.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
     weight = layer.experts.w1
     del layer.experts.w1
@@ -139,14 +145,14 @@ def sparse(layer: pmoe.MoELayer) -> None:
 
 def labelled(layer: pmoe.MoELayer) -> None:
     class Labelled(torch.Tensor):
-        """A subclass that changes no operation, as libraries mark their parameters."""
+        """A subclass of Tensor that changes no operation, as libraries use to mark their parameters."""
 
     weight = (layer.experts.w1.detach() * 1.5).as_subclass(Labelled)
     layer.experts.w1 = nn.Parameter(weight)
 
 
 def by_modules_table(layer: pmoe.MoELayer) -> None:
-    """Behind the layer's __setattr__, as torch.ao.quantization.convert replaces modules."""
+    """Replaces the experts without the layer's __setattr__, as torch.ao.quantization.convert does."""
     other = FFNExperts(6, 10, 4, dtype=torch.float64)
     for parameter in other.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -169,7 +175,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def values_of(layer: pmoe.MoELayer) -> dict[str, Tensor]:
-    """What the layer's parameters are, with their graphs, by the names of a state_dict."""
+    """Returns the values of the layer's parameters, with their graphs, by their names in a state_dict."""
     for module in (layer.experts, layer.gate):
         for hook in module._forward_pre_hooks.values():  # pruning makes its values in these
             hook(module, ())
@@ -182,7 +188,7 @@ def values_of(layer: pmoe.MoELayer) -> dict[str, Tensor]:
 
 
 def step(layer: pmoe.MoELayer, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """y, l_aux and the gradients of x and of every parameter that the layer or its parametrizations have."""
+    """Returns y, l_aux, and the gradients of x and of all parameters, also those of parametrizations."""
     layer.zero_grad(set_to_none=True)
     x = tokens().requires_grad_()
     y, l_aux = compute(x)
@@ -300,7 +306,7 @@ def test_experts_that_are_frozen_beside_a_trained_parametrization_give_it_its_gr
 
 
 class OwnScale(FFNExperts):
-    """A user's experts with a parameter that these experts alone know."""
+    """Experts of a user's own, with a parameter that only they know."""
 
     def __init__(self) -> None:
         super().__init__(6, 10, 4, dtype=torch.float64)

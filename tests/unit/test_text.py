@@ -1,4 +1,4 @@
-"""Tables as text: which side a column is aligned to, and what is missing."""
+"""Tables as text: to which side a column is aligned, and cells that are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPipeMoE's Eq. 1-6 against numbers worked out by hand."""
+"""MPipeMoE's Eq. 1-6 against numbers computed by hand."""
 
 from __future__ import annotations
 

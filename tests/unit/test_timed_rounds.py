@@ -1,4 +1,6 @@
-"""Rounds of trials on a noisy machine: who is timed again, when it ends, and what counts as a difference."""
+"""Rounds of trials on a noisy machine: who is timed again, when the rounds end, and what counts as a
+difference.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ Seconds = Callable[[str, int], float]
 
 
 class Machine:
-    """Runs choices that are named by letters. seconds: of a step, by choice and number of its run from 0."""
+    """Runs choices, which are named by letters, with given seconds.
+
+    seconds: the seconds of a step, by choice and number of the run from 0.
+    """
 
     def __init__(self, seconds: Seconds) -> None:
         self.seconds = seconds
@@ -88,7 +93,7 @@ def test_a_noisy_machine_is_measured_to_the_last_round() -> None:
 
 @pytest.mark.parametrize("slowed", [0, 1, 2])
 def test_one_run_that_something_else_slowed_is_no_measure(slowed: int) -> None:
-    """The fastest choice is slowed 100 times, in its untimed run, its first or its second timed run."""
+    """The fastest choice is slowed 100 times: in its untimed run, its first, or its second timed run."""
     seconds = {"a": 1.0, "b": 1.5, "c": 1.1}
     _, times = rounds_of(
         lambda choice, run: seconds[choice] * (100 if (choice, run) == ("a", slowed) else 1), "abc"
@@ -124,7 +129,7 @@ def test_a_difference_counts_beyond_its_standard_error() -> None:
 
 @pytest.mark.parametrize("noise", [0.01, 0.03])
 def test_a_clearly_slower_choice_rarely_wins(noise: float) -> None:
-    """Slower by five times the noise of a run: the wrong one is taken in less than 2 % of 300 searches."""
+    """A choice that is slower by five times the noise of a run is taken in less than 2 % of 300 searches."""
     draw = random.Random(1)
     wrong = 0
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Which ranks share a node, what is refused, and what a hierarchical exchange does on one rank."""
+"""Topologies: which ranks share a node, wrong arguments, and a hierarchical exchange on one rank."""
 
 from __future__ import annotations
 

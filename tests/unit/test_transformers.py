@@ -1,5 +1,7 @@
-"""pmoe as an experts implementation of transformers, on one rank: models against the library's own eager
-implementation, options, other releases."""
+"""pmoe as an experts implementation of transformers, on one rank.
+
+Models are compared with the library's own eager implementation. Other tests: options, other releases.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,7 @@ def test_gradients_are_the_same_under_gradient_checkpointing(name: str) -> None:
 
 
 def flipping(model: Any) -> None:
-    """Has the first layer's router choose one expert further to the right in every second call."""
+    """Makes the first layer's router choose the next expert instead, in every second call."""
     router, calls = model.model.layers[0].mlp.gate, [0]
 
     def flip(_: Any, __: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -34,7 +34,10 @@ pytestmark = pytest.mark.timeout(300)  # the first test imports transformers, wh
 
 
 def make_experts(path: str, config: dict[str, Any]) -> Any:
-    """(E, M) = (6, 16) experts of a model's class, in float64, behind the registry's dispatch."""
+    """Returns 6 experts of a model's class, in float64, whose calls go through the registry.
+
+    They have 16 columns.
+    """
     file, name = path.split(".")
     module = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
     made = getattr(module, name)(types.SimpleNamespace(_experts_implementation="eager", **config))
@@ -105,7 +108,7 @@ def routed(tokens: int = 20, top_k: int = 2, experts: int = 6) -> tuple[Tensor, 
 
 
 def called(module: Any, implementation: str, x: Tensor, index: Tensor, weight: Tensor) -> list[Tensor]:
-    """Output, and the gradients of the input, the routing weights and the parameters."""
+    """Returns the output, and the gradients of the input, the routing weights and the parameters."""
     module.config._experts_implementation = implementation
     y = module(x, index, weight)
     dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""Models of transformers whose padding goes to no expert, beside the same models that compute it."""
+"""Models of transformers whose padding goes to no expert, against the same models that compute it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.tiny_transformers import (
 pytestmark = pytest.mark.timeout(300)  # the first test imports transformers, which takes its time
 
 ALIKE = 1e-5
-"""Relative, in float32."""
+"""Largest relative difference, in float32."""
 
 
 def skipping(name: str, **changes: Any) -> Any:
@@ -44,7 +44,9 @@ def skipping(name: str, **changes: Any) -> Any:
 
 
 def step(model: Any, inputs: dict[str, Tensor], share: float = 1.0) -> Any:
-    """A forward and a backward pass in training mode. Phi's router draws random numbers."""
+    """Runs a forward and a backward pass in training mode, with a fixed seed: Phi's router draws random
+    numbers.
+    """
     torch.manual_seed(3)
     output = model.train()(**inputs)
     (share * output.loss).backward()
@@ -52,7 +54,7 @@ def step(model: Any, inputs: dict[str, Tensor], share: float = 1.0) -> Any:
 
 
 def rows(model: nn.Module) -> set[int]:
-    """How many rows the experts of each layer got in the last call."""
+    """Returns the numbers of rows that the experts of the layers got in the last call."""
     return {int(layer.tokens_per_expert.sum()) for layer in integration.layers(model).values()}
 
 
@@ -178,7 +180,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def wrapped_by_torch(model: Any, options: dict[str, Any]) -> None:
-    """As accelerate does under FSDP."""
+    """Wraps a model's layers in checkpoints, as accelerate does under FSDP."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
 
     is_reentrant = options["use_reentrant"]
@@ -194,8 +196,10 @@ def wrapped_by_torch(model: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("by", ["transformers", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_pass_of_a_checkpoint_skips_the_padding_of_its_first(kind: str, by: str) -> None:
-    """Several forward passes come before their backward passes. All batches are of one size, and two have the
-    same tokens under other masks."""
+    """Several forward passes come before their backward passes.
+
+    All batches have the same size, and two have the same tokens with other masks.
+    """
     ours, theirs = skipping("Mixtral").train(), make_model("Mixtral", "pmoe").train()
     if by == "torch":
         wrapped_by_torch(ours, KINDS[kind])
@@ -254,7 +258,7 @@ def test_a_checkpoint_around_the_whole_model_is_run_again_with_its_mask(is_reent
 
 @pytest.mark.parametrize("is_reentrant", [True, False])
 def test_a_checkpoint_that_is_not_known_is_no_wrong_result(is_reentrant: bool) -> None:
-    """Somebody's own checkpoint inside of a layer, in whose second pass no mask is known."""
+    """A user's own checkpoint is inside a layer, and in its second pass no mask is known."""
     ours, theirs = skipping("Mixtral").train(), make_model("Mixtral", "pmoe").train()
     for layer in ours.model.layers:
         layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=is_reentrant)
@@ -329,7 +333,7 @@ def test_where_rows_are_not_those_of_the_mask_nothing_is_skipped() -> None:
 
 @pytest.mark.parametrize("columns", [11, 13, 24])
 def test_a_mask_of_another_length_than_the_tokens_and_the_cache_is_not_taken(columns: int) -> None:
-    """Which of its columns are meant is for the model's attention to say, and not all kinds say the same."""
+    """The model's attention decides which columns of such a mask count, and models differ in that."""
     model = skipping("Mixtral").eval()
     padding = importlib.import_module("pmoe.integrations.transformers.padding")
     ids, mask = padded("left")["input_ids"], torch.zeros(4, columns, dtype=torch.int64)
@@ -366,7 +370,7 @@ def test_other_implementations_of_experts_compute_all_rows() -> None:
 
 
 class Pair(nn.Module):
-    """A student, and a teacher that is called inside of the student's forward, with another mask."""
+    """A student, and a teacher that is called inside the student's forward, with another mask."""
 
     def __init__(self, student: Any, teacher: Any) -> None:
         super().__init__()
@@ -510,7 +514,9 @@ def test_what_has_no_experts_of_transformers_is_refused() -> None:
 
 
 def test_a_model_whose_tokens_see_padding_is_refused() -> None:
-    """DeepSeek-V4 attends to sums of neighbouring positions: behind left padding its logits would change."""
+    """DeepSeek-V4 attends to sums of neighbouring positions: with padding on the left, its logits would
+    change.
+    """
     import transformers
 
     sizes = {"n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "q_lora_rank": 8}

@@ -1,4 +1,4 @@
-"""pmoe as type checkers see it: mypy --strict and pyright read what users write, and find what is wrong.
+"""pmoe for type checkers: mypy --strict and pyright accept what users write, and find what is wrong.
 
 pyright is basedpyright's, whose wheel brings all that it needs; in the mode "standard" it is pyright.
 """
@@ -31,23 +31,25 @@ from tests.snippets import GUIDES, ROOT, blocks
 SCRIPT = ROOT / "tests" / "typed" / "script.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LARGE = [path for path in EXAMPLES if "transformers" in path.read_text(encoding="utf-8")]
-"""Examples that take a checker long: it reads transformers."""
+"""Examples that a checker takes long to read, because they import transformers."""
 FIRST = [page for page in GUIDES if page.name in ("README.md", "start.md")]
 
 Errors = dict[tuple[str, int], str]
-"""A checker's messages, by file name and line."""
+"""A checker's messages by (file name, line)."""
 
 
 def environment() -> dict[str, str]:
-    """Where checkers find this Python's packages, and this tree's pmoe as if it were one of them: what
-    `pip install -e` leaves is code, which no checker runs."""
+    """Returns an environment in which checkers find this Python's packages, and this tree's pmoe among them.
+
+    `pip install -e` makes pmoe known by code, which checkers do not run.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     packages = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PATH": path, "PYTHONPATH": packages, "MYPYPATH": ""}
 
 
 def output_of(words: list[str], folder: Path) -> str:
-    """What a checker printed. A checker returns 1 where it has found errors."""
+    """Returns what a checker prints. Its exit code is 1 if it has found errors."""
     done = subprocess.run(
         [sys.executable, "-m", *words], cwd=folder, env=environment(), capture_output=True, text=True
     )
@@ -91,7 +93,7 @@ CHECKERS: dict[str, Callable[[Iterable[Path], Path], Errors]] = {"mypy": by_mypy
 
 
 def snippets(pages: Iterable[Path], folder: Path) -> list[Path]:
-    """The Python of these pages, each block in a file of its own."""
+    """Writes each block of Python of these pages to a file of its own. Returns the files."""
     made = []
     for page in pages:
         for block in blocks(page):
@@ -128,7 +130,7 @@ def test_examples_with_transformers_are_accepted(checker: str, tmp_path: Path) -
 
 
 def test_every_public_name_has_a_known_type(tmp_path: Path) -> None:
-    """But for the subclasses of fairseq's classes, where fairseq is not installed."""
+    """Subclasses of fairseq's classes are left out if fairseq is not installed."""
     words = ["basedpyright", "--verifytypes", "pmoe", "--ignoreexternal", "--outputjson"]
     told = json.loads(output_of(words, tmp_path))["typeCompleteness"]
     assert Path(told["packageRootDirectory"]) == ROOT / "pmoe"
@@ -151,7 +153,7 @@ def parameters_of(function: ast.FunctionDef) -> str:
 
 @pytest.mark.parametrize("kind", [pmoe.MoELayer, pmoe.Gate])
 def test_a_call_has_the_types_of_forward(kind: type) -> None:
-    """type checkers read a ``__call__`` that stands beside forward; at run time there is torch's alone."""
+    """Type checkers read a ``__call__`` beside forward; at run time there is only torch's."""
     tree = ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8"))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     functions = {node.name: node for node in ast.walk(found) if isinstance(node, ast.FunctionDef)}

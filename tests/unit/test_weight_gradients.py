@@ -26,7 +26,7 @@ from pmoe.graph.weight_gradients import (
 
 
 def overlapped_seconds(instructions: Sequence[Instruction], assigned: Mapping[str, str]) -> float:
-    """The objective of section 4.2: of each all-to-all the seconds that it is hidden for, summed."""
+    """The objective of section 4.2: the seconds for which all-to-alls are hidden, summed over all-to-alls."""
     seconds = {each.name: each.seconds for each in instructions}
     hidden: dict[str, float] = {}
     for name, behind in assigned.items():
@@ -39,7 +39,11 @@ def of(name: str, *waits: str, seconds: float = 1.0, lane: str = COMPUTE, num_by
 
 
 def backward(layers: int, draw: random.Random) -> list[Instruction]:
-    """A chain of layers; every second has two all-to-alls with experts between; each product has its dW."""
+    """Returns the instructions of a backward pass: a chain of layers, in which each product has a weight
+    gradient.
+
+    Every second layer has two all-to-alls with experts between them.
+    """
     found = [of("loss")]
     before = "loss"
     for layer in range(layers):
@@ -68,7 +72,7 @@ def random_graph(seed: int, count: int = 14) -> list[Instruction]:
 
 
 def reaches(graph: Sequence[Instruction]) -> set[tuple[str, str]]:
-    """(a, b): there is a path from a to b."""
+    """Returns the pairs (a, b) for which there is a path from a to b."""
     pairs = {(name, each.name) for each in graph for name in each.waits}
     for middle, first, last in itertools.product([each.name for each in graph], repeat=3):
         if (first, middle) in pairs and (middle, last) in pairs:
@@ -77,7 +81,9 @@ def reaches(graph: Sequence[Instruction]) -> set[tuple[str, str]]:
 
 
 def assert_runs(order: Sequence[Instruction], graph: Sequence[Instruction]) -> None:
-    """The same instructions, each behind what it waits for, and all-to-alls in their order."""
+    """Checks an order: the same instructions, each after those it waits for, all-to-alls in their old
+    order.
+    """
     assert sorted(each.name for each in order) == sorted(each.name for each in graph)
     done = set[str]()
     for each in order:
@@ -121,7 +127,7 @@ def every_assignment(graph: Sequence[Instruction]) -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_greedy_assignment_is_near_the_optimum(count: int) -> None:
-    """Algorithm 1 gives no bound."""
+    """Algorithm 1 promises no bound."""
     ratios = []
     for seed in range(count):
         graph = backward(4, random.Random(seed))
@@ -165,7 +171,9 @@ def test_the_peak_is_that_of_a_step_by_step_count(seed: int) -> None:
 
 
 def test_a_limit_is_kept() -> None:
-    """Each product's result waits for its weight gradient: late ones keep all of them."""
+    """Each product's result is needed until its weight gradient is computed: late gradients keep all
+    results.
+    """
     draw = random.Random(1)
     graph = [
         Instruction(

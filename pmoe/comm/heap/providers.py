@@ -203,7 +203,13 @@ class _HeapBuilder(CollectiveSteps):
         warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
 
     def facts(self) -> tuple[dict[str, object], str]:
-        """Returns the values that must be equal on all ranks, by name, and a text for this rank's node."""
+        """Returns (the values that must be equal on all ranks, by name; the name of this rank's node).
+
+        The values are the sizes, the dtype and the bytes of the heap, and the code of the loaded kernels.
+        Ranks whose names of nodes are equal are on one node.
+
+        Raises ValueError if an environment variable is wrong.
+        """
         kernels, host = self.memory.place(self.device)
         self.bound_seconds = wait_seconds(self.ranks)
         # Raises for a bad environment variable, before the exchange that carries errors to the other ranks.

@@ -94,15 +94,15 @@ class Backward(Pass):
         self.weight = weight.reshape(-1)
         # Zeros, because a dropped (token, choice) pair has no row, and no task writes its gradient.
         self.grad_weight = weight.new_zeros(weight.numel())
-        self.grad_weight_rows = weight.new_empty(self.cut.num_received)
-        self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.cut)
+        self.grad_weight_rows = weight.new_empty(self.pass_plan.num_received)
+        self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.pass_plan)
         self.chunks_done = 0
-        if self.cut.weights is not None:
+        if self.pass_plan.weights is not None:
             received = saved.weight_received
             assert received is not None
             if plan.joined is not None:
                 received = received.index_select(0, plan.joined.weight_map)
-            self.weight_of_chunk = split_by_chunk(received, self.cut)
+            self.weight_of_chunk = split_by_chunk(received, self.pass_plan)
             # One tensor, unless experts are sharded: `ShardedBackward` then replaces grad_weight_leaving.
             self.grad_weight_leaving = self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
             self.grad_weight_home = weight.new_empty(self.weight_message.slot.shape[0])
@@ -115,7 +115,7 @@ class Backward(Pass):
         self.run_schedule()
         if gradients is not None:
             gradients.ends()
-        if self.cut.weights is not None:
+        if self.pass_plan.weights is not None:
             self.grad_weight[self.weight_message.slot] = self.grad_weight_home
         grad_weight_TK = self.grad_weight.view_as(self.saved.inputs.weight_TK)
         grads: list[Tensor | None] = [self.result_TM, grad_weight_TK, self.grad_shared_weight]
@@ -158,24 +158,24 @@ class Backward(Pass):
             because their experts are on this rank.
         """
         if unit not in self.rows:
-            i, at = unit
+            i, place = unit
             if self.plan.restore.dispatched != "communicate":
                 rows_NM = self.kept[unit].rows_NM
                 assert rows_NM is not None
                 self.rows[unit] = rows_NM
-            elif at:
+            elif place:
                 self.rows[unit] = self.gather_local(self.saved.inputs.x_TM, self.temporary("T_DI_L", i), i)
             else:
                 self.rows[unit] = self.in_expert_order("T_DI", i, self.arrived_again(i))
         return self.rows[unit]
 
-    def recompute(self, i: int, at: str = "") -> None:
+    def recompute(self, i: int, place: str = "") -> None:
         """Recomputes the hidden activation T_M from the experts' input T_DI (task M).
 
-        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
-            not sent, because their experts are on this rank.
+        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
+            because their experts are on this rank, if place is "_L".
         """
-        unit = (i, at)
+        unit = (i, place)
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
         expert_rows = self.for_experts(unit, self.rows_of(unit))
         self.hidden[unit] = self.plan.modules.experts.recompute(expert_rows, recipe)
@@ -201,9 +201,9 @@ class Backward(Pass):
 
         They are the gradients of the rows and of their routing weights, not those of parameters.
         """
-        piece = self.cut.pieces[j]
+        piece = self.pass_plan.pieces[j]
         unit = (j, "_L")
-        slot = self.cut.slot[piece.rows]
+        slot = self.pass_plan.slot[piece.rows]
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
         weight_N = self.weight.index_select(0, slot)
         grad_weight_N = self._input_gradient(unit, grad_NM, weight_N, self.home_rows(j, piece.rows))
@@ -220,7 +220,7 @@ class Backward(Pass):
         self.in_source_order(i, out_NM)
         self.grad_weight_of_chunk[i].copy_(grad_weight_N)
         self.chunks_done += 1
-        if self.chunks_done == len(self.cut.chunks):
+        if self.chunks_done == len(self.pass_plan.chunks):
             self._weights_in_source_order()
 
     def _input_gradient(self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> Tensor:
@@ -264,15 +264,15 @@ class Backward(Pass):
             self.weight_message.send,
         )
 
-    def wgrad(self, i: int, at: str = "") -> None:
+    def wgrad(self, i: int, place: str = "") -> None:
         """Computes the gradients of the parameters from the rows of one task, and adds them (task W).
 
         They are added to the sums over chunks. The experts' input (T_DI) of these rows is freed afterwards.
 
-        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
-            not sent, because their experts are on this rank.
+        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
+            because their experts are on this rank, if place is "_L".
         """
-        unit = (i, at)
+        unit = (i, place)
         self.plan.modules.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
         self.rows.pop(unit, None)
 

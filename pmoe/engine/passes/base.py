@@ -222,7 +222,7 @@ class Pass:
     combine_input: the name of the buffer that the all-to-all back sends. It differs from ``sent_back`` only
         if experts are sharded, because a reduce-scatter comes before.
     parameters: the tensors with which the experts compute.
-    cut: the plan of this pass, ``plan.forward`` or ``plan.backward``.
+    pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
     source_TM, result_TM: (T, M), the pass's input and output for T tokens. In forward they are the layer's
         input and output, in backward the gradients of the output and the input.
     keep: whether a backward pass may follow; True in backward.
@@ -242,7 +242,7 @@ class Pass:
     combine_input: str
     parameters: Sequence[Tensor]
     plan: Plan
-    cut: PassPlan
+    pass_plan: PassPlan
     source_TM: Tensor
     keep: bool
     stages: Stages
@@ -254,23 +254,23 @@ class Pass:
     pool: DevicePool
     arena: Arena
 
-    def __init__(self, plan: Plan, cut: PassPlan, source_TM: Tensor, keep: bool) -> None:
+    def __init__(self, plan: Plan, pass_plan: PassPlan, source_TM: Tensor, keep: bool) -> None:
         self.plan = plan
-        self.cut = cut
+        self.pass_plan = pass_plan
         self.source_TM = source_TM
         self.keep = keep
         self.stages = plan.modules.stages
         self.pool = pool(source_TM.device).device
         self.result_TM = self.pool.new(source_TM, *source_TM.shape)
-        self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in cut.chunks])
-        slots = [length(chunk.slots) // plan.top_k for chunk in cut.chunks]
-        self.positions = cut.position.view(-1, plan.top_k).split_with_sizes(slots)
+        self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in pass_plan.chunks])
+        slots = [length(chunk.slots) // plan.top_k for chunk in pass_plan.chunks]
+        self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.shared_TM: Tensor | None = None
-        self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
+        self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in pass_plan.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
         self.sizes = BufferSizes(
             direction=self.direction,
-            extent=cut.rows,
+            extent=pass_plan.rows,
             d_model=source_TM.shape[1],
             columns=plan.modules.experts.columns(source_TM.device.type),
             restore=plan.restore if keep else None,
@@ -283,23 +283,23 @@ class Pass:
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
-        for i, chunk in enumerate(cut.chunks):
+        for i, chunk in enumerate(pass_plan.chunks):
             if not rotates:
                 self.make_buffers(i)
             if not rotates or (self.sizes.keeps_what_arrives and not self.sizes.extent.regrouped[i]):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not rotates:
-            rows_sent = sum(chunk.num_sent for chunk in cut.chunks)
-            rows_kept = sum(piece.groups.num_rows for piece in cut.pieces)
-            self.home = self.new(rows_sent + rows_kept + cut.has_drops, source_TM.shape[1])
-            if cut.has_drops:
+            rows_sent = sum(chunk.num_sent for chunk in pass_plan.chunks)
+            rows_kept = sum(piece.groups.num_rows for piece in pass_plan.pieces)
+            self.home = self.new(rows_sent + rows_kept + pass_plan.has_drops, source_TM.shape[1])
+            if pass_plan.has_drops:
                 self.home[-1].zero_()  # the last row, which dropped (token, choice) pairs add to their token
 
     @property
     def weight_message(self) -> WeightMessage:
         """The plan of the message of routing weights. Fails if this pass sends no rows to other ranks."""
-        assert self.cut.weights is not None
-        return self.cut.weights
+        assert self.pass_plan.weights is not None
+        return self.pass_plan.weights
 
     def make_buffers(self, i: int) -> None:
         """Allocates the buffers from which chunk i is sent.
@@ -350,10 +350,10 @@ class Pass:
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
         """
-        i, at = unit
+        i, suffix = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
-            slot = self.arena.buffers.get(f"{name}{at}.{i}")
+            slot = self.arena.buffers.get(f"{name}{suffix}.{i}")
             if slot is None:
                 return self.new(rows, columns)
             assert slot.shape == (rows, columns), (name, unit, slot.shape, rows, columns)
@@ -367,8 +367,8 @@ class Pass:
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
         """
-        i, at = unit
-        return self.cut.pieces[i].groups if at else self.cut.chunks[i].received
+        i, place = unit
+        return self.pass_plan.pieces[i].groups if place else self.pass_plan.chunks[i].received
 
     def for_experts(self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None) -> ExpertRows:
         """Returns the argument for methods of `Experts`: rows, parameters, and memory to compute in.
@@ -388,7 +388,7 @@ class Pass:
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the chunk, M).
         """
-        self.plan.modules.order.order(source_TM, self.cut.sent_tokens[i], out)
+        self.plan.modules.order.order(source_TM, self.pass_plan.sent_tokens[i], out)
 
     def gather(self, i: int) -> None:
         """Copies the tokens of chunk i to its send buffer, sorted by destination rank and expert (task G).
@@ -403,7 +403,7 @@ class Pass:
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the block, M).
         """
-        self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
+        self.plan.modules.order.order(source_TM, self.pass_plan.row_token[self.pass_plan.pieces[j].rows], out)
         return out
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
@@ -412,7 +412,7 @@ class Pass:
         name: the buffer that is sent.
         received: the buffer that is filled.
         """
-        chunk = self.cut.chunks[i]
+        chunk = self.pass_plan.chunks[i]
         return self.plan.modules.dispatch.exchange(
             self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows, chunk.relayed[0]
         )
@@ -478,29 +478,29 @@ class Pass:
         """
         leaving_NM.index_copy_(0, regroup, rows_NM)
 
-    def home_rows(self, i: int, at: slice) -> Tensor:
+    def home_rows(self, i: int, rows: slice) -> Tensor:
         """Returns memory on the tokens' rank for the results of some of chunk i's rows.
 
         The memory is a part of the home buffer, in which all results return to the tokens' rank.
 
-        at: the rows, a slice of this rank's sorted rows.
+        rows: a slice of this rank's sorted rows.
         """
         if self.home is not None:
-            return self.home[at]
+            return self.home[rows]
         home = self.temporary(self.home_name, i)
-        start = self.cut.home[i].start
-        return home if length(at) == home.shape[0] else home[at.start - start : at.stop - start]
+        start = self.pass_plan.home[i].start
+        return home if length(rows) == home.shape[0] else home[rows.start - start : rows.stop - start]
 
     def combine_output(self, i: int) -> Tensor:
         """Returns the memory in which the all-to-all back to the tokens' rank puts the results of chunk i."""
-        return self.home_rows(i, self.cut.chunks[i].sent)
+        return self.home_rows(i, self.pass_plan.chunks[i].sent)
 
     def combine(self, i: int) -> dist.Work | None:
         """Starts the all-to-all that returns chunk i's results to the ranks of their tokens (task R).
 
         The results are the experts' outputs; in backward, the gradients of the experts' inputs.
         """
-        chunk = self.cut.chunks[i]
+        chunk = self.pass_plan.chunks[i]
         leaving = self.buffer(self.combine_input, i)
         return self.plan.modules.combine.exchange(
             leaving, chunk.recv_rows, self.combine_output(i), chunk.send_rows, chunk.relayed[1]
@@ -512,17 +512,17 @@ class Pass:
         Results of a token are added in the order of its choices, not in the order of arrival, so the sum is
         the same in every run. A shared expert's result is added too. In backward, the results are gradients.
         """
-        cut = self.cut
-        chunk = self.cut.chunks[i]
+        pass_plan = self.pass_plan
+        chunk = self.pass_plan.chunks[i]
         row_SK = self.positions[i]
         out_TM = self.results[i]
         home = self.home
         if home is None:
             home = self.temporary(self.home_name, i)
-            row_SK = row_SK - cut.home[i].start
-            if cut.has_drops:
+            row_SK = row_SK - pass_plan.home[i].start
+            if pass_plan.has_drops:
                 home[-1].zero_()
-        if cut.has_drops:
+        if pass_plan.has_drops:
             # Pairs without a row have a number beyond the last row. They read the last row, which is zero.
             row_SK = row_SK.clamp(max=home.shape[0] - 1)
         slot_token = self.plan.slot_token
@@ -537,14 +537,14 @@ class Pass:
     def actions(self) -> Actions:
         """Maps each kind of task in the schedule to the method that runs it, given the number of a chunk.
 
-        A kind for rows that stay on this rank uses the method for received rows with at="_L": `wgrad` for
+        A kind for rows that stay on this rank uses the method for received rows with place="_L": `wgrad` for
         LOCAL_WGRAD, for example.
         """
         return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
 
     def _action(self, name: str) -> Callable[[int], dist.Work | None]:
         method: Callable[..., dist.Work | None] = getattr(self, name.removeprefix("local_"))
-        return functools.partial(method, at="_L") if name.startswith("local_") else method
+        return functools.partial(method, place="_L") if name.startswith("local_") else method
 
     def run_schedule(self) -> None:
         """Runs all tasks of the pass, then frees its buffers, even if a task raised an error."""
@@ -562,9 +562,9 @@ class Pass:
             self.home = None
 
 
-def split_by_chunk(per_row: Tensor, cut: PassPlan) -> tuple[Tensor, ...]:
+def split_by_chunk(per_row: Tensor, pass_plan: PassPlan) -> tuple[Tensor, ...]:
     """Splits a tensor (N,), one value for each of the N rows that this rank received, by chunk.
 
-    cut: the plan of the pass, which has the number of rows of each chunk.
+    pass_plan: the plan of the pass, which has the number of rows of each chunk.
     """
-    return per_row.split_with_sizes(list(cut.rows.received))
+    return per_row.split_with_sizes(list(pass_plan.rows.received))

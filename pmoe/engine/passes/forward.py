@@ -40,7 +40,7 @@ class Forward(Pass):
 
     inputs: the tensors of the call.
     weight: (T * K,), the routing weights of T tokens with K choices each.
-    left: the state for backward, which tasks fill while they run.
+    saved: the state for backward, which tasks fill while they run.
     scalars: the messages with one number for each row. The first one carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.
@@ -55,7 +55,7 @@ class Forward(Pass):
     inputs: Inputs
     parameters: Sequence[Tensor]
     weight: Tensor
-    left: ForwardState
+    saved: ForwardState
     weight_of_chunk: tuple[Tensor, ...]
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
@@ -63,9 +63,9 @@ class Forward(Pass):
         self.inputs = inputs
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
-        self.left = ForwardState(inputs=inputs)
+        self.saved = ForwardState(inputs=inputs)
         self.scalars: list[Scalars] = []
-        if self.cut.weights is not None:
+        if self.pass_plan.weights is not None:
             self.make_scalars()
 
     def make_scalars(self) -> None:
@@ -77,7 +77,7 @@ class Forward(Pass):
 
         sent: (S,), the numbers for the S rows that this rank sends.
         """
-        arrived = sent.new_empty(self.cut.num_received)
+        arrived = sent.new_empty(self.pass_plan.num_received)
         return Scalars(sent, arrived, arrived, arrived)
 
     def run(self) -> Tensor:
@@ -103,16 +103,16 @@ class Forward(Pass):
 
         The results are written to the buffer in which combine puts the results from other ranks.
         """
-        piece = self.cut.pieces[j]
-        weight_N = self.weight.index_select(0, self.cut.slot[piece.rows])
+        piece = self.pass_plan.pieces[j]
+        weight_N = self.weight.index_select(0, self.pass_plan.slot[piece.rows])
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
         self._compute((j, "_L"), rows_NM, weight_N, self.home_rows(j, piece.rows))
 
     def compute(self, i: int) -> None:
         """Lets the experts compute the rows that this rank received in chunk i (task C)."""
-        if self.left.weight_received is None:
-            self.left.weight_received = self.sorted_weights()
-            self.weight_of_chunk = split_by_chunk(self.left.weight_received, self.cut)
+        if self.saved.weight_received is None:
+            self.saved.weight_received = self.sorted_weights()
+            self.weight_of_chunk = split_by_chunk(self.saved.weight_received, self.pass_plan)
         arrived = self.arrived(i)
         out_NM = self.result_of(i)
         rows_NM = self.in_expert_order("T_DI", i, arrived)
@@ -145,7 +145,7 @@ class Forward(Pass):
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)
-            kept = self.left.kept[unit] = SavedUnit(hidden=hidden, recipe=recipe)
+            kept = self.saved.kept[unit] = SavedUnit(hidden=hidden, recipe=recipe)
             self.save_for_backward(unit, kept, rows_NM, changed)
 
     def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:

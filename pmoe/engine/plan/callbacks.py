@@ -41,22 +41,32 @@ class Callback:
         return x
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        """Gets the N rows of a chunk before dispatch sends them, (N, d_model); returns (N, columns)."""
+        """Gets the N rows of a chunk before dispatch sends them, (N, d_model); returns (N, columns).
+
+        The number of columns may differ from d_model. The all-to-all sends as many columns as are returned.
+        """
         return rows
 
     def after_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        """Gets the N rows of a chunk after dispatch has brought them, (N, columns); returns (N, d_model)."""
+        """Gets the N rows of a chunk after dispatch has brought them, (N, columns); returns (N, d_model).
+
+        ``columns`` is the number of columns that before_dispatch has returned.
+        """
         return rows
 
     def before_combine(self, rows: Tensor, chunk: int) -> Tensor:
         """Gets the N results of a chunk before combine sends them back, (N, d_model); returns (N, columns).
 
-        Each result is already multiplied by its routing weight.
+        Each result is already multiplied by its routing weight. The number of columns may differ from
+        d_model.
         """
         return rows
 
     def after_combine(self, rows: Tensor, chunk: int) -> Tensor:
-        """Gets the N results of a chunk on the rank of their tokens, (N, columns); returns (N, d_model)."""
+        """Gets the N results of a chunk on the rank of their tokens, (N, columns); returns (N, d_model).
+
+        ``columns`` is the number of columns that before_combine has returned.
+        """
         return rows
 
     def before_moe_end(self, y: Tensor) -> Tensor:

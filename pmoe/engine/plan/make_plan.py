@@ -49,7 +49,8 @@ class SortedSlots:
 
     expert_TK: (T, K) int64, the global expert of each slot, for T tokens with K choices each.
     keep_TK: (T, K) bool, whether each slot is kept; None keeps all.
-    tokens: the number of tokens, and the token of each slot if tokens have different numbers of slots.
+    tokens: a `Tokens`: the number of tokens and, only if tokens have different numbers of slots, a tensor
+        with the token of each slot.
     padding: the map between tokens and padded rows, with ``pad_to_capacity=True``; else None. Each padded row
         then counts as a token with one slot.
     """

@@ -93,8 +93,8 @@ class _Hooked(Pass):
         if not self._any(self.leaving_points):
             super().gather(i)
             return
-        chunk = self.cut.chunks[i]
-        rows_NM = self.new(self.cut.chunks[i].num_sent, self.source_TM.shape[1])
+        chunk = self.pass_plan.chunks[i]
+        rows_NM = self.new(self.pass_plan.chunks[i].num_sent, self.source_TM.shape[1])
         self.gather_rows(self.source_TM, rows_NM, i)
         leaving = self.at(self.leaving_points[0], i, rows_NM)
         self.own[f"send.{i}"] = leaving
@@ -137,7 +137,7 @@ class _Hooked(Pass):
         """
         leaving = self.at(self.returning_points[0], i, rows_NM)
         self.own[f"{name}.{i}"] = leaving
-        self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
+        self.own[f"came.{i}"] = leaving.new_empty(self.pass_plan.chunks[i].num_sent, leaving.shape[1])
 
     def combine_output(self, i: int) -> Tensor:
         came = self.own.get(f"came.{i}")
@@ -146,7 +146,7 @@ class _Hooked(Pass):
     def output(self, i: int) -> None:
         if self._any(self.returning_points):
             came = self.own.pop(f"came.{i}")
-            home = self.home_rows(i, self.cut.chunks[i].sent)
+            home = self.home_rows(i, self.pass_plan.chunks[i].sent)
             home.copy_(self.at(self.returning_points[1], i, came))
         super().output(i)
 
@@ -166,13 +166,13 @@ class HookedForward(_Hooked, Forward):
             return self.changed(point, i, rows)
         run = functools.partial(self.run_hooks, point, i=i)
         # Parameters, and views of them, are not saved for backward, because they stay in memory anyway.
-        shelf = SavedTensorSlots(
+        saved_slots = SavedTensorSlots(
             frozenset(parameter.untyped_storage().data_ptr() for parameter in self.inputs.hook_parameters)
         )
-        graph, out = record(run, rows, slice(0, rows.shape[0]), shelf, own_rows=True)
+        graph, out = record(run, rows, slice(0, rows.shape[0]), saved_slots, own_rows=True)
         parameters = tuple(self.inputs.hook_parameters)
-        self.left.passed[point, i] = HookGraph(
-            graph, tuple(shelf.close()), rows.shape, rows.dtype, parameters
+        self.saved.passed[point, i] = HookGraph(
+            graph, tuple(saved_slots.close()), rows.shape, rows.dtype, parameters
         )
         return out.contiguous()
 
@@ -193,9 +193,9 @@ class HookedBackward(_Hooked, Backward):
         passed = self.saved.passed[point, i]
         of_rows = None
         if passed.graph.output is not None:
-            passed.graph.shelf.tensors = list(passed.tensors)
+            passed.graph.saved_slots.tensors = list(passed.tensors)
             of_rows, *of_parameters = gradients(passed.graph, passed.parameters, rows)
-            passed.graph.shelf.close()
+            passed.graph.saved_slots.close()
             for j, gradient in enumerate(of_parameters):
                 if gradient is not None:
                     total = self.grad_hooks[j]
@@ -211,7 +211,7 @@ class HookedBackward(_Hooked, Backward):
             super().gather_again(i)
             return
         x_TM = self.saved.inputs.x_TM
-        chunk = self.cut.chunks[i]
+        chunk = self.pass_plan.chunks[i]
         rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
         self.gather_rows(x_TM, rows, i)
         self.own[f"send_again.{i}"] = rows = self.changed("before_dispatch", i, rows)

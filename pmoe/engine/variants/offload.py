@@ -43,25 +43,26 @@ class OffloadingForward(Forward):
         self.leaving_device: dict[tuple[str, Unit], list[tuple[Tensor, Tensor]]] = {}
         self.host_bytes_due = 0
         if plan.restore.dispatched == "offload":
-            units = (*(piece.groups for piece in self.cut.pieces), *(c.received for c in self.cut.chunks))
+            pieces = [piece.groups for piece in self.pass_plan.pieces]
+            units = (*pieces, *(chunk.received for chunk in self.pass_plan.chunks))
             row_bytes = self.source_TM.shape[1] * self.source_TM.element_size()
             self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
 
-    def copy_rows_out(self, i: int, at: str = "") -> None:
+    def copy_rows_out(self, i: int, place: str = "") -> None:
         """Copies the experts' input T_DI of the rows of one task to host memory (task DI).
 
-        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
-            not sent, because their experts are on this rank.
+        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
+            because their experts are on this rank, if place is "_L".
         """
-        self._copy_out("T_DI", (i, at))
+        self._copy_out("T_DI", (i, place))
 
-    def copy_hidden_out(self, i: int, at: str = "") -> None:
+    def copy_hidden_out(self, i: int, place: str = "") -> None:
         """Copies the hidden activation T_M of the rows of one task to host memory (task DM).
 
-        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
-            not sent, because their experts are on this rank.
+        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
+            because their experts are on this rank, if place is "_L".
         """
-        self._copy_out("T_M", (i, at))
+        self._copy_out("T_M", (i, place))
 
     def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
         super().save_for_backward(unit, kept, rows_NM, changed)
@@ -148,38 +149,39 @@ class OffloadingBackward(Backward):
         self.compute_stream = current_stream(grad_TM)
 
     def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
-        i, at = unit
+        i, place = unit
         joined = self.plan.joined
         if joined is None:
             return super().parts(unit)
-        return [(self.kept[chunk, at], runs) for chunk, runs in (joined.local if at else joined.received)[i]]
+        joined_units = joined.local if place else joined.received
+        return [(self.kept[chunk, place], runs) for chunk, runs in joined_units[i]]
 
-    def copy_rows_in(self, i: int, at: str = "") -> None:
+    def copy_rows_in(self, i: int, place: str = "") -> None:
         """Copies the experts' input T_DI of the rows of one task to a device buffer (task HI).
 
         The source is host memory, or chunks that forward kept on the device.
 
-        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
-            not sent, because their experts are on this rank.
+        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
+            because their experts are on this rank, if place is "_L".
         """
-        unit = (i, at)
-        rows_NM = self.temporary(f"T_DI{at}", i)
+        unit = (i, place)
+        rows_NM = self.temporary(f"T_DI{place}", i)
         for kept, runs in self.parts(unit):
             assert kept.rows_NM is not None
             for forward_rows, backward_rows in runs:
                 copy(rows_NM[backward_rows], kept.rows_NM[forward_rows])
         self.rows[unit] = rows_NM
 
-    def copy_hidden_in(self, i: int, at: str = "") -> None:
+    def copy_hidden_in(self, i: int, place: str = "") -> None:
         """Copies the hidden activation T_M of the rows of one task to a device buffer (task HM).
 
         The source is host memory, or chunks that forward kept on the device. If a part of T_M did not fit on
         the host, nothing is copied, and a later task recomputes T_M.
 
-        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
-            not sent, because their experts are on this rank.
+        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
+            because their experts are on this rank, if place is "_L".
         """
-        unit = (i, at)
+        unit = (i, place)
         parts = self.parts(unit)
         experts = self.plan.modules.experts
         saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]

@@ -220,12 +220,12 @@ class PaddedCallKey:
         return CountsExchange(grid, facts_FE, fault=fault, traffic=traffic, training=training, **vars(self))
 
 
-def check_same_calls(told: RankCounts) -> None:
+def check_same_calls(counts: RankCounts) -> None:
     """Raises ValueError on every rank if the ranks differ in their number of tokens or in `needs_grad`.
 
-    told: the finished exchange of `PaddedCallKey.exchange`.
+    counts: the finished exchange of `PaddedCallKey.exchange`.
     """
-    tokens, needs_grad = told.recv[:, :, 0].tolist()
+    tokens, needs_grad = counts.recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:
         by_rank = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
         raise ValueError(
@@ -256,7 +256,7 @@ class PaddedForward(Forward):
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, _padded(plan, inputs), keep)
-        self.left.inputs = inputs  # tokens are saved; backward pads them again
+        self.saved.inputs = inputs  # tokens are saved; backward pads them again
 
     def run(self) -> Tensor:
         result_NM = super().run()

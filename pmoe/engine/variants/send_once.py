@@ -158,8 +158,8 @@ class OnceForward(_Once, Forward):
 
     def make_scalars(self) -> None:
         super().make_scalars()
-        assert self.cut.once is not None
-        self.number = self.scalar(self.cut.once.number)
+        assert self.pass_plan.once is not None
+        self.number = self.scalar(self.pass_plan.once.number)
         self.scalars.append(self.number)
 
     def weights(self, _: int) -> dist.Work | None:
@@ -175,11 +175,11 @@ class OnceForward(_Once, Forward):
         Also computes `regroup` from the numbers that arrived with the weights: for each chunk, the index that
         copies and sorts the received rows.
         """
-        assert self.cut.once is not None
-        row = self.cut.once.base + self.number.arrived
+        assert self.pass_plan.once is not None
+        row = self.pass_plan.once.base + self.number.arrived
         regroup = self.weight_message.regroup
         row = row if regroup is None else row.index_select(0, regroup)
-        self.regroup = self.left.regroup = split_by_chunk(row, self.cut)
+        self.regroup = self.saved.regroup = split_by_chunk(row, self.pass_plan)
         return super().sorted_weights()
 
 

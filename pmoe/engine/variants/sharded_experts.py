@@ -54,7 +54,7 @@ class _Sharded(Pass):
         received: the name of the buffer for the rows of all ranks.
         copies: the name of a scratch buffer, from which rows are sent.
         """
-        chunk = self.cut.chunks[i]
+        chunk = self.pass_plan.chunks[i]
         self.sharing.all_gather(
             self.buffer(arrived, i), self.buffer(received, i), chunk.gathered, self.buffer(copies, i)
         )
@@ -70,7 +70,7 @@ class _Sharded(Pass):
 
         Each rank gets the sums for the rows that the all-to-all had brought to it.
         """
-        chunk = self.cut.chunks[i]
+        chunk = self.pass_plan.chunks[i]
         self.sharing.reduce_scatter(
             self.buffer(self.sent_back, i), self.buffer("leaving", i), chunk.gathered, self.buffer("parts", i)
         )
@@ -82,7 +82,7 @@ class ShardedForward(_Sharded, Forward):
     def scalar(self, sent: Tensor) -> Scalars:
         own_rows = sum(self.weight_message.recv)
         copies = sent.new_empty(self.sharing.copies(own_rows))
-        return Scalars(sent, sent.new_empty(own_rows), sent.new_empty(self.cut.num_received), copies)
+        return Scalars(sent, sent.new_empty(own_rows), sent.new_empty(self.pass_plan.num_received), copies)
 
     def share_weights(self, _: int) -> None:
         """Gathers the routing weights of all chunks from all ranks inside the node (task PG)."""

@@ -80,7 +80,7 @@ class SharedExpertForward(_WithSharedExpert, Forward):
                 "first operation must make a new tensor (inplace=False)"
             )
         if self.keep:
-            self.left.kept[SHARED] = SavedUnit(hidden=hidden)
+            self.saved.kept[SHARED] = SavedUnit(hidden=hidden)
 
 
 class SharedExpertBackward(_WithSharedExpert, Backward):

@@ -188,15 +188,16 @@ def _measure_part(
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
-    """Returns whether a first stage of trials would have at least `MIN_TOKENS` tokens. Collective.
+    """Returns whether all choices could be tried with at least `MIN_TOKENS` tokens. Collective.
 
-    The smallest first stage has the two choices that need the least memory.
+    Otherwise a search would try only the choices with many chunks, because these need less memory. It would
+    take one of them even if fewer chunks are faster.
 
     batch: the routed batch.
     choices: all choices that may be taken, with one restore pair.
     """
-    peaks = sorted(predicted_peaks(batch, choices))
-    return share_of_tokens(batch, peaks[:2][-1], peaks[0]) * batch.counts.max_tokens >= MIN_TOKENS
+    peaks = predicted_peaks(batch, choices)
+    return share_of_tokens(batch, max(peaks), min(peaks)) * batch.counts.max_tokens >= MIN_TOKENS
 
 
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:

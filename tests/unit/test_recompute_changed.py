@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 
 import pmoe
 from pmoe.checkpointing import routing_check
-from pmoe.decide import exact_counts, padded_counts
+from pmoe.decide import exact_counts, padded_counts, solver_counts
 from pmoe.gates import GATES
 from pmoe.planner.degree import Choice
 from pmoe.runners import one_rank
@@ -103,7 +103,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
 
         return measured_and_chosen
 
-    for counts in (exact_counts, padded_counts):
+    for counts in (exact_counts, padded_counts, solver_counts):
         monkeypatch.setattr(counts, "choose", measured_first(counts.choose))
     if name == "alone":
         monkeypatch.setattr(one_rank, "kernel_refusal", measure)

@@ -44,7 +44,7 @@ MEDIAN_REGRET, WORST_REGRET = 0.05, 0.10
 BATCHES = (1024, 2048, 4096, 8192, 16384)
 BATCH_CASE = Case("by batch size", link=1.0, latency=0.02)
 PAPER = ((0, 2), (8192, 4), (22528, 8))
-"""(number of tokens, n): from this number of tokens on, n is the fastest in MPipeMoE, section V.F.
+"""(number of tokens, n): from this number of tokens on, n is the fastest in MPipeMoE (Fig. 12).
 
 The paper measured GPT-XL on 64 GPUs, without n = 1.
 """

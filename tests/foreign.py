@@ -355,6 +355,7 @@ KINDS: dict[str, Kind] = {
 }
 
 NO_FOREIGN_FILE = {
+    "pmoe/choose/search.py:from_fields": "the key of the layer itself, as JSON would give it back",
     "pmoe/measure/store.py:load_json": "reads for all that name it",
     "pmoe/measure/store.py:save_json": "writes a new file",
     f"{FILES}:_write_to_disk": "writes a new file",

@@ -37,6 +37,7 @@ DEPENDS = {
     "gpu": RUN,
     "grouped_gemm": KERNELS,
     "lancet": (*RUN, "pmoe/graph"),
+    "main_job": (*RUN, "pmoe/gates", "pmoe/experts"),
     "memory": (*RUN, "pmoe/planner"),
     "overhead": RUN,
     "overlap": RUN,

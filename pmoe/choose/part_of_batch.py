@@ -38,6 +38,7 @@ from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import NEAR
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
+from pmoe.schedule.restore import Restore
 
 MIN_TOKENS = 256
 """Smallest number of tokens of a trial. Seconds of fewer tokens say nothing about the whole batch."""
@@ -242,7 +243,14 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
     """
     times: dict[Choice, PassTimes] = {}
     for number, part in enumerate(parts, 1):
-        of_whole = {choice: _of_whole(choice, part, parts[:number]) for choice in part.times}
+        chunks = {
+            pair: _pass_seconds_of_chunk(parts[:number], pair)
+            for pair in dict.fromkeys(choice.restore for choice in part.times)
+        }
+        of_whole = {
+            choice: _of_whole(choice, timed, part.share, *chunks[choice.restore])
+            for choice, timed in part.times.items()
+        }
         again = next((choice for choice in of_whole if choice in times), None)
         if again is not None:
             factor = of_whole[again].step / times[again].step
@@ -251,33 +259,43 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
     return times
 
 
-def _of_whole(choice: Choice, part: TrialsOfPart, parts: Sequence[TrialsOfPart]) -> PassTimes:
-    """Returns the seconds of the whole batch with a choice, from its trial on one part.
+def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tuple[float, float]:
+    """Returns the seconds that each chunk adds to forward and to backward.
 
-    parts: this part and the earlier ones. Trials with the restore pair of the choice say what a chunk adds.
+    parts: the trials.
+    pair: the restore pair. Only trials with this pair count.
     """
-    timed = part.times[choice]
-    alike = [
-        (each.share, other, times)
-        for each in parts
-        for other, times in each.times.items()
-        if other.restore == choice.restore
+    trials = [
+        (part.share, choice, timed)
+        for part in parts
+        for choice, timed in part.times.items()
+        if choice.restore == pair
     ]
-    chunk_forward = seconds_of_chunk([(share, other.forward, times.forward) for share, other, times in alike])
-    chunk_backward = seconds_of_chunk(
-        [(share, other.backward, times.backward) for share, other, times in alike]
-    )
+    forward = [(share, choice.forward, timed.forward) for share, choice, timed in trials]
+    backward = [(share, choice.backward, timed.backward) for share, choice, timed in trials]
+    return seconds_of_chunk(forward), seconds_of_chunk(backward)
+
+
+def _of_whole(
+    choice: Choice, timed: PassTimes, share: float, chunk_forward: float, chunk_backward: float
+) -> PassTimes:
+    """Returns the seconds of the whole batch with a choice, from its trial on a part of the batch.
+
+    timed: the seconds of the trial.
+    share: the number of tokens of the trial, divided by the number of tokens of the whole batch.
+    chunk_forward, chunk_backward: seconds that each chunk adds to the pass even if it is small.
+    """
 
     def of_whole(seconds: float, of_chunks: float) -> float:
         of_chunks = min(of_chunks, seconds)
-        return (seconds - of_chunks) / part.share + of_chunks
+        return (seconds - of_chunks) / share + of_chunks
 
     forward = of_whole(timed.forward, choice.forward * chunk_forward)
     backward = of_whole(timed.backward, choice.backward * chunk_backward)
     step = forward + backward
     # Noise is relative to a step's seconds. Its absolute size grows by 1 / share, like the work on tokens.
     # The seconds grow less, because the part for each chunk stays.
-    noise = timed.noise * max(timed.step / part.share / step, 1.0) if step else timed.noise
+    noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
     return PassTimes(forward, backward, step=step, runs=timed.runs, noise=noise)
 
 
@@ -343,7 +361,7 @@ def _output_bytes(batch: TrialBatch) -> int:
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
-    """Returns the first tokens of the batch, as many as fit into the layer's smallest step. Collective.
+    """Returns the first tokens of the batch, for a trial in little memory. Collective.
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

@@ -205,7 +205,8 @@ class Case:
 
     def _message(self, chunk: int) -> float:
         """Returns the seconds of one all-to-all of a chunk: the most rows that a rank sends or receives."""
-        rows, ranks = self.rows[chunk], range(self.world)
+        rows = self.rows[chunk]
+        ranks = range(self.world)
         sent = [sum(rows[r][to] for to in ranks if to != r) for r in ranks]
         received = [sum(rows[source][r] for source in ranks if source != r) for r in ranks]
         even = (self.world - 1) / self.world
@@ -219,7 +220,8 @@ class Case:
         return [i for i in range(self.n) if piece_of(i, self.n, pieces) == number]
 
     def _rows(self, kind: Kind, chunk: int, rank: int) -> float:
-        rows, ranks = self.rows[chunk], range(self.world)
+        rows = self.rows[chunk]
+        ranks = range(self.world)
         if kind in (Kind.LOCAL, Kind.LOCAL_WGRAD):
             return rows[rank][rank]
         if kind is Kind.GATHER:
@@ -368,7 +370,8 @@ def run_name(n: int, order: str) -> str:
 
 def run_rank(link: Any, setting: Setting, rates: Sequence[float], rounds: int, patience: float) -> Result:
     link.set_rate(INFINITE)
-    step, alone = Step(setting), products_alone(setting)
+    step = Step(setting)
+    alone = products_alone(setting)
     for n in DEGREES:
         expected = step.results(n, FIRST)
         for order in ORDERS[1:]:

@@ -159,8 +159,10 @@ class Recorder:
 
         self.now = Recorded()
         self.counts = False
-        train_step, reduce_stats = MoETrainer.train_step, MoETrainer._reduce_and_log_stats
-        choose, find = open_choice.choose_among, search.search
+        train_step = MoETrainer.train_step
+        reduce_stats = MoETrainer._reduce_and_log_stats
+        choose = open_choice.choose_among
+        find = search.search
 
         def step(trainer: Any, samples: Any, raise_oom: bool = False) -> Any:
             self.now.tokens.append(samples[0]["ntokens"] if samples[0] else 0)
@@ -200,7 +202,8 @@ def write_lines(folder: Path, num_tokens: int) -> Path:
     import fairseq_cli.preprocess
 
     draw = random.Random(0)
-    lines, left = [], num_tokens
+    lines = []
+    left = num_tokens
     while left > 0:
         length = min(draw.randrange(8, 256), left)
         lines.append(" ".join(str(int(draw.paretovariate(0.7)) % 8000) for _ in range(length)))

@@ -116,7 +116,8 @@ class Rank:
 
     def step(self, name: str) -> None:
         """Runs a step of a way. With the suffix `NOT_REDUCED`, gradients are not reduced."""
-        way, steps = self.ways[name.removesuffix(NOT_REDUCED)], self.steps[name]
+        way = self.ways[name.removesuffix(NOT_REDUCED)]
+        steps = self.steps[name]
         way.model.zero_grad(set_to_none=True)
         waited = self.waits.link
         way.wrapper.require_backward_grad_sync = not name.endswith(NOT_REDUCED)  # as in no_sync

@@ -332,7 +332,7 @@ def step_costs(modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore:
         stays=sizes.stays,
     )
     rows = num_tokens * sizes.top_k
-    # Of each row, backward copies T_DI and T_M, if they are kept: M and H columns.
+    # Backward copies the kept tensors of each row: M columns of T_DI and H columns of T_M.
     kept = [1.0] * (restore.dispatched == "keep")
     kept += [sizes.columns.hidden / sizes.d_model] * (restore.hidden == "keep")
     local_experts = sizes.num_experts // sizes.ep_size * (1 + (sizes.stays > 0))

@@ -66,7 +66,8 @@ def measured(path: Path, way: str, arguments: list[str], main: Callable[[list[st
 
     steps: list[Step] = []
     original_search = search.search
-    train_step, reduce_stats = MoETrainer.train_step, MoETrainer._reduce_and_log_stats
+    train_step = MoETrainer.train_step
+    reduce_stats = MoETrainer._reduce_and_log_stats
 
     def searching(known: Any, batch: Any, *args: Any, **options: Any) -> Any:
         steps[-1].sizes.append(batch.counts.max_tokens)

@@ -308,7 +308,7 @@ def checkpoint_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
 
 
 def test_a_layer_takes_what_trials_found_before_a_checkpoint() -> None:
-    """Two layers that are alike have one entry, and a layer with a fixed n has none."""
+    """Two equal layers share one entry, and a layer with a fixed n has no entry."""
     for got in ranks(2).run(checkpoint_job, {}):
         assert got == {"entries": 1, "same": True, "tried": [], "again": []}
 

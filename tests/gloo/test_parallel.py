@@ -75,7 +75,7 @@ class Case:
 
 
 class Attention(nn.Module):
-    """Softmax attention. Its heads have HEAD columns each, and are as many as the rank's columns allow."""
+    """Softmax attention. Each head has HEAD columns; the rank's columns are divided into such heads."""
 
     def __init__(self) -> None:
         super().__init__()

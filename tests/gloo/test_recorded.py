@@ -1,6 +1,6 @@
 """Every path of the layer does what was recorded: order of tasks, bits of results, bytes sent and held.
 
-After an intended change, record anew with `python -m tests.recorded.write`.
+After an intended change, `python -m tests.recorded.write` writes the recordings again.
 """
 
 from __future__ import annotations

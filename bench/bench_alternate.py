@@ -142,8 +142,8 @@ class RankTask:
 def of_all_ranks(schedule: Schedule, world: int) -> list[RankTask]:
     """Returns the tasks of all ranks, each of which runs the schedule.
 
-    A collective waits for the tasks of every rank that it waits for on one. The schedule must have no lane
-    inside nodes.
+    If a collective waits for a task in the schedule of one rank, it waits here for that task on every rank.
+    The schedule must have no lane inside nodes.
     """
     lane_of = {task.name: task.lane for task in schedule.tasks}
 

@@ -206,8 +206,8 @@ class LayerModules(PassModules):
     def limits_rows(self) -> bool:
         """Whether a rank has room for a limited number of received rows: in ring slots, or on the host.
 
-        The limit of a ring slot does not count rows that stay on their rank. So a single rank has limits only
-        if it offloads rows, or sends rows to itself.
+        Rows that stay on their rank take no room in a ring slot. On a single rank all rows stay. So it has a
+        limit only if it offloads rows to the host, or if its own rows go through the exchange as well.
         """
         offloads = any(pair.dispatched == "offload" for pair in self.pairs)
         return self.rotates and (self.stages.remote or offloads)

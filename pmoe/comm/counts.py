@@ -233,11 +233,12 @@ class Slots:
     host_rows: int | None = None
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns, for each n in ``degrees``, how often n chunks are cut finer for this rank: device scalars.
+        """Returns, for each n in ``degrees``, how many times n chunks are cut finer for this rank.
 
-        n chunks are cut finer (`cuts`) until no chunk brings this rank more rows than a ring slot holds, a
-        buffer of fixed size; or until each chunk is a bin. Bins are equal ranges of a rank's tokens, by which
-        rows are counted.
+        Each time, the batch is cut into more and smaller chunks (`cuts` lists their numbers). That ends when
+        every chunk fits: it brings this rank at most as many rows as fit into a ring slot, a buffer of fixed
+        size. It also ends when each chunk is a single bin, because bins cannot be cut. Bins are equal ranges
+        of a rank's tokens, by which rows are counted. The numbers are int64 scalars on the device.
 
         recv_FWE: (F, W, E_local) int64 on the device: the rows in each of F bins from each of W ranks for
             each expert.

@@ -36,9 +36,10 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         send_FW, recv_FW: (F, W) int64, for each of F bins (equal ranges of a rank's tokens) the numbers of
             rows to and from each of W ranks.
 
-        Returns (F, L * 2 * W) on the leader (a, 0), whose columns are, rank by rank of the node:
+        Returns (F, L * 2 * W) on the leader. Rank i is the node's rank with place i, and rank 0 its leader.
+        The columns are, rank by rank of the node:
 
-            rows of (a, 0) for W ranks | rows of W ranks for (a, 0) | rows of (a, 1) for W ranks | ...
+            rows of rank 0 for W ranks | rows of W ranks for rank 0 | rows of rank 1 for W ranks | ...
 
         Returns (F, 0) on all other ranks, which pass on nothing.
         """

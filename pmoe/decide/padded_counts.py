@@ -187,10 +187,10 @@ class PaddedCounts:
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
-        """Makes the numbers of padded rows suit these numbers of chunks, each of which may be chosen.
+        """Sets the numbers of padded rows, so that the batch can be cut into any of these numbers of chunks.
 
-        With ``pipeline="solve"`` the solver may take other numbers than those of the last call. Otherwise the
-        numbers of padded rows suit all numbers of chunks that the options allow, and stay.
+        With ``pipeline="solve"`` they are set again whenever the solver may take other numbers of chunks than
+        before. Otherwise they are set once, for all numbers of chunks that the options allow.
         """
         modules = self.call.modules
         if self._degrees and not (self._solves and set(degrees) != set(self._degrees)):

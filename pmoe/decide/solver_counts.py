@@ -46,9 +46,12 @@ class SolverCounts(ExactCounts):
         return self.counted(AgreedChoice(choice=choice))
 
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
-        """Returns the agreed numbers with the row counts for the chosen chunks, which the layer remembers.
+        """Returns what was agreed, with row counts for the chosen numbers of chunks.
 
-        agreed: the choice. Collective if rows must be counted again.
+        If the present counts do not suit these numbers, rows are counted again, which is collective. The
+        layer remembers the chosen numbers of chunks, and its next call counts rows for them.
+
+        agreed: the choice, with the row counts that the call has so far.
         """
         assert agreed.choice is not None
         counts, _ = self.rows_for(agreed.choice.degrees)

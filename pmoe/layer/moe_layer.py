@@ -336,7 +336,10 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def shard(self) -> Shard:
-        """The part of each local expert's hidden columns that this rank holds; all without a mesh's "esp"."""
+        """The part of each local expert's hidden columns that this rank holds.
+
+        It is all columns, unless the layer was built on a mesh with a dimension "esp" (expert sharding).
+        """
         return Shard(self.grid.esp.rank, self.grid.esp.size)
 
     def _bind_to_ranks(self) -> None:

@@ -144,7 +144,9 @@ COPY_LANES = (Lane.COPY_OUT, Lane.COPY_IN)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Task ``then``, or FREE, does not wait for task ``first``, as it must.
+    """A missing wait: task ``then`` must wait for task ``first``, and does not.
+
+    ``then`` may be FREE: the memory that ``first`` uses is freed.
 
     example: the operators of one such case.
     """

@@ -1,4 +1,7 @@
-"""The table of features among ranks: rows that are sent, and sharded experts, with every other feature."""
+"""Features that a layer can have at the same time, on several ranks.
+
+Exchanges that send rows and sharded experts are each combined with every other feature of the table.
+"""
 
 from __future__ import annotations
 

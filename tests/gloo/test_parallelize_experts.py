@@ -350,9 +350,9 @@ def test_an_optimizer_made_before_experts_are_replaced_refuses_to_step() -> None
 
 
 def frozen_job(rank: int, world: int, frozen: tuple[str, ...], who: tuple[int, ...]) -> str:
-    """Returns a rank's error on a mesh of two copies, if only some ranks have frozen parameters.
+    """Returns a rank's error if only the ranks ``who`` have frozen the experts' parameters ``frozen``.
 
-    The second time all ranks have them.
+    The mesh holds two copies of the experts. Then all ranks freeze the parameters, and the step succeeds.
     """
     mesh = square(rank, world)
     layer = pmoe.parallelize(pmoe.MoELayer(4, 6, 4, 2, mesh=mesh["ep"], dtype=torch.float64), mesh)

@@ -67,7 +67,7 @@ def test_the_order_of_the_link_is_the_stated_one(direction: PassDirection, order
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_layers_own_schedule_dispatches_all_chunks_first(direction: PassDirection) -> None:
-    """If this fails because the layer now alternates, docs/papers.md (Fig. 7) tells the opposite."""
+    """docs/papers.md (Fig. 7) says so. If the layer alternates one day, that page must change, too."""
     for stages in STAGES.values():
         kinds = [task.kind for task in BUILDERS[direction](6, stages).tasks]
         last_dispatch = max(at for at, kind in enumerate(kinds) if kind is Kind.DISPATCH)

@@ -537,7 +537,8 @@ def test_copies_of_rows_take_the_time_of_the_order() -> None:
 def test_weight_gradients_of_their_own_change_which_degree_is_best() -> None:
     """Algorithm 1 does not know that weight gradients are tasks of their own.
 
-    The last chunk's weight gradient and its RS and R do not wait for each other.
+    The last chunk's weight gradient runs while its reduce-scatter (RS) and its all-to-all (R) run, because
+    neither side waits for the other.
     """
     missed = 0
     for each in drawn(60, alike=True):

@@ -107,9 +107,10 @@ def make(headers: Path) -> Path:
 
 
 def found_code(headers: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """Returns (pmoe's code, NVIDIA's code) by function.
+    """Returns (pmoe's instructions, NVIDIA's instructions) by function.
 
-    Whether the compiler knows that an address is in global memory makes no difference.
+    The compiler writes an access to memory in two ways: with and without knowing that the address is in
+    global memory. Both are written alike here, so they compare as equal.
     """
     code = functions_of(make(headers))
     general = re.compile(r"^(@!?U?P\d )?(LD|ST|ATOM)\.E")

@@ -99,7 +99,7 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
-    """Replaces the measurement, and lets profiles be stored in an empty folder."""
+    """Replaces the measurement by one that only counts its calls; profiles are stored in an empty folder."""
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     stand_in = Counted()
     monkeypatch.setattr(module, "measure", stand_in)

@@ -1,4 +1,7 @@
-"""Memory reuse as a schedule: how finely chunks are cut, which slot a buffer has, and literal tables."""
+"""Memory reuse as a schedule: how finely chunks are cut, and which ring slot a buffer has.
+
+Whole schedules are compared with tables that are written out here.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rates import measure as measure_profile
 from pmoe.planner.cluster import Cluster
-from pmoe.planner.cluster_candidates import plan_ways, sensitivity
+from pmoe.planner.cluster_candidates import plan_combinations, sensitivity
 from pmoe.planner.costs import LineCost
 from pmoe.planner.priced_choices import Advice
 from pmoe.planner.profile import Profile
@@ -238,7 +238,7 @@ def planned(cluster: Cluster, setting: Setting) -> list[Advice]:
 
     A candidate must fit into the memory of a rank.
     """
-    return plan_ways(
+    return plan_combinations(
         cluster,
         layer_of(setting.d_model, setting.d_hidden, setting.num_experts),
         setting.rows,
@@ -336,7 +336,7 @@ def plan_many() -> tuple[float, list[Advice]]:
     cluster = loaded(MANY, None)
 
     layer = layer_of(4096, 14336, 8192, top_k=2, dtype=torch.bfloat16)
-    ways = plan_ways(cluster, layer, 8192)
+    ways = plan_combinations(cluster, layer, 8192)
     list(sensitivity(cluster, ways, layer=layer, num_tokens=8192))
     return time.perf_counter() - start, ways
 

@@ -168,7 +168,8 @@ def run_rank(
     link: Any, setting: Setting, rate: str, degrees: list[int], with_sequential: bool, rounds: int
 ) -> Result:
     link.set_rate(INFINITE)
-    step, alone = Step(setting), products_alone(setting)
+    step = Step(setting)
+    alone = products_alone(setting)
     computation = measure({"computation": alone}, rounds)["computation"]
     bytes_per_second = choose_rate(setting, rate, computation)
     costs = measure_costs(step, setting, link, bytes_per_second, rounds)

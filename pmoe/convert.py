@@ -212,8 +212,10 @@ def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> 
     chosen_layout = LAYOUTS[layout]
     for text, other in (names or {}).items():
         check_kind(str, "texts for texts", **{"names": text, f"names[{text!r}]": other})
-        renamed = {name: each.replace(text, other) for name, each in chosen_layout.names.items()}
-        parts = [part for each in renamed.values() for part in each.split()]
+        renamed = {
+            name: stored_name.replace(text, other) for name, stored_name in chosen_layout.names.items()
+        }
+        parts = [part for stored_name in renamed.values() for part in stored_name.split()]
         if renamed == chosen_layout.names or len({*parts}) < len(parts):
             raise ValueError(
                 f"names ({text!r}) must occur in names of layout {layout!r}, and its replacement must keep "
@@ -310,19 +312,19 @@ def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bool:
+def _has_all(state: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bool:
     """Returns whether a state dict holds all experts, or only those that the caller asked for.
 
     False for a layout in which a tensor's shape and name do not show the experts.
 
-    held: the state dict, without a prefix.
+    state: the state dict, without a prefix.
     num_experts: number of experts of all ranks.
     """
     keys = layout.keys("experts.w2", range(num_experts))
     _, dims = layout.order("experts.w2")
     if dims[0] == "X":
-        return keys[0] in held and held[keys[0]].shape[:1] == (num_experts,)
-    return "{e}" in layout.names["experts.w2"] and all(key in held for key in keys)
+        return keys[0] in state and state[keys[0]].shape[:1] == (num_experts,)
+    return "{e}" in layout.names["experts.w2"] and all(key in state for key in keys)
 
 
 def _written(read: Found, place: Place) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ rows (T_DI) and the hidden activation (T_M) get from the forward to the backward
 it is also the all-to-all, and the number of ranks that share each expert (the ESP degree). Nothing runs: all
 times and bytes are predicted.
 
-In the code a "way" is an all-to-all and an ESP degree, with the best n and restore pair for them (`Advice`).
+A plan (`Advice`) has the best n and restore pair for one combination of an all-to-all and an ESP degree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pmoe.cli.cluster import load_cluster
 from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
 from pmoe.planner.cluster import Cluster
-from pmoe.planner.cluster_candidates import plan_ways, sensitivity
+from pmoe.planner.cluster_candidates import plan_combinations, sensitivity
 from pmoe.planner.drawing import Point, inline_svg, part, scatter_figure, template
 from pmoe.planner.priced_choices import Advice, PricedChoice, step_bars
 from pmoe.planner.profile import Profile
@@ -59,18 +59,18 @@ def run_command(args: argparse.Namespace) -> Output:
     options = {"layer": layer.constructor_arguments(args), "num_tokens": args.tokens}
     options |= {"budget": args.budget, "slack": args.slack}
     try:
-        ways = plan_ways(rates, **options)
+        plans = plan_combinations(rates, **options)
     except ValueError as error:
         raise ValueError(str(error).replace("memory_budget", "--budget", 1)) from None
-    advice = ways[0]
+    advice = plans[0]
     fields = {
         **layer.layer_fields(args),
         "slack": args.slack,
         "device": advice.profile.device_type,
         "budget_bytes": args.budget,
         "profile": {"path": str(path), **asdict(advice.profile.identity), "when": advice.profile.when},
-        "ways": [*map(_advice_fields, ways)],
-        "sensitivity": list(sensitivity(rates, ways, **options)) if isinstance(rates, Cluster) else [],
+        "ways": [*map(_advice_fields, plans)],
+        "sensitivity": list(sensitivity(rates, plans, **options)) if isinstance(rates, Cluster) else [],
         "decision": {**_candidate_fields(advice.decision, advice, args.budget), "why": advice.why},
         "fastest": _candidate_fields(advice.fastest, advice, args.budget),
         "candidates": [_candidate_fields(candidate, advice, args.budget) for candidate in advice.candidates],
@@ -252,24 +252,24 @@ def _advice_fields(advice: Advice) -> dict[str, Any]:
     advice: the predictions for one all-to-all and ESP degree.
     """
     num_bytes = {"even_bytes": advice.even_bytes, "promised_bytes": advice.decision.memory.promised}
-    return {**advice.way, "exposed_seconds": advice.exposed_seconds, **num_bytes}
+    return {**advice.choice_fields, "exposed_seconds": advice.exposed_seconds, **num_bytes}
 
 
-def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:
+def _candidate_fields(candidate: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:
     """Returns a row of the table of candidates, as values by column name.
 
-    each: the candidate: n (number of chunks) and restore pair, with predicted seconds and bytes.
+    candidate: the candidate: n (number of chunks) and restore pair, with predicted seconds and bytes.
     advice: the advice to which the candidate belongs.
     budget: limit of bytes; None for none.
     """
     return {
-        "restore": str(each.restore),
-        "strategy": each.restore.strategy,
-        "n": each.forward,
-        "seconds": each.seconds,
-        "eq10_seconds": advice.eq10[each.restore],
-        "promised_bytes": each.memory.promised,
-        "peak_bytes": each.memory.peak,
-        "host_bytes": each.memory.host,
-        "fits": budget is None or each.memory.promised <= budget,
+        "restore": str(candidate.restore),
+        "strategy": candidate.restore.strategy,
+        "n": candidate.forward,
+        "seconds": candidate.seconds,
+        "eq10_seconds": advice.eq10[candidate.restore],
+        "promised_bytes": candidate.memory.promised,
+        "peak_bytes": candidate.memory.peak,
+        "host_bytes": candidate.memory.host,
+        "fits": budget is None or candidate.memory.promised <= budget,
     }

@@ -105,20 +105,20 @@ def _rate_rows(profile: Profile) -> Iterator[Sequence[str]]:
     yield "copy in", "GB / s", *_cells(profile.copy_in, 1e9)
 
 
-def _operation_rows(found: Operations) -> Iterator[Sequence[str]]:
+def _operation_rows(operations: Operations) -> Iterator[Sequence[str]]:
     """Yields the rows of a table of linear fits, seconds = alpha + beta * size, one for each operation.
 
     These are FSMoE's performance models.
 
-    found: the fits.
+    operations: the fits.
     """
     yield "operation", "unit", "1 / beta", "alpha, us", "r^2", "sizes"
     for name, fit, unit, scale in (
-        ("GEMM", found.gemm, "TFLOP / s", 0.5e12),  # a multiply-add is two floating-point operations
-        ("all-to-all", found.all_to_all, "GB sent to others / s", 1e9),
-        ("all-gather", found.all_gather, "GB sent to others / s", 1e9),
-        ("reduce-scatter", found.reduce_scatter, "GB sent to others / s", 1e9),
-        ("all-reduce", found.all_reduce, "GB of the tensor / s", 1e9),
+        ("GEMM", operations.gemm, "TFLOP / s", 0.5e12),  # a multiply-add is two floating-point operations
+        ("all-to-all", operations.all_to_all, "GB sent to others / s", 1e9),
+        ("all-gather", operations.all_gather, "GB sent to others / s", 1e9),
+        ("reduce-scatter", operations.reduce_scatter, "GB sent to others / s", 1e9),
+        ("all-reduce", operations.all_reduce, "GB of the tensor / s", 1e9),
     ):
         if fit.num_sizes:
             yield name, unit, *_cells(fit.line, scale), f"{fit.r_squared:.6f}", str(fit.num_sizes)
@@ -136,19 +136,37 @@ def _cells(line: LineCost, scale: float) -> tuple[str, str]:
     return rate, f"{line.alpha_seconds * 1e6:.3g}"
 
 
-def _interference_rows(found: Interference, travels: bool) -> Iterator[Sequence[str]]:
+def _interference_rows(interference: Interference, travels: bool) -> Iterator[Sequence[str]]:
     """Yields the rows of a table of relative speeds: how fast work runs while other work runs beside it.
 
     A row is for the work that is slowed down, a column for the work that runs at the same time.
 
-    found: the measured speeds, relative to running alone.
+    interference: the measured speeds, relative to running alone.
     travels: whether there are several ranks, so that messages were measured.
     """
     yield "speed of", "beside compute", "beside communicate", "beside copies", "beside all"
-    yield "compute", "", _speed(found.sigma_comm, travels), _speed(found.sigma_mem), _speed(found.sigma_all)
+    yield (
+        "compute",
+        "",
+        _speed(interference.sigma_comm, travels),
+        _speed(interference.sigma_mem),
+        _speed(interference.sigma_all),
+    )
     if travels:
-        yield "communicate", _speed(found.mu_comp), "", _speed(found.mu_mem), _speed(found.mu_all)
-    yield "copy", _speed(found.eta_comp), _speed(found.eta_comm, travels), "", _speed(found.eta_all)
+        yield (
+            "communicate",
+            _speed(interference.mu_comp),
+            "",
+            _speed(interference.mu_mem),
+            _speed(interference.mu_all),
+        )
+    yield (
+        "copy",
+        _speed(interference.eta_comp),
+        _speed(interference.eta_comm, travels),
+        "",
+        _speed(interference.eta_all),
+    )
 
 
 def _speed(relative: float, known: bool = True) -> str:

@@ -135,17 +135,17 @@ def _measured(
     return divisions, path
 
 
-def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
+def _save(divisions: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
     """Stores a table of divisions on rank 0, and makes this process read it from there. Collective.
 
     Returns the file; None on other ranks.
 
-    found: the table: how many thread blocks of each fused kernel communicate.
+    divisions: the table: how many thread blocks of each fused kernel communicate.
     folder: the folder to store it in; None takes the default.
     """
     rule = f"--folder ({cache_folder(folder)}) must be a folder to write"
     with all_fail_together(ranks, stage="storing division points"), refused_as(rule, OSError):
-        path = save_divisions(found, folder) if ranks.rank == 0 else None
+        path = save_divisions(divisions, folder) if ranks.rank == 0 else None
     forget()
     return path
 
@@ -164,8 +164,8 @@ def _time_layers(
     for tokens, layer_sizes in sizes.items():
         x_TM = torch.randn(tokens, layer["d_model"], device=layer["device"]).to(layer["dtype"])
         fused, chunked = (
-            MoELayer(**layer, bias=False, fused=way, pipeline=True, memory_reuse=True)
-            for way in (True, False)
+            MoELayer(**layer, bias=False, fused=is_fused, pipeline=True, memory_reuse=True)
+            for is_fused in (True, False)
         )
         fused(x_TM)
         assert fused.ran is not None
@@ -179,35 +179,37 @@ def _time_layers(
     return times
 
 
-def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
+def _lines(divisions: DivisionTable, folder: Path) -> Iterator[str]:
     """Yields the lines that --show prints: the tables of measurements that are stored in a folder.
 
-    found: the stored measurements.
+    divisions: the stored measurements.
     """
-    if not (found.entries or found.layers):
+    if not (divisions.entries or divisions.layers):
         yield f"no measurements of fused kernels in {folder}"
         return
-    if found.entries:
-        yield _divisions(found)
-    if found.layers:
+    if divisions.entries:
+        yield _divisions(divisions)
+    if divisions.layers:
         yield "\nms of a layer, forward and both passes, with fused kernels and in chunks"
-        yield table(_layer_rows(found.layers))
+        yield table(_layer_rows(divisions.layers))
     yield f"\nstored in {folder}"
 
 
-def _divisions(found: DivisionTable) -> str:
+def _divisions(divisions: DivisionTable) -> str:
     """Returns a table of the fastest division of each fused kernel, as text, with its time.
 
     A division says how many thread blocks communicate (n_c), and how many columns the combine kernel sends at
     a time (T_N). The table also has the time of the division that would be used without measurements, if it
     was measured.
 
-    found: the measurements.
+    divisions: the measurements.
     """
     lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
     header = ("kernel", "n_c", "T_N", "ms", "ms by rule", "measured")
-    for sizes in sorted({sizes_of(shape) for shape in found.entries}, key=str):
-        entries = [found.entries[shape] for shape in all_kernel_sizes(sizes) if shape in found.entries]
+    for sizes in sorted({sizes_of(shape) for shape in divisions.entries}, key=str):
+        entries = [
+            divisions.entries[shape] for shape in all_kernel_sizes(sizes) if shape in divisions.entries
+        ]
         lines += ["", str(sizes), table([header, *map(_division_cells, entries)])]
     return "\n".join(lines)
 

@@ -92,16 +92,16 @@ def run_command(args: argparse.Namespace) -> Output:
     )
 
 
-def _lines(name: str, found: Simulation) -> Iterator[str]:
+def _lines(name: str, simulation: Simulation) -> Iterator[str]:
     """Yields the lines of the output: each table under its title, and then explanations of the numbers.
 
     name: the experiment. Its titles and explanations are sections of papers/assumptions.md.
-    found: the rows of each table.
+    simulation: the rows of each table.
     """
     titles = assumptions(f"{name}, tables")
-    for key, rows in found.items():
-        left = [0, *(i for i, cell in enumerate(rows[0].values()) if isinstance(cell, str))]
-        yield f"{textwrap.fill(titles[key], 110)}\n\n{table(by_key(rows), left)}\n"
+    for key, rows in simulation.items():
+        text_columns = [0, *(i for i, cell in enumerate(rows[0].values()) if isinstance(cell, str))]
+        yield f"{textwrap.fill(titles[key], 110)}\n\n{table(by_key(rows), text_columns)}\n"
     yield from wrapped(assumptions(f"{name}, why"))
 
 

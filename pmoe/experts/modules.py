@@ -61,7 +61,7 @@ class Recipe:
     buffers: tuple[tuple[Tensor, int], ...] = ()
 
     @staticmethod
-    def here(device: torch.device) -> Recipe:
+    def current(device: torch.device) -> Recipe:
         """Returns the random state and autocast settings of this moment, for rows on ``device``.
 
         Its ``buffers`` are empty.
@@ -180,10 +180,10 @@ class ModuleExperts(Experts):
 
     def recipe(self, device: torch.device) -> Recipe:
         buffers = self.buffers() if saves_plainly() else ()
-        return replace(Recipe.here(device), buffers=tuple((buffer, buffer._version) for buffer in buffers))
+        return replace(Recipe.current(device), buffers=tuple((buffer, buffer._version) for buffer in buffers))
 
     def is_repeatable(self, recipe: Recipe) -> bool:
-        present = Recipe.here(recipe.device)
+        present = Recipe.current(recipe.device)
         old_device_random = recipe.device_random
         new_device_random = present.device_random
         same_on_device = (

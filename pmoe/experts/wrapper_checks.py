@@ -68,18 +68,18 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
 
     For the older FSDP the set is empty, because its ranks cannot be read.
     """
-    parameters = {id(each) for each in experts.parameters()}
+    parameters = {id(value) for value in experts.parameters()}
     modules = set(experts.modules())
     ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp and any(id(each) in parameters for each in ddp._module_parameters if each.requires_grad):
+    if ddp and any(id(value) in parameters for value in ddp._module_parameters if value.requires_grad):
         yield DDP, set(dist.get_process_group_ranks(ddp.process_group))
     # fully_shard imports this module. If nothing did, there is no wrapper, and importing it costs time.
     states = sys.modules.get("torch.distributed._composable_state")
     for state in [] if states is None else list(states._module_state_mapping.values()):
         for group in getattr(state(), "_fsdp_param_groups", ()):
-            if any(each._module_info.module in modules for each in group.fsdp_params):
+            if any(value._module_info.module in modules for value in group.fsdp_params):
                 yield FSDP2, set(group.mesh_info.mesh.mesh.flatten().tolist())
-    bases = (getattr(each, "_base", None) for module in modules for each in vars(module).values())
+    bases = (getattr(value, "_base", None) for module in modules for value in vars(module).values())
     # The older FSDP turns parameters into views of one flat tensor, which has this mark, sharded or whole.
     if any(hasattr(base, "_fsdp_flattened") for base in bases):
         yield FSDP1, set()

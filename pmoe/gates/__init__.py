@@ -121,7 +121,7 @@ def make_gate(
     name: GateName,
     sizes: tuple[int, int, int],
     capacity_factor: float | None,
-    given: Mapping[str, Any],
+    gate_options: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Gate:
     """Returns a new gate for the arguments of MoELayer.
@@ -129,18 +129,18 @@ def make_gate(
     name: name of the gate.
     sizes: d_model, num_experts and top_k.
     capacity_factor: passed on to gates that apply the capacity themselves (`Gate.decides_capacity`).
-    given: options that only some gates have, by name, as the user passed them to MoELayer. None means that
-        the user did not set the option.
+    gate_options: options that only some gates have, by name, as the user passed them to MoELayer. None means
+        that the user did not set the option.
     options: options that all gates have, by name: device and dtype.
 
-    Raises ValueError for an unknown name, and for an option in ``given`` that is set although this gate does
-    not have it.
+    Raises ValueError for an unknown name, and for an option in ``gate_options`` that is set although this
+    gate does not have it.
     """
     if name not in _CLASSES:
         raise ValueError(f"gate ({name!r}) must be a module or one of {', '.join(sorted(_CLASSES))}")
     kind = _load(_CLASSES[name])
     known = inspect.signature(kind).parameters
-    asked = {option: value for option, value in given.items() if value is not None}
+    asked = {option: value for option, value in gate_options.items() if value is not None}
     for option, value in asked.items():
         if option not in known:
             raise ValueError(

@@ -63,12 +63,12 @@ class Board:
         self._made = functools.partial(SummaryWriter, str(folder))
         self._writer: SummaryWriter | None = None
 
-    def show(self, scalars: Sequence[files.Row], step: int, found: Stats | None) -> None:
+    def show(self, scalars: Sequence[files.Row], step: int, statistics: Stats | None) -> None:
         """Writes the scalars of one or more steps, and the layers' statistics of the newest step.
 
         scalars: rows with the attributes step, name and value.
         step: the step of the statistics.
-        found: the statistics; None if there are none for this step.
+        statistics: the statistics; None if there are none for this step.
 
         Does nothing without scalars. On the first call, TensorBoard is also told to hide what an earlier run
         wrote for the step of the first scalar and later steps, because a continued run writes these steps a
@@ -80,7 +80,7 @@ class Board:
             self._writer = self._made(purge_step=scalars[0].step)
         for scalar in scalars:
             self._writer.add_scalar(scalar.name, scalar.value, scalar.step)
-        for layer in () if found is None else found.layers:
+        for layer in () if statistics is None else statistics.layers:
             _show_layer(self._writer, step, layer)
         self._writer.flush()
 
@@ -249,24 +249,24 @@ class StatsWriter:
         if self.writes:
             self._scalars += checked
 
-    def _add_statistics(self, step: int, found: Stats) -> None:
+    def _add_statistics(self, step: int, statistics: Stats) -> None:
         """Stores the lines that rank 0 will write for a step with statistics.
 
-        found: the statistics. Each layer makes a row of layers.csv. The time and the peaks of the memory
+        statistics: the statistics. Each layer makes a row of layers.csv. The time and the peaks of the memory
             pools (`pmoe.pool`) are stored as scalars.
         """
-        self._rows += [files.layer_row(step, each) for each in found.layers]
+        self._rows += [files.layer_row(step, layer) for layer in statistics.layers]
         self._scalars.append((step, files.TIME, time.time()))
-        if found.pools:
-            device = sum(each.device_peak_bytes for each in found.pools)
-            host = sum(each.host_peak_bytes for each in found.pools)
+        if statistics.pools:
+            device = sum(pool.device_peak_bytes for pool in statistics.pools)
+            host = sum(pool.host_peak_bytes for pool in statistics.pools)
             self._scalars += [(step, files.POOL_PEAK, device), (step, files.HOST_POOL_PEAK, host)]
 
-    def _write(self, otherwise: str, found: Stats | None = None) -> None:
+    def _write(self, otherwise: str, statistics: Stats | None = None) -> None:
         """Writes all stored lines to the files, and to TensorBoard if there is a board.
 
         otherwise: what happens to the lines if they cannot be written, in words, for the warning.
-        found: the statistics of the last step, for TensorBoard; None if there are none.
+        statistics: the statistics of the last step, for TensorBoard; None if there are none.
         """
         with self._stops_nothing(otherwise):
             if self._described is not None:
@@ -278,7 +278,7 @@ class StatsWriter:
             files.append(self.folder / files.SCALARS, lines)
             self._scalars.clear()
             if self._board is not None and self._last is not None:
-                self._board.show(lines, self._last, found)
+                self._board.show(lines, self._last, statistics)
 
     @contextlib.contextmanager
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:

@@ -66,8 +66,8 @@ COLUMNS: Mapping[str, Mapping[str, Parse]] = {
         "restore": _or_none(str),
         "num_slots": _or_none(_whole),
         **dict.fromkeys(("drop_rate", "imbalance", "rank_imbalance"), _or_none(float)),
-        **{f"{way}_{time}": _or_none(float) for way in PASSES for time in TIMES},
-        **{f"{each}_bytes": _or_none(_whole) for each in (*TENSORS, *PREDICTED)},
+        **{f"{direction}_{time}": _or_none(float) for direction in PASSES for time in TIMES},
+        **{f"{tensor}_bytes": _or_none(_whole) for tensor in (*TENSORS, *PREDICTED)},
         "tokens_per_expert": lambda cell: tuple(map(_whole, cell.split())),
     },
 }
@@ -78,22 +78,22 @@ Columns of layers.csv have the meaning of the `LayerStats` fields with the same 
 """
 
 
-def layer_row(step: int, each: LayerStats) -> Row:
+def layer_row(step: int, layer_stats: LayerStats) -> Row:
     """Returns the row of layers.csv for one layer at one step.
 
-    each: the statistics of the layer.
+    layer_stats: the statistics of the layer.
 
     Seconds and ratios are rounded to six digits.
     """
-    values = {name: getattr(each, name) for name in COLUMNS[LAYERS] if hasattr(each, name)}
+    values = {name: getattr(layer_stats, name) for name in COLUMNS[LAYERS] if hasattr(layer_stats, name)}
     for direction in PASSES:
-        times = getattr(each, direction)
+        times = getattr(layer_stats, direction)
         values |= {f"{direction}_{name}": getattr(times, name) for name in TIMES if times is not None}
-    values |= {f"{name}_bytes": size for name, size in each.tensors.items()}
-    if each.predicted is not None:
-        values |= {f"{name}_bytes": getattr(each.predicted, name) for name in PREDICTED}
+    values |= {f"{name}_bytes": size for name, size in layer_stats.tensors.items()}
+    if layer_stats.predicted is not None:
+        values |= {f"{name}_bytes": getattr(layer_stats.predicted, name) for name in PREDICTED}
     short = {name: float(f"{value:.6g}") for name, value in values.items() if isinstance(value, float)}
-    return Row(**{**values, **short, "step": step, "layer": each.name})
+    return Row(**{**values, **short, "step": step, "layer": layer_stats.name})
 
 
 # ---- the files
@@ -268,26 +268,26 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
     return load_json(path, _sessions_from, "remove it to read the rest") if os.path.lexists(path) else []
 
 
-def _sessions_from(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _sessions_from(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the sessions from the parsed content of run.json.
 
-    found: the content.
+    content: the JSON object in the file.
 
     Raises ValueError if the content is not that of a run.json, or has another format number.
     """
-    sessions = found.get("sessions")
+    sessions = content.get("sessions")
     if not isinstance(sessions, list) or not all(map(_is_session, sessions)):
         raise ValueError("must hold the sessions of a run, as StatsWriter writes them")
-    version = found.get("format", FORMAT)
+    version = content.get("format", FORMAT)
     if version != FORMAT:
         raise ValueError(f"must be of format {FORMAT}, not {version}: read it with the pmoe that wrote it")
     return sessions
 
 
-def _is_session(found: Any) -> bool:
+def _is_session(value: Any) -> bool:
     """Returns whether a value from run.json has the types that the report needs of a session."""
-    layers = found.get("layers") or [] if isinstance(found, dict) else None
-    parts = () if layers is None else (found.get("versions") or {}, found.get("settings") or {})
+    layers = value.get("layers") or [] if isinstance(value, dict) else None
+    parts = () if layers is None else (value.get("versions") or {}, value.get("settings") or {})
     return isinstance(layers, list) and all(isinstance(part, dict) for part in (*parts, *layers))
 
 

@@ -253,7 +253,10 @@ def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats
 
     On CUDA it waits for row counts that are still on the device.
     """
-    spans = [None if journal is None else journal.last(layer.experts, way) for way in ("forward", "backward")]
+    spans = [
+        None if journal is None else journal.last(layer.experts, direction)
+        for direction in ("forward", "backward")
+    ]
     forward, backward = (None if pass_spans is None else overlap(pass_spans) for pass_spans in spans)
     ran = layer.ran
     rows_E = tuple(layer.tokens_per_expert.tolist())
@@ -344,21 +347,23 @@ def _of_pool(device: str) -> PoolStats:
 # ---- all ranks
 
 
-def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
+def _over_ranks(
+    own_stats: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks
+) -> list[LayerStats]:
     """Returns the statistics of all layers, summed or averaged over the ranks, after one all-reduce.
 
-    found: this rank's statistics of each layer.
+    own_stats: this rank's statistics of each layer.
     layers: the layers, in the same order.
 
     The numbers are summed as float64, which is exact for integers up to 2**53. The same all-reduce compares
     digests of parameters. Rank 0 warns if experts that differed between ranks in an earlier call are now the
     same on all ranks, or if parameters differ that must be the same on all ranks.
     """
-    numbers = [_numbers(each) for each in found]
-    marks = [_marks(each) for each in layers]
+    numbers = [_numbers(layer_stats) for layer_stats in own_stats]
+    marks = [_marks(layer) for layer in layers]
     numbers.append([float(power) for own in marks for mark in own for power in (mark, mark**2)])
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
-    summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
+    summed = torch.tensor([number for own in numbers for number in own], dtype=torch.float64, device=device)
     with at_stage("summing statistics", ranks):
         dist.all_reduce(summed, group=ranks.group)
     *parts, powers = summed.cpu().split([len(own) for own in numbers])
@@ -367,11 +372,11 @@ def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: 
     sums = powers.long().view(len(layers), -1, 2)
     are_same = (ranks.size * sums[..., 1] == sums[..., 0] ** 2).tolist()
     if ranks.rank == 0:
-        for each, layer, (experts_are, *dense_are) in zip(found, layers, are_same, strict=True):
-            _warn_of_values(each.name, layer, ranks, experts_are, dense_are)
+        for layer_stats, layer, (experts_are, *dense_are) in zip(own_stats, layers, are_same, strict=True):
+            _warn_of_values(layer_stats.name, layer, ranks, experts_are, dense_are)
     return [
-        _with_numbers(each, layer.num_local_experts, part.tolist())
-        for each, layer, part in zip(found, layers, parts, strict=True)
+        _with_numbers(layer_stats, layer.num_local_experts, part.tolist())
+        for layer_stats, layer, part in zip(own_stats, layers, parts, strict=True)
     ]
 
 
@@ -426,7 +431,7 @@ def _warn_of_values(
         )
 
 
-def _numbers(each: LayerStats) -> list[float]:
+def _numbers(layer_stats: LayerStats) -> list[float]:
     """Returns the numbers of one layer that are summed over ranks, in a fixed order.
 
     1   num_slots
@@ -435,26 +440,26 @@ def _numbers(each: LayerStats) -> list[float]:
     4   backward pass: the same
     E   rows of each of the E experts
     """
-    numbers: list[float] = [each.num_slots or 0]
-    for seen in (each.forward, each.backward):
+    numbers: list[float] = [layer_stats.num_slots or 0]
+    for seen in (layer_stats.forward, layer_stats.backward):
         numbers += [0.0] * 4 if seen is None else [1.0, seen.seconds, seen.communication, seen.exposed]
-    return [*numbers, *each.tokens_per_expert]
+    return [*numbers, *layer_stats.tokens_per_expert]
 
 
-def _with_numbers(each: LayerStats, num_local: int, numbers: Sequence[float]) -> LayerStats:
+def _with_numbers(layer_stats: LayerStats, num_local: int, numbers: Sequence[float]) -> LayerStats:
     """Returns a layer's statistics with the row counts and times of all ranks.
 
-    each: the statistics of this rank.
+    layer_stats: the statistics of this rank.
     num_local: number of experts of a rank.
     numbers: sums over all ranks: num_slots, four numbers about each pass, and rows by expert, as `_numbers`
         orders them.
     """
-    num_slots = None if each.num_slots is None else round(numbers[0])
+    num_slots = None if layer_stats.num_slots is None else round(numbers[0])
     rows_E = tuple(round(rows) for rows in numbers[9:])
     by_rank = [sum(rows_E[first : first + num_local]) for first in range(0, len(rows_E), num_local)]
-    ran = each.path != "not run"
+    ran = layer_stats.path != "not run"
     return replace(
-        each,
+        layer_stats,
         tokens_per_expert=rows_E,
         num_slots=num_slots,
         drop_rate=_drop_rate(sum(rows_E), num_slots) if ran else None,

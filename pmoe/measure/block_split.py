@@ -109,12 +109,12 @@ def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Divi
     share. Raises RuntimeError, with the names of the stage and the rank, if another rank is missing.
     """
 
-    def found(table: DivisionTable) -> Division:
+    def division_from(table: DivisionTable) -> Division:
         division, why = table.find(kernel)
         log.info("%s: %d blocks, %d columns; %s", kernel, division.n_c, division.chunk_columns, why)
         return division
 
-    return _of_rank_0(ranks, device, kernel, found)
+    return _of_rank_0(ranks, device, kernel, division_from)
 
 
 def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> LayerSeconds | None:
@@ -143,14 +143,14 @@ def forget() -> None:
 
 
 def _of_rank_0(
-    ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, found: Callable[[DivisionTable], T]
+    ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, look_up: Callable[[DivisionTable], T]
 ) -> T:
     """Returns the result of a function of rank 0's stored measurements, the same on every rank.
 
     Collective, unless the result is cached.
 
     sizes: sizes of the kernel or layer, under which the result is cached.
-    found: takes the table of stored measurements and returns the result; only rank 0 calls it.
+    look_up: takes the table of stored measurements and returns the result; only rank 0 calls it.
 
     Raises ValueError on every rank if the sizes differ between ranks.
     """
@@ -160,7 +160,7 @@ def _of_rank_0(
             raise ValueError(
                 f"sizes ({sizes}) must be the same on every rank, but another rank has other sizes"
             )
-        own = found(load_divisions()) if ranks.rank == 0 else None
+        own = look_up(load_divisions()) if ranks.rank == 0 else None
         _agreed[key] = from_first(ranks, own, stage=AGREEING)
     value: T = _agreed[key]
     return value
@@ -202,21 +202,21 @@ def load_divisions(folder: PathLike | None = None) -> DivisionTable:
     return DivisionTable(entries, layers)
 
 
-def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path:
+def save_divisions(divisions: DivisionTable, folder: PathLike | None = None) -> Path:
     """Merges measurements of one device into the device's file, and returns the file's path.
 
     Older measurements of the same kernels and layers are replaced. A reader never sees a partly written file,
     but if two processes write at the same time, the new measurements of one may be lost. If the file exists
     and cannot be used, it is replaced, with a warning.
 
-    found: the new measurements, all of devices of one name.
+    divisions: the new measurements, all of devices of one name.
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
     Raises OSError or RuntimeError if the file cannot be written.
     """
-    (path,) = {division_path(sizes.device_name, folder) for sizes in (*found.entries, *found.layers)}
+    (path,) = {division_path(sizes.device_name, folder) for sizes in (*divisions.entries, *divisions.layers)}
     stored = _usable(path)
-    merged = DivisionTable({**stored.entries, **found.entries}, {**stored.layers, **found.layers})
+    merged = DivisionTable({**stored.entries, **divisions.entries}, {**stored.layers, **divisions.layers})
     save_json(path, {"format": FORMAT, **as_fields(merged)})
     return path
 
@@ -246,8 +246,10 @@ def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
     the sizes, so that equal tables give equal files.
     """
 
-    def rows(held: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{**asdict(sizes), **numbers(held[sizes])} for sizes in sorted(held, key=str)]
+    def rows(
+        measurements: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        return [{**asdict(sizes), **numbers(measurements[sizes])} for sizes in sorted(measurements, key=str)]
 
     return {"entries": rows(table.entries, _entry_numbers), "layers": rows(table.layers, asdict)}
 
@@ -260,17 +262,17 @@ def _entry_numbers(entry: Entry) -> dict[str, Any]:
     return {**asdict(entry.division), "seconds": seconds, "when": entry.when}
 
 
-def _table_from(held: Mapping[str, Any]) -> DivisionTable:
+def _table_from(content: Mapping[str, Any]) -> DivisionTable:
     """Converts the content of a file to a table of measurements.
 
-    held: the JSON object in the file.
+    content: the JSON object in the file.
 
     Raises ValueError if the content has another format.
     """
-    if held.get("format") != FORMAT:
-        raise ValueError(f"format ({held.get('format')!r}) must be {FORMAT}")
-    entries = held.get("entries")
-    layers = held.get("layers")
+    if content.get("format") != FORMAT:
+        raise ValueError(f"format ({content.get('format')!r}) must be {FORMAT}")
+    entries = content.get("entries")
+    layers = content.get("layers")
     if not (isinstance(entries, list) and isinstance(layers, list)):
         raise ValueError("must have a list of entries and a list of layers")
     entry_list = [_entry(f"entries[{i}]", fields) for i, fields in enumerate(entries)]

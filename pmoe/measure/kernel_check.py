@@ -64,10 +64,10 @@ def mismatch(case: KernelCase) -> str | None:
     sizes = (NUM_MODEL, NUM_HIDDEN, len(COUNTS))
     experts = make_stacked(kind, *sizes, activation, case.bias, device="meta")
     rows = (sum(COUNTS), NUM_MODEL)
-    shapes = (rows, rows, rows[:1], *(each.shape for each in experts.parameters()))
-    operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
-    exact = _both_passes(experts, [each.double() for each in operands])
-    on_device = [each.to(case.device) for each in operands]
+    shapes = (rows, rows, rows[:1], *(parameter.shape for parameter in experts.parameters()))
+    operands = [torch.randn(*shape, generator=generator).mul_(0.25).to(case.dtype) for shape in shapes]
+    exact = _both_passes(experts, [operand.double() for operand in operands])
+    on_device = [operand.to(case.device) for operand in operands]
     with PRODUCTS.forcing(LOOP):
         plain = _both_passes(experts, on_device)
     with PRODUCTS.forcing(PMOE):
@@ -78,7 +78,7 @@ def mismatch(case: KernelCase) -> str | None:
 
 def first_wrong(
     names: Sequence[str],
-    found: Sequence[Tensor],
+    results: Sequence[Tensor],
     plain: Sequence[Tensor],
     exact: Sequence[Tensor],
     dtype: torch.dtype,
@@ -88,11 +88,11 @@ def first_wrong(
         |result - exact| / |exact| must be at most max(2 |plain - exact| / |exact|, 2 eps of the dtype)
 
     names: names of the results.
-    found: the kernels' results, any shape.
+    results: the kernels' results, any shape.
     plain: the results of a loop over experts in the same dtype.
     exact: the results of a loop over experts in float64.
     """
-    for name, result, usual, value in zip(names, found, plain, exact, strict=True):
+    for name, result, usual, value in zip(names, results, plain, exact, strict=True):
         error, allowed = (
             float((tensor.cpu().double() - value).norm() / value.norm()) for tensor in (result, usual)
         )
@@ -118,7 +118,7 @@ def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Te
     out_NM, hidden = experts.compute(expert_rows, weight_N)
     assert hidden is not None
     hidden_NG = hidden.tensors[0].clone()
-    sums = [GradientSum(each, 1) for each in parameters]
+    sums = [GradientSum(parameter, 1) for parameter in parameters]
     *grads, pending = experts.input_gradient(grad_NM.clone(), expert_rows, weight_N, hidden)
     experts.weight_gradient(pending, groups, sums)
-    return [out_NM, hidden_NG, *grads, *(each.result() for each in sums)]
+    return [out_NM, hidden_NG, *grads, *(gradient_sum.result() for gradient_sum in sums)]

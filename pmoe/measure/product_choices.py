@@ -69,7 +69,7 @@ def measure_choices(
     architecture = loaded_architecture(requests[0].device)
     fault = _fault(registry, case) if any(pairs) else None
     codes = [_code(registry, request, pair) for request, pair in zip(requests, pairs, strict=True)]
-    of_requests = digest(each.key for each in requests)
+    of_requests = digest(request.key for request in requests)
     of_codes = digest(map(str, codes))
     facts = [*astuple(architecture), of_requests, of_codes, float(fault is not None)]
     lowest_facts, highest_facts = _range(facts, agree)

@@ -118,17 +118,17 @@ def load_or_measure(
 
 
 def _found_by_all(
-    ranks: Ranks, device: torch.device, here: Identity, otherwise: str = "it is measured again"
+    ranks: Ranks, device: torch.device, own_identity: Identity, otherwise: str = "it is measured again"
 ) -> Profile | None:
     """Returns rank 0's stored profile, or None if any rank has no valid stored profile. Collective.
 
-    here: the device, ranks and versions of this rank, for which its stored profile must be valid.
+    own_identity: the device, ranks and versions of this rank, for which its stored profile must be valid.
     otherwise: the end of the warning about a file that cannot be used. It says what happens now.
     """
     own_profile = None
     fault = None
     try:
-        own_profile = load_profile(profile_path(here), expected=here)
+        own_profile = load_profile(profile_path(own_identity), expected=own_identity)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:

@@ -218,7 +218,7 @@ def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[di
     for figure, rows in figures.items():
         row: dict[str, Any] = {"figure": figure.removeprefix("figure").replace("_", ", ")}
         for name in ("Tutel", "CUTLASS", "TE", "FasterMoE"):
-            pairs = [(each[f"{name}_seconds"], each["COMET_seconds"]) for each in rows]
+            pairs = [(row[f"{name}_seconds"], row["COMET_seconds"]) for row in rows]
             row[name] = statistics.fmean(other / own for other, own in pairs if other is not None)
         yield {**row, "paper": printed("comet speed-ups")[row["figure"]]}
 

@@ -70,8 +70,8 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
         times: number of operations.
         size: size of all these operations together, in bytes or floating-point operations.
         """
-        left = measured[operation] * MS - times * line.alpha_seconds
-        return LineCost(line.alpha_seconds, left / size)
+        seconds = measured[operation] * MS - times * line.alpha_seconds
+        return LineCost(line.alpha_seconds, seconds / size)
 
     return replace(
         testbed,
@@ -270,7 +270,7 @@ def _partitioned(
     generalized = GeneralizedLayer(
         degrees=degrees, dense_seconds=dense.hidden_seconds(one_lane), gradient_bytes=gradient_bytes
     )
-    found = partition([generalized] * layers, testbed.ar)
+    gradient_partition = partition([generalized] * layers, testbed.ar)
     best = generalized.best(0.0).degree
     alone = backward_seconds(costs, dense, best, one_lane, 0.0, 0.0, contention)
     backward = sum(
@@ -283,10 +283,10 @@ def _partitioned(
             testbed.all_reduce(share.dense_bytes),
             contention,
         )
-        for share in found.shares
+        for share in gradient_partition.shares
     )
     passes = layers * (forward_seconds(costs, dense, forward, one_lane, contention) + alone)
-    return ModelStep(passes, backward - layers * alone + testbed.all_reduce(found.end_bytes))
+    return ModelStep(passes, backward - layers * alone + testbed.all_reduce(gradient_partition.end_bytes))
 
 
 # ---- figures
@@ -302,7 +302,10 @@ def _row(case: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, Any
     seconds: seconds of a step by each system, by the system's name.
     """
     slowest = seconds["DeepSpeed-MoE"]
-    return {**case, **{name: slowest / each for name, each in seconds.items() if name != "DeepSpeed-MoE"}}
+    return {
+        **case,
+        **{name: slowest / own_seconds for name, own_seconds in seconds.items() if name != "DeepSpeed-MoE"},
+    }
 
 
 def _seconds(steps: Mapping[str, ModelStep]) -> dict[str, float]:

@@ -232,8 +232,8 @@ def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequence
     total, ranges = solve(Cuttable(instructions, ends, [True] * len(works)), costs)
     busy = 0.0
     k = 1
-    begins = {cut.first: cut.k for cut in ranges}
-    last = {cut.last for cut in ranges}
+    begins = {batch_range.first: batch_range.k for batch_range in ranges}
+    last = {batch_range.last for batch_range in ranges}
     for work in works:
         k = begins.get(work.name, k)
         busy += 0.0 if work.sent else k * parts[k][work.name]
@@ -348,10 +348,10 @@ def figure2() -> list[dict[str, Any]]:
         works = list(forward_work(model, sequences))
         step = [*forward(works, seconds), *backward(works, seconds)]
         experts = {name for layer in moe_layers(works) for name in layer[1:-1]}
-        sent = sum(each.seconds for each in step if each.communicates)
-        computed = sum(each.seconds for each in step if not each.communicates)
+        sent = sum(work.seconds for work in step if work.communicates)
+        computed = sum(work.seconds for work in step if not work.communicates)
         of_experts = sum(
-            each.seconds for each in step if each.name.removeprefix("d ").removeprefix("w ") in experts
+            work.seconds for work in step if work.name.removeprefix("d ").removeprefix("w ") in experts
         )
         milliseconds = {
             "all-to-all": sent,
@@ -362,7 +362,7 @@ def figure2() -> list[dict[str, Any]]:
             "Opt.": max(sent, computed),
         }
         row: dict[str, Any] = {"model": model.name, "GPUs": gpus}
-        row |= {f"{name} ms": 1e3 * each for name, each in milliseconds.items()}
+        row |= {f"{name} ms": 1e3 * number for name, number in milliseconds.items()}
         rows.append({**row, "all-to-all / experts": sent / of_experts})
     return rows
 
@@ -406,7 +406,7 @@ def figure6() -> list[dict[str, Any]]:
         for span in SPANS:
             words = "half of all" if math.isinf(span) else f"{span:g} ms"
             in_parts = {k: 1e3 * cut_seconds(works, seconds, span / 1e3, k) for k in PARTS[1:]}
-            columns = {f"{k} parts ms": each for k, each in in_parts.items()}
+            columns = {f"{k} parts ms": milliseconds for k, milliseconds in in_parts.items()}
             rows.append({"figure": name, "range": words, **columns, "best ms": min(in_parts.values())})
         rows.append({"figure": name, "range": "Lancet", **no_parts, "best ms": 1e3 * chosen})
     return rows
@@ -425,23 +425,25 @@ def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: 
     """
     instructions = forward(works, seconds)
     costs = PartCosts({work.name: seconds(work, k) for work in works}, {})
-    places = {each.name: at for at, each in enumerate(instructions)}
+    places = {instruction.name: at for at, instruction in enumerate(instructions)}
     layers = [(places[layer[0]], places[layer[-1]] + 1) for layer in moe_layers(works)]
     bounds = [0, *((end + begin) // 2 for (_, end), (begin, _) in itertools.pairwise(layers))]
     bounds.append(len(instructions))
-    total = sum(each.seconds for each in instructions)
+    total = sum(instruction.seconds for instruction in instructions)
     for (begin, end), (least, most) in zip(layers, itertools.pairwise(bounds), strict=True):
         before = _within(instructions[least:begin][::-1], span)
         after = _within(instructions[end:most], span)
         body = instructions[begin - before : end + after]
         total += min(total_seconds(pipelined(body, k, lag, costs)) for lag in lags(k))
-        total -= sum(each.seconds for each in body)
+        total -= sum(instruction.seconds for instruction in body)
     return total
 
 
 def _within(instructions: Sequence[Instruction], span: float) -> int:
     """Returns how many of the first instructions take at most ``span`` seconds together."""
-    return sum(sofar <= span for sofar in itertools.accumulate(each.seconds for each in instructions))
+    return sum(
+        sofar <= span for sofar in itertools.accumulate(instruction.seconds for instruction in instructions)
+    )
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:

@@ -23,7 +23,9 @@ OFF = 0.2
 """Fraction by which `sensitivity` lowers and raises each rate."""
 
 
-def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[tuple[ExchangeName, int]]:
+def candidate_combinations(
+    rates: Profile | Cluster, layer: Mapping[str, Any]
+) -> list[tuple[ExchangeName, int]]:
     """Returns the combinations of an all-to-all and an ESP degree that the layer can use on these machines.
 
     The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert.
@@ -40,20 +42,22 @@ def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[t
         return [(NAMES[0], 1)]
     local = rates.ranks_per_machine
     num_experts = layer["num_experts"]
-    ways = []
+    combinations = []
     divisors = math.gcd(local, layer["d_hidden"])
     for esp in range(1, divisors + 1):
         if divisors % esp == 0 and num_experts % (rates.num_ranks // esp) == 0:
-            ways += [(name, esp) for name in (NAMES if rates.machines > 1 and local > esp else NAMES[:1])]
-    if not ways:
+            combinations += [
+                (name, esp) for name in (NAMES if rates.machines > 1 and local > esp else NAMES[:1])
+            ]
+    if not combinations:
         raise ValueError(
             f"num_experts ({num_experts}) must be a multiple of ranks / ESP, for {rates.num_ranks} ranks and "
             f"some ESP degree that divides ranks_per_machine ({local}) and d_hidden ({layer['d_hidden']})"
         )
-    return ways
+    return combinations
 
 
-def plan_ways(
+def plan_combinations(
     rates: Profile | Cluster,
     layer: Mapping[str, Any],
     num_tokens: int,
@@ -72,7 +76,8 @@ def plan_ways(
         rates: a measured profile, or a described cluster.
         layer: keyword arguments of `sizes_from_options`, such as d_model and num_experts.
         num_tokens: tokens of each rank.
-        among: combinations (all-to-all, ESP degree) to compare; by default all that `candidate_ways` returns.
+        among: combinations (all-to-all, ESP degree) to compare; by default all that
+            `candidate_combinations` returns.
         budget: bytes that must be enough for any routing, or None.
         slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even
             routing.
@@ -86,7 +91,7 @@ def plan_ways(
     refused: list[ValueError] = []
     place: dict[str, Any] = {"num_ranks": rates.num_ranks, "device_type": rates.device_type}
     dtype = str(layer["dtype"]).removeprefix("torch.")
-    for dispatch, esp in candidate_ways(rates, layer) if among is None else among:
+    for dispatch, esp in candidate_combinations(rates, layer) if among is None else among:
         sizes = sizes_from_options(**layer, **place, esp_size=esp)
         if isinstance(rates, Profile):
             profile = rates
@@ -101,10 +106,10 @@ def plan_ways(
             refused.append(error)
     if not advice:
         raise refused[0]  # the first combination needs least memory: the others relay rows, or gather them
-    return sorted(advice, key=lambda way: way.decision.seconds)
+    return sorted(advice, key=lambda combination: combination.decision.seconds)
 
 
-def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Iterator[dict[str, Any]]:
+def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> Iterator[dict[str, Any]]:
     """Yields how the best choice changes if one rate of the cluster is 20 % (`OFF`) lower or higher.
 
     Each result is a dict for one changed rate:
@@ -123,13 +128,13 @@ def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Ite
     a larger factor than that.
 
     cluster: the described machines.
-    ways: the result of `plan_ways` for the cluster.
-    options: the other arguments of `plan_ways`.
+    plans: the result of `plan_combinations` for the cluster.
+    options: the other arguments of `plan_combinations`.
     """
-    first = ways[0]
-    chosen = ways[0].decision
-    near = [way for way in ways if (1 - OFF) * way.decision.seconds <= chosen.seconds]
-    options["among"] = [(way.dispatch, way.sizes.esp_size) for way in near]
+    first = plans[0]
+    chosen = plans[0].decision
+    near = [plan for plan in plans if (1 - OFF) * plan.decision.seconds <= chosen.seconds]
+    options["among"] = [(plan.dispatch, plan.sizes.esp_size) for plan in near]
     if options.get("budget") is None:  # without a budget only S1 to S4 are chosen
         options["pairs"] = tuple(STRATEGIES.values())
     # A link is not used if a machine has only 1 rank, or the cluster only 1 machine.
@@ -138,20 +143,20 @@ def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Ite
         for times in (1 - OFF, 1 + OFF) if unused.get(name) != 1 else ():
             line = getattr(cluster, name)
             moved_line = replace(line, beta_seconds=line.beta_seconds / times)
-            moved_ways = plan_ways(replace(cluster, **{name: moved_line}), **options)
+            moved_plans = plan_combinations(replace(cluster, **{name: moved_line}), **options)
             (first_again,) = (
-                way for way in moved_ways if (way.dispatch, way.sizes) == (first.dispatch, first.sizes)
+                plan for plan in moved_plans if (plan.dispatch, plan.sizes) == (first.dispatch, first.sizes)
             )
             same_choice = [
                 c
                 for c in first_again.candidates
                 if (c.forward, c.restore) == (chosen.forward, chosen.restore)
             ]
-            change = moved_ways[0].decision.seconds / chosen.seconds - 1
+            change = moved_plans[0].decision.seconds / chosen.seconds - 1
             yield {
                 "rate": name,
                 "times": times,
-                **moved_ways[0].way,
+                **moved_plans[0].choice_fields,
                 "change": change,
                 "first_seconds": same_choice[0].seconds,
             }

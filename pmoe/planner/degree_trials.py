@@ -89,10 +89,10 @@ def degrees_to_try(
         one range, with n = 2, and B above it   1, 2, 4
         n = 2 below B, n = 8 above B            2, 4, 8
     """
-    neighbours = [each.degrees for each in table.neighbours(rounded(B)) if each is not None]
+    neighbours = [neighbour.degrees for neighbour in table.neighbours(rounded(B)) if neighbour is not None]
     lowest, highest = 0, len(numbers) - 1
     if neighbours:
-        known = [numbers.index(n) for each in neighbours for n in (each.forward, each.backward)]
+        known = [numbers.index(n) for degrees in neighbours for n in (degrees.forward, degrees.backward)]
         steps_beyond = 1 if len(neighbours) == 1 else 0
         lowest = max(min(known) - steps_beyond, 0)
         highest = min(max(known) + steps_beyond, highest)

@@ -97,10 +97,10 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     plain = ExposedSeconds(layers, all_reduce, nothing, nothing, sum(sources))
     candidates = [(filled, nothing), (filled, evolve(filled, rooms)), (plain, nothing)]
     chosen, extra = min(candidates, key=lambda candidate: candidate[0].exposed(candidate[1]))
-    shares, left = chosen.placed(extra)
+    shares, end_bytes = chosen.placed(extra)
     return Partition(
         shares=tuple(shares),
-        end_bytes=left,
+        end_bytes=end_bytes,
         plain_seconds=all_reduce_seconds(all_reduce, sum(sources)),
         filled_seconds=filled.exposed(nothing),
         exposed_seconds=chosen.exposed(extra),
@@ -147,14 +147,14 @@ class ExposedSeconds:
             t_gar = all_reduce_seconds(self.all_reduce, moe + more)
             degree = layer.best(t_gar).degree
             shares.append(Share(moe_bytes=moe + more, dense_bytes=dense, t_gar=t_gar, degree=degree))
-        left = self.left(extra)
+        end_bytes = self.remaining_bytes(extra)
         last = self.layers[-1]
-        joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + left) - last.dense_seconds
+        joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + end_bytes) - last.dense_seconds
         # The bytes that are left join the all-reduce beside the last dense part if that is faster. They
         # cannot if the last layer makes gradients itself, because these are ready only after its backward.
-        if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, left):
-            return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + left)], 0
-        return shares, left
+        if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, end_bytes):
+            return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + end_bytes)], 0
+        return shares, end_bytes
 
     def exposed(self, extra: Sequence[int]) -> float:
         """Returns the seconds that the all-reduces of all gradients add to the backward pass.
@@ -163,7 +163,7 @@ class ExposedSeconds:
         """
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
-    def left(self, extra: Sequence[int]) -> int:
+    def remaining_bytes(self, extra: Sequence[int]) -> int:
         """Returns the bytes that no layer reduces, so that they are left for the end of the backward pass.
 
         extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
@@ -189,7 +189,7 @@ class ExposedSeconds:
         ]
         alone_DN1 = np.array([[option.alone for option in row] for row in rows])[:, :, None]
         beside_DN1 = np.array([[option.beside for option in row] for row in rows])[:, :, None]
-        total = self.left([0] * len(self.layers))
+        total = self.remaining_bytes([0] * len(self.layers))
 
         def all_reduced(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
             return np.where(num_bytes > 0, line.alpha_seconds + line.beta_seconds * num_bytes, 0.0)

@@ -147,7 +147,7 @@ class BatchRange:
         if the number of chunks falls as the number of tokens grows, because the paper assumes that it never
         does.
         """
-        below, above = sorted((self, other), key=lambda each: each.lower)
+        below, above = sorted((self, other), key=lambda batch_range: batch_range.lower)
         if below.degrees == above.degrees:
             return True
         limit = CONTRADICTED if below.degrees.falls_to(above.degrees) else CLOSE
@@ -258,8 +258,8 @@ class GranularityTable:
 
     def all_degrees(self) -> Iterator[PassDegrees]:
         """Yields all degrees (numbers of chunks of both passes) that any range of the table keeps."""
-        for each in self.ranges.values():
-            yield from each.excess
+        for batch_range in self.ranges.values():
+            yield from batch_range.excess
 
     def to_fields(self) -> dict[str, Any]:
         """Returns all ranges as data for JSON.
@@ -269,12 +269,15 @@ class GranularityTable:
         return {
             "ranges": [
                 [
-                    each.lower,
-                    each.upper,
-                    each.measured,
-                    [[d.forward, d.backward, e.total, e.worst] for d, e in sorted(each.excess.items())],
+                    batch_range.lower,
+                    batch_range.upper,
+                    batch_range.measured,
+                    [
+                        [d.forward, d.backward, e.total, e.worst]
+                        for d, e in sorted(batch_range.excess.items())
+                    ],
                 ]
-                for each in self.ranges.values()
+                for batch_range in self.ranges.values()
             ]
         }
 

@@ -206,7 +206,7 @@ def _held(
 
 
 def _forward_work(
-    sizes: LayerSizes, call: CallRows, forward: PassRows, backward: PassRows, held: PassBytes
+    sizes: LayerSizes, call: CallRows, forward: PassRows, backward: PassRows, buffers: PassBytes
 ) -> int:
     """Returns the most bytes that forward holds at once, without the tensors that it saves for backward.
 
@@ -222,20 +222,20 @@ def _forward_work(
 
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
-    held: bytes of forward's buffers at the four moments.
+    buffers: bytes of forward's buffers at the four moments.
     """
     weights = 3 * (forward.received + forward.sent) * sizes.weight_size
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
-        held.summing + _summed_rows(sizes, call, forward),
-        held.computing + _graph(sizes, backward),
-        held.first + shared,
-        held.leaving,
+        buffers.summing + _summed_rows(sizes, call, forward),
+        buffers.computing + _graph(sizes, backward),
+        buffers.first + shared,
+        buffers.leaving,
     )
     return largest + weights + _unit_bytes(sizes, forward) + _whole_rows(sizes, call, forward)
 
 
-def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: PassBytes) -> int:
+def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes) -> int:
     """Returns the most bytes that backward holds at once, apart from two things that the caller adds.
 
     Not included are the tensors that forward saved, and the sums of the parameters' gradients. The result is
@@ -251,15 +251,15 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
 
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
-    held: bytes of backward's buffers at the four moments.
+    buffers: bytes of backward's buffers at the four moments.
     """
     wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
     largest = max(
-        held.computing + max(products, _graph(sizes, backward)),
-        held.summing + _summed_rows(sizes, call, backward),
-        held.first + _shared_gradients(sizes, call),
-        held.leaving,
+        buffers.computing + max(products, _graph(sizes, backward)),
+        buffers.summing + _summed_rows(sizes, call, backward),
+        buffers.first + _shared_gradients(sizes, call),
+        buffers.leaving,
     )
     weights = (3 * backward.received + 2 * call.slots) * sizes.weight_size
     unit = _unit_bytes(sizes, backward)

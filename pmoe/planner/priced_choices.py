@@ -161,7 +161,7 @@ class Advice:
     fastest: PricedChoice
 
     @property
-    def way(self) -> dict[str, Any]:
+    def choice_fields(self) -> dict[str, Any]:
         """The decision as a dict, with the names of a layer's options as keys, and the predicted seconds.
 
         Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds (of a step).

@@ -105,15 +105,15 @@ def simulate_slowed(
                 start[task.name] = now
                 running[lane] = (task, seconds(task))
         # A task of 0 seconds is in ``running`` until the end of this round, but must not slow other lanes.
-        speed = speeds(frozenset(lane for lane, (_, left) in running.items() if left))
-        step = min(left / speed.get(lane, 1.0) for lane, (_, left) in running.items())
+        speed = speeds(frozenset(lane for lane, (_, remaining) in running.items() if remaining))
+        step = min(remaining / speed.get(lane, 1.0) for lane, (_, remaining) in running.items())
         now += step
-        for lane, (task, left) in list(running.items()):
-            if left / speed.get(lane, 1.0) <= step:
+        for lane, (task, remaining) in list(running.items()):
+            if remaining / speed.get(lane, 1.0) <= step:
                 end[task.name] = now
                 del running[lane]
             else:
-                running[lane] = (task, left - step * speed.get(lane, 1.0))
+                running[lane] = (task, remaining - step * speed.get(lane, 1.0))
     return [Simulated(task=task, start=start[task.name], end=end[task.name]) for task in tasks]
 
 

@@ -143,25 +143,25 @@ def timed_rounds(
     samples: dict[T, list[tuple[float, float]]] = {
         choice: [] for choice, passes in first_runs.items() if not math.isinf(sum(passes))
     }
-    left = list(samples)
+    remaining = list(samples)
     times: dict[T, PassTimes] = {}
     for number in range(1, most_rounds + 1):
-        if not left:
+        if not remaining:
             break
-        for choice, passes in zip(left, run_round(left), strict=True):
+        for choice, passes in zip(remaining, run_round(remaining), strict=True):
             samples[choice].append(passes)
             if math.isinf(sum(passes)):
                 del samples[choice]
         times = _timed(samples, first_runs)
-        left = [choice for choice in left if choice in samples]
-        if not left:
+        remaining = [choice for choice in remaining if choice in samples]
+        if not remaining:
             break
-        fastest = min((times[choice] for choice in left), key=lambda timed: timed.step)
+        fastest = min((times[choice] for choice in remaining), key=lambda timed: timed.step)
         if number == 1:
-            left = [choice for choice in left if times[choice].step <= FAR * fastest.step]
+            remaining = [choice for choice in remaining if times[choice].step <= FAR * fastest.step]
             continue
-        left = [choice for choice in left if not times[choice].is_slower_than(fastest)]
-        if len(left) == 1 or fastest.resolution(fastest) <= FINE:
+        remaining = [choice for choice in remaining if not times[choice].is_slower_than(fastest)]
+        if len(remaining) == 1 or fastest.resolution(fastest) <= FINE:
             break
     return {choice: times[choice] for choice in choices if choice in times}
 

@@ -40,8 +40,8 @@ PLANNER = (
         name="slowed-lanes-at-full-speed",
         breaks="of a task that others slow down too much is done",
         file="pmoe/planner/simulator.py",
-        old="                running[lane] = (task, left - step * speed.get(lane, 1.0))\n",
-        new="                running[lane] = (task, left - step)\n",
+        old="                running[lane] = (task, remaining - step * speed.get(lane, 1.0))\n",
+        new="                running[lane] = (task, remaining - step)\n",
         tests="tests/unit/test_fsmoe_table5.py",
     ),
     Plant(
@@ -112,7 +112,10 @@ PLANNER = (
         name="rounds-that-never-end-early",
         breaks="a choice that is clearly slower is timed to the last round",
         file="pmoe/planner/timed_rounds.py",
-        old="        left = [choice for choice in left if not times[choice].is_slower_than(fastest)]\n",
+        old=(
+            "        remaining = [choice for choice in remaining"
+            " if not times[choice].is_slower_than(fastest)]\n"
+        ),
         new="",
         tests="tests/unit/test_timed_rounds.py",
     ),

@@ -26,7 +26,7 @@ from pmoe.comm.topology import Topology
 from pmoe.measure.profile import save_profile
 from pmoe.measure.store import typed
 from pmoe.planner.cluster import Cluster, fields_of, legs
-from pmoe.planner.cluster_candidates import OFF, plan_ways, sensitivity
+from pmoe.planner.cluster_candidates import OFF, plan_combinations, sensitivity
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.priced_choices import advise
@@ -160,7 +160,7 @@ def test_the_part_itself_is_planned_as_its_profile_says(tmp_path: Path) -> None:
     profile = replace(MADE, copy_out=MADE.copy_in)
     layer = layer_of(64, 256, 8)
     cluster = part_of(profile, machines=1, ranks_per_machine=4)
-    (way,) = plan_ways(cluster, layer, 4096, among=[("flat", 1)])
+    (way,) = plan_combinations(cluster, layer, 4096, among=[("flat", 1)])
     said = advise(sizes_from_options(**layer, num_ranks=4), profile, 4096)
     assert [each.restore for each in way.candidates] == [each.restore for each in said.candidates]
     assert [each.seconds for each in way.candidates] == pytest.approx(
@@ -175,7 +175,7 @@ def test_gathering_inside_a_machine_costs_what_its_own_link_does(tmp_path: Path)
     cluster = cluster_of(tmp_path, 2, 2)
     slow = replace(cluster, inside=LineCost(0.0, 1.0))
     layer = layer_of(64, 256, 8)
-    ways = {each: plan_ways(each, layer, 1024, among=[("flat", 2)])[0] for each in (cluster, slow)}
+    ways = {each: plan_combinations(each, layer, 1024, among=[("flat", 2)])[0] for each in (cluster, slow)}
     sizes = ways[slow].sizes
     assert (sizes.ep_size, sizes.columns.hidden, sizes.bypass_local) == (2, 128, False)
     assert (
@@ -202,7 +202,7 @@ def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
     candidates.
     """
     cluster, options = cluster_of(tmp_path, 8, 2), {**SMALL, "budget": budget}
-    ways = plan_ways(cluster, **options)
+    ways = plan_combinations(cluster, **options)
     assert len(ways) == 3 + 1
     assert [way.decision.seconds for way in ways] == sorted(way.decision.seconds for way in ways)
     moves = list(sensitivity(cluster, ways, **options))
@@ -212,8 +212,8 @@ def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
     for each in moves:
         line = getattr(cluster, each["rate"])
         moved = LineCost(line.alpha_seconds, line.beta_seconds / each["times"])
-        best = plan_ways(replace(cluster, **{each["rate"]: moved}), **options)[0]
-        assert {name: each[name] for name in best.way} == best.way
+        best = plan_combinations(replace(cluster, **{each["rate"]: moved}), **options)[0]
+        assert {name: each[name] for name in best.choice_fields} == best.choice_fields
         assert each["change"] == best.decision.seconds / ways[0].decision.seconds - 1
         if budget:  # without one Eq. 10 takes the pair, which is not always the fastest
             assert each["seconds"] <= each["first_seconds"]
@@ -222,13 +222,13 @@ def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
 
 def test_a_budget_holds_in_each_way_and_the_least_of_all_is_named(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, 4, 4)
-    free = plan_ways(cluster, **SMALL)
+    free = plan_combinations(cluster, **SMALL)
     promised = sorted(each.memory.promised for way in free for each in way.candidates)
     budget = promised[len(promised) // 2]
-    held = plan_ways(cluster, **SMALL, budget=budget)
+    held = plan_combinations(cluster, **SMALL, budget=budget)
     assert held and all(way.decision.memory.promised <= budget for way in held)
     with pytest.raises(ValueError, match=rf"memory_budget \(1 bytes\) must be at least {promised[0]} "):
-        plan_ways(cluster, **SMALL, budget=1)
+        plan_combinations(cluster, **SMALL, budget=1)
 
 
 # ---- the command

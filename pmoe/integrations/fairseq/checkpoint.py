@@ -66,7 +66,7 @@ def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ra
 
     On ranks other than 0 the experts' tensors are None. Collective: every rank must call it.
     """
-    return _changed(optimizer, state, 1, lambda kept, _: _gathered(kept, ranks))
+    return _changed(optimizer, state, 1, lambda value, _: _gathered(value, ranks))
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks
     ranks: the ranks that together hold all experts.
     """
     rank = ranks.rank
-    return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, rank * size, size))
+    return _changed(optimizer, state, ranks.size, lambda value, size: value.narrow(0, rank * size, size))
 
 
 def for_inference(config: Any) -> Any:

@@ -264,7 +264,7 @@ torch.serialization.add_safe_globals(
         argparse.Namespace,
         numpy.ndarray,
         numpy.dtype,
-        *(type(numpy.dtype(each)) for each in ("int64", "float32", "float64")),
+        *(type(numpy.dtype(name)) for name in ("int64", "float32", "float64")),
         _arrays._reconstruct,
         _arrays.scalar,
     ]

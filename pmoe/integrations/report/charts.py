@@ -199,7 +199,7 @@ def line_chart(
     if not len(values):
         nothing = f"No finite value in {len(next(iter(curves.values())).steps)} points."
         return part("chart", title, "", unit=unit, note=f"{nothing} {note}")
-    low, high, cut = _range(values, floor)
+    low, high, cut_value = _range(values, floor)
     keys = list(zip(curves, SERIES, strict=False))
     gaps = {name: _gaps(curve) for name, curve in curves.items()}
 
@@ -212,7 +212,11 @@ def line_chart(
         for name, colour in keys:
             _draw_line(axis, bins_by_name[name], gaps[name], LIGHT[colour], is_filled)
 
-    notes = [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(gaps)]
+    notes = [
+        note,
+        "" if cut_value is None else f"Cut off above: values up to {show(cut_value)}.",
+        _about_gaps(gaps),
+    ]
     return part(
         "chart",
         title,
@@ -236,12 +240,12 @@ def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | Non
     if floor is not None:
         low = min(low, floor)
     usual = float(ordered[int(0.95 * (len(ordered) - 1))])
-    cut = None
+    cut_value = None
     if high > usual + 2 * (usual - low) and usual > low and len(ordered) >= 40:
-        cut = high
+        cut_value = high
         high = usual + 0.5 * (usual - low)
     pad = (high - low) * 0.04 or abs(high) * 0.05 or 1.0
-    return low if low == floor else low - pad, high + pad, cut
+    return low if low == floor else low - pad, high + pad, cut_value
 
 
 def _draw_line(axis: Axes, bins: Bins, gaps: Sequence[int], colour: str, is_filled: bool) -> None:

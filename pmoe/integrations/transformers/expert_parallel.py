@@ -56,7 +56,7 @@ class PipelinedEP(EPImplementation):
         # Under tensor parallelism several ranks hold the same batch. Each of them sends another part of it,
         # because otherwise experts would compute every token once for each of these ranks.
         batch = (hidden_states, top_k_index, top_k_weights)
-        rows, index, weights = (_part(each, self.tp_mesh) for each in batch)
+        rows, index, weights = (_part(tensor, self.tp_mesh) for tensor in batch)
         y = run_module(self.module, rows, index, weights, group)
         return _whole(y, self.tp_mesh, hidden_states.shape)
 

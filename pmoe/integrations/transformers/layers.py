@@ -117,7 +117,7 @@ def layers(model: nn.Module) -> dict[str, MoELayer]:
     model: a model of transformers, or any module that contains one.
     """
     check_module(model=model)
-    return {name: _layers[each].layer for name, each in model.named_modules() if each in _layers}
+    return {name: _layers[module].layer for name, module in model.named_modules() if module in _layers}
 
 
 finders.append(

@@ -86,30 +86,32 @@ def check(module: nn.Module) -> None:
     flags = inspect.signature(moe.use_experts_implementation).parameters  # of this release
     unknown = [
         f"{flag}={getattr(module, flag)!r}"
-        for flag, each in flags.items()
+        for flag, parameter in flags.items()
         if flag.startswith(("has_", "is_")) and flag not in FLAGS
-        if getattr(module, flag, each.default) != each.default
+        if getattr(module, flag, parameter.default) != parameter.default
     ]
     if unknown:
         raise ValueError(
             f"experts module ({name}, {', '.join(unknown)}) must only have flags that pmoe knows: {ADVICE}"
         )
     expected = _expected(module)
-    held = {key for key, each in [*module._parameters.items(), *module._buffers.items()] if each is not None}
+    tensor_names = {
+        key for key, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None
+    }
     missing = [key for key in expected if not hasattr(module, key)]
-    if missing or held - expected:
+    if missing or tensor_names - expected:
         raise ValueError(
             f"experts module ({name}) must hold {', '.join(sorted(expected))} and nothing else; it holds "
-            f"{', '.join(sorted(held))}. If weights are quantised, load the model without "
+            f"{', '.join(sorted(tensor_names))}. If weights are quantised, load the model without "
             f"quantization_config (or with dequantize=True), or {ADVICE}"
         )
-    for key in sorted(held):
-        each = getattr(module, key)
-        if each.dtype not in DTYPES or each.dim() != (2 if key.endswith("_bias") else 3):
+    for key in sorted(tensor_names):
+        tensor = getattr(module, key)
+        if tensor.dtype not in DTYPES or tensor.dim() != (2 if key.endswith("_bias") else 3):
             raise ValueError(
-                f"{key} of experts module ({name}) is {each.dtype} of shape {tuple(each.shape)}; it must be "
-                f"floating-point type and stacked by expert. If it is quantised, load the model dequantised, "
-                f"or {ADVICE}"
+                f"{key} of experts module ({name}) is {tensor.dtype} of shape {tuple(tensor.shape)}; it "
+                f"must be floating-point type and stacked by expert. If it is quantised, load the model "
+                f"dequantised, or {ADVICE}"
             )
     owners = {key: key.split(".")[0] for key, _ in module.named_parameters() if "." in key}
     learned = [key for key, of in owners.items() if of not in ("post_expert_norm", "parametrizations")]

@@ -180,8 +180,8 @@ def _remove_hooks(module: nn.Module) -> None:
             key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), CallPadding)
         ]
         for key in ours:
-            for each in (hooks, *options):
-                each.pop(key, None)
+            for table in (hooks, *options):
+                table.pop(key, None)
 
 
 @functools.cache
@@ -384,7 +384,7 @@ def _run_tokens(
     """
     rows = _calls.by_padding.get(padding)
     if rows is None or not all(
-        each.shape[:1] == rows.is_token_T.shape for each in (hidden_states, top_k_index, top_k_weights)
+        tensor.shape[:1] == rows.is_token_T.shape for tensor in (hidden_states, top_k_index, top_k_weights)
     ):
         return run(hidden_states, top_k_index, top_k_weights)
     tokens_N = rows.tokens(hidden_states.device)

@@ -81,7 +81,7 @@ class Stacks:
 
         A layer holds these between calls. So it knows the sizes and does not keep the module's tensors alive.
         """
-        tensors = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
+        tensors = {name: tensor.new_empty(()).expand(tensor.shape) for name, tensor in self.named.items()}
         name = self.activation if isinstance(self.activation, str) else None
         return Stacks(**tensors, transposed=self.transposed, activation=name)
 
@@ -106,7 +106,7 @@ class BorrowedExperts(StackedExperts):
     def __init__(self, stacks: Stacks) -> None:
         Experts.__init__(self)
         self.stacks = stacks
-        w1, w2 = (stacks.out_features_first(each.detach()) for each in (stacks.w1, stacks.w2))
+        w1, w2 = (stacks.out_features_first(stack.detach()) for stack in (stacks.w1, stacks.w2))
         # setattr would register the tensors as parameters of this module.
         vars(self).update(w1=w1, w2=w2, b1=stacks.b1, b2=stacks.b2)
         self.num_local_experts, self._d_model, self.all_hidden = w2.shape
@@ -261,7 +261,7 @@ class NormedExperts(ModuleExperts):
         Experts.__init__(self)
         self.stacks = stacks
         self.local = nn.ModuleList()
-        self.views = {name: each.unbind() for name, each in stacks.named.items()}
+        self.views = {name: stack.unbind() for name, stack in stacks.named.items()}
         self.num_local_experts = len(self.views["w1"])
 
     def operands(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""For each feature of `pmoe.runners.features` options that ask for it, and the definition of such a layer.
+"""Options that ask for each feature of `pmoe.runners.features`, and a definition of such layers.
 
 The definition takes the gate's own routing, which tests of the gates hold, and loops over ranks and experts
 in float64 under autograd.

@@ -123,8 +123,10 @@ def as_saved() -> dict[str, torch.Tensor]:
 
 
 def load(path: Path) -> object:
-    """Into a model that stays as it was where the checkpoint does not load, and is as it was saved where it
-    does. path: of a file in it."""
+    """Loads a checkpoint, and asserts that the model is as saved, or unchanged if loading fails.
+
+    path: of a file in the checkpoint.
+    """
     model, optimizer = make()
     before = contents(model, optimizer)
     folder = next(each for each in path.parents if each.name == "checkpoints")

@@ -1,4 +1,7 @@
-"""Files that tests make once and keep, in ~/.cache/pmoe-tests, each named after all that it is made from."""
+"""Files that tests make once and store in ~/.cache/pmoe-tests.
+
+Each is named after everything that it is made from.
+"""
 
 from __future__ import annotations
 

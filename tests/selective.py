@@ -1,4 +1,4 @@
-"""Policies of selective activation checkpointing as models use them, a block to checkpoint, and its steps."""
+"""Policies of selective activation checkpointing as models use them, with a block and its steps."""
 
 from __future__ import annotations
 

@@ -92,8 +92,10 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def run_snippet(name: str, code: str) -> str:
-    """Runs a block as a file of its own would run, in the process group that is there already; what it
-    printed."""
+    """Runs a block as a file of its own would run, and returns what it printed.
+
+    The process group exists already.
+    """
     code = code.replace('device="cuda"', 'device="meta"')  # a layer that is built but not run, without a GPU
     printed = io.StringIO()
     with (

@@ -98,8 +98,11 @@ LENGTHS = (12, 7, 3, 1)
 
 
 def padded(side: str, lengths: tuple[int, ...] = LENGTHS, seed: int = 7) -> dict[str, Tensor]:
-    """Padding is 0 in the mask and -100 in the labels, as transformers' collators write it; and -100 for each
-    first token, which transformers would predict from the padding before it."""
+    """Returns a batch of padded sequences, as transformers' collators write it.
+
+    Padding is 0 in the mask and -100 in the labels. The first token's label is -100 too, because transformers
+    would predict it from the padding before it.
+    """
     ids = batch(len(lengths), seed)
     place = torch.arange(ids.shape[1])
     length = torch.tensor(lengths).unsqueeze(1)

@@ -1,4 +1,7 @@
-"""A layer of fairscale, which fairseq's MoE branch says that it mirrors, with experts of fairseq's names."""
+"""A layer of fairscale, with experts that have fairseq's names.
+
+fairseq's MoE branch says that it mirrors this layer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that megatron-core, DeepSpeed and fairscale made, on one rank and spread over two, beside pmoe's.
+"""Layers of megatron-core, DeepSpeed and fairscale, on one rank and on two, beside pmoe's.
 
 make .venv-convert has the packages. Tutel and Transformer Engine cannot be had here: docs/weights.md says so.
 """

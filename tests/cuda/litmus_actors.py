@@ -1,4 +1,4 @@
-"""What the actors of cuda/flashdmoe pass on to each other, as programs of a few events each; see `litmus`."""
+"""Programs of a few events each: the messages between the actors of cuda/flashdmoe (see `litmus`)."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def task_is_handed_out() -> Litmus:
 
 
 def tile_is_complete() -> Litmus:
-    """Two processors have computed a tile each of the same rows; the last one puts the next product into the
-    queue, or tells the rows' home."""
+    """Two processors have each computed a tile of the same rows.
+
+    The last one puts the next product into the queue, or notifies the rank that the rows came from.
+    """
     a0, a1 = lanes(0, 1, "a0", "a1")
     (b0,) = lanes(0, 2, "b0")
     (home,) = lanes(1, 3, "home")

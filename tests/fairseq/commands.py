@@ -1,4 +1,6 @@
-"""Runs commands of fairseq one after another in this process; environment.py starts it, on one rank or two.
+"""Runs commands of fairseq one after another in this process, which environment.py starts.
+
+There are one or two such processes, one for each rank.
 
     python -m tests.fairseq.commands LIST.json    # [["train", "data", ...], ...]
 

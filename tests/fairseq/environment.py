@@ -43,9 +43,13 @@ def check_environment() -> None:
 def run(
     *arguments: object, ranks: int = 1, program: tuple[str, ...] = (), timeout: float = 400, **variables: str
 ) -> str:
-    """What ``python -m pmoe.integrations.fairseq`` printed, both streams; ``program`` stands for it where
-    given. ``ranks`` > 1 run under torchrun, on the CPU. AssertionError with what was printed where it
-    failed."""
+    """Returns what ``python -m pmoe.integrations.fairseq`` printed, on both streams.
+
+    program: arguments of python to use in place of ``-m pmoe.integrations.fairseq``.
+    ranks: number of ranks. Several run under torchrun, on the CPU.
+
+    Raises AssertionError, with what was printed, if the command failed.
+    """
     check_environment()
     program = program or ("-m", "pmoe.integrations.fairseq")
     launcher: list[str] = []
@@ -187,8 +191,10 @@ TRANSLATION_SGD = (
 
 
 def logged(output: str, key: str, kind: str = "train_inner") -> list[float]:
-    """Of a training's output, the values of ``key`` in the log's lines of that kind ("train_inner",
-    "valid")."""
+    """Returns the values of ``key`` in the lines of a kind in the log of a training.
+
+    kind: "train_inner" or "valid".
+    """
     lines = re.findall(rf"\| {kind} \| (?:epoch \d+ \| )?(\{{.*\}})", output)
     found = [re.search(rf'"{key}": "?([-\w.]+)', line) for line in lines]
     return [float(each[1]) for each in found if each]

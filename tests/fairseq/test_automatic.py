@@ -1,4 +1,7 @@
-"""fairseq trains with exactly ``--moe-pipeline true --moe-memory-reuse true``, in batches of many sizes."""
+"""fairseq trains with both automatic options of pmoe, in batches of many sizes.
+
+The options are exactly ``--moe-pipeline true --moe-memory-reuse true``.
+"""
 
 from __future__ import annotations
 

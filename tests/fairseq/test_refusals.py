@@ -1,5 +1,7 @@
-"""Options that cannot work are refused with what to change, on every rank, before a weight is trained or
-read."""
+"""Options that cannot work are refused on every rank, with the change that mends them.
+
+They are refused before a weight is trained or read.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,10 @@ def test_an_unknown_command_is_refused_and_options_are_listed(capsys: pytest.Cap
 def test_fairseqs_own_command_takes_the_plugin_by_user_dir(
     session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With Python 3.11 and fairseq 0.12.2, which its own command cannot import there, after two lines that a
-    sitecustomize.py may hold."""
+    """fairseq's own command loads the plugin, after two lines in a sitecustomize.py.
+
+    Without these lines it cannot import fairseq 0.12.2 with Python 3.11.
+    """
     lines = "from pmoe.integrations.fairseq.shim import allow_fairseq_defaults\nallow_fairseq_defaults()\n"
     (tmp_path / "sitecustomize.py").write_text(lines, encoding="utf-8")
     main(["user-dir"])

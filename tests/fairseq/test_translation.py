@@ -1,5 +1,7 @@
-"""fairseq trains a translation model with experts in encoder and decoder, on padded batches that do not come
-out even."""
+"""fairseq trains a translation model with experts in encoder and decoder, on padded batches.
+
+The batches do not divide evenly among the ranks.
+"""
 
 from __future__ import annotations
 

@@ -283,9 +283,7 @@ def runs(index: Tensor) -> list[slice]:
 
 
 class WatchedLanes(CudaLanes):
-    """CudaLanes that report to the watch which task runs, and count the tasks of the copy lanes that
-    copied.
-    """
+    """CudaLanes that report each running task to the watch, and count the tasks that copied."""
 
     def __init__(self, schedule: Schedule, group: Ranks, device: torch.device, watch: Watch) -> None:
         super().__init__(schedule, group, device)

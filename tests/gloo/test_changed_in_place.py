@@ -1,4 +1,4 @@
-"""Parameters that change in place between a layer's passes, in all forms that they have on several ranks."""
+"""Parameters that change in place between a layer's passes, in all their forms on several ranks."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ SPEEDS = {"few chunks are fast": 1.0, "many chunks are fast": -1.0}
 
 
 def searching_job(rank: int, world: int, folder: str, fastest: str, options: dict[str, Any]) -> list[float]:
-    """Returns the peaks of the first step, in which everything is measured and tried, and of two later ones.
+    """Returns the peaks of the first step, which measures and tries everything, and of two more.
 
     The seconds of trials are replaced after the trials have run, so that a certain n is taken.
     """

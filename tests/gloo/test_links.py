@@ -267,8 +267,9 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """Returns what the two ranks saw in all jobs, of one launch, because starting processes is the slow
-    part.
+    """Returns what the two ranks saw in all jobs.
+
+    All jobs share one launch, because starting processes is slow.
     """
     return launch(2, all_probes, "modelled", RATE, timeout_seconds=240)
 

@@ -1,4 +1,6 @@
-"""A model with dense and expert parts trains in the same way on any DP x MP x EP x ESP and in one process.
+"""A model trains in the same way on any DP x MP x EP x ESP as in one process.
+
+The model has dense parts and experts.
 
 Compared are each gradient, the norm over all of them, what is clipped, and the parameters some steps later.
 """
@@ -157,9 +159,7 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def expected(case: Case) -> dict[str, Any]:
-    """Returns the results that torch alone computes for the sequences of all ranks, one rank after the
-    other.
-    """
+    """Returns the results that torch alone computes for the sequences of all ranks, rank by rank."""
     model = build(case, None)
     optimizer = make_optimizer(case, model)
     found: dict[str, Any] = {}

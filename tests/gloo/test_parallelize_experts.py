@@ -313,8 +313,9 @@ def test_torchs_own_tools_take_experts_as_the_docs_say() -> None:
 
 
 def early_optimizers(rank: int, world: int) -> list[str]:
-    """Returns errors of optimizers that were made before the experts were replaced, and of one made in
-    time.
+    """Returns errors of optimizers that were made too early, and of one made in time.
+
+    Too early means before the experts were replaced.
     """
     mesh, found = make_mesh({"ep": world}), []
     for how in ("laid out", "spread and laid out", "spread"):

@@ -161,8 +161,9 @@ def test_nan_of_the_training_itself_still_stops_it(bad_call: int) -> None:
 
 
 def test_torch_learns_shapes_where_a_layer_looks() -> None:
-    """The layer must know in which call torch finds shapes, because it would take garbage for values
-    otherwise.
+    """The layer must know in which call torch infers shapes.
+
+    Otherwise it would take uninitialized memory for values.
     """
     assert any(hasattr(PipelineStage, name) for name in INFERENCE)
     assert torch_stage.__name__ == STAGE

@@ -1,5 +1,6 @@
-"""Gradients that are all-reduced inside the backward pass equal plain all-reduces, for any cut into
-pieces.
+"""Gradients that are all-reduced inside the backward pass equal those of plain all-reduces.
+
+This holds for any division into pieces.
 """
 
 from __future__ import annotations

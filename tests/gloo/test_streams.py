@@ -440,8 +440,9 @@ def test_a_planted_race_of_rings_and_copies_is_found(
 @pytest.mark.parametrize("first", ["DM0 forward", "C0 backward"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_modules_save_is_found_to_be_freed_early(world: int, first: str) -> None:
-    """Forward's tensors are made on the compute lane and copied by another; in backward it is the other way
-    round.
+    """Forward's tensors are made on the compute lane and copied by another lane.
+
+    In backward it is the other way round.
     """
     options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": Gated}
     for report in ranks(world).run(steps_job, options, "modules' tensors are not held"):

@@ -45,8 +45,9 @@ def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def check(model: nn.Module, y: Tensor, rank: int, dtype: torch.dtype) -> None:
-    """Checks that y is that of float32, to the precision of ``dtype``, and the dtype of the experts'
-    gradients.
+    """Checks y and the experts' gradients of a model that computes in ``dtype``.
+
+    y must be that of float32, to the precision of ``dtype``; the gradients must have the right dtype.
     """
     assert y.dtype == dtype
     expected = step(plain(), rows(rank))

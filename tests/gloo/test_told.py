@@ -1,5 +1,6 @@
-"""An error that users' code raises on one rank only is raised on the others, long before the group's
-timeout.
+"""An error that users' code raises on one rank is raised on the others too.
+
+They raise it long before the group's timeout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Experts that a wrapper or a loop made equal on all ranks are an error at the first forward, on every rank.
+"""Experts that a wrapper or a loop made equal on all ranks raise an error on every rank.
+
+The first forward raises it.
 
 Experts that are equal for good reasons are none.
 """

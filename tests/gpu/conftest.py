@@ -1,4 +1,4 @@
-"""One rank over NCCL, float32 products that are float32, and random numbers that a failure can draw again."""
+"""Sets up one rank over NCCL, exact float32 products, and random numbers that can be drawn again."""
 
 from __future__ import annotations
 

@@ -73,8 +73,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture(autouse=True)
 def sums_without_pytorch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where test_ptx.py runs this, the one kernel of PyTorch behind a product, which adds up the parts of
-    inner products, is done on the CPU."""
+    """Replaces the one kernel of PyTorch behind a product by the CPU when test_ptx.py runs the tests.
+
+    This kernel adds up the parts of inner products.
+    """
     if os.environ.get("CUDA_FORCE_PTX_JIT") == "1":
         add_up = Tensor.sum
         monkeypatch.setattr(Tensor, "sum", lambda t, *args: add_up(t.cpu(), *args).to(t.device))

@@ -35,8 +35,10 @@ PATHS = ["alone", "chunks"]
 
 @contextlib.contextmanager
 def taking(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """All calls go by the path of one rank's kernels, where nothing is measured, or none do; those that do
-    are told."""
+    """A context in which all calls, or none, use the kernels of one rank; it yields the calls that do.
+
+    Nothing is measured in it.
+    """
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         calls = count_alone(patch)
         measure_nothing(patch)

@@ -1,4 +1,7 @@
-"""Runs tests in a fork of a process that has imported `tests.libraries`, as a process of their own would."""
+"""Runs tests in a fork of a process that has imported `tests.libraries`.
+
+They run as they would in a process of their own.
+"""
 
 from __future__ import annotations
 

@@ -187,8 +187,10 @@ def _borrowed(layer: pmoe.MoELayer) -> dict[str, Tensor]:
 
 
 def described(value: Tensor | None) -> str:
-    """dtype, shape, a hash of the bytes; behind "|" the norm and the inner product with cosines, for machines
-    that add in another order."""
+    """Returns a text about a tensor: dtype, shape, and a hash of the bytes.
+
+    Behind "|" are the norm and the inner product with cosines, for machines that add in another order.
+    """
     if value is None:
         return "none"
     value = value.detach().contiguous()

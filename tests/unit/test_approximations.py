@@ -1,4 +1,4 @@
-"""The documented errors of approximate GPU instructions are well within the bounds that tests/gpu allows."""
+"""The documented errors of approximate GPU instructions are within the bounds of tests/gpu."""
 
 from __future__ import annotations
 

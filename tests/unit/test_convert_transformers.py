@@ -1,6 +1,4 @@
-"""Layers that transformers made, and files that it saved of them, against pmoe's layers with the same
-weights.
-"""
+"""Layers that transformers made or saved, against pmoe's layers with the same weights."""
 
 from __future__ import annotations
 

@@ -181,8 +181,9 @@ def test_seconds_grow_with_rows() -> None:
 
 
 def test_computation_has_a_volume_of_its_own() -> None:
-    """The paper's alpha and beta leave H out, so that the width of experts could not change which pair
-    wins.
+    """The paper's alpha and beta leave H out.
+
+    With them the width of experts could not change which pair wins.
     """
     rate = Rates(compute=16.0, communicate=1000.0, copy=1.0)
     narrow, _ = cheapest([S1, S4], b=1, M=2, H=8, rates=rate)  # a unit: 1 s computing, 2 s copying

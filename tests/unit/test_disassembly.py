@@ -1,4 +1,4 @@
-"""Rules for the machine code of every kernel, for every architecture it was compiled for; without a GPU.
+"""Rules for the machine code of every kernel and architecture; they need no GPU.
 
 Rules for one kernel (its matrix instructions, its widest loads) are in that kernel's other tests.
 """

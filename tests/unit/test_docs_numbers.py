@@ -1,4 +1,4 @@
-"""The tables of measured numbers in README.md and docs/numbers.md have the numbers of the stored results."""
+"""The tables in README.md and docs/numbers.md have the numbers of the stored results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Pictures have one colour for each restore pair, and text that can be read, in a real browser and in
-files.
+"""Pictures have one colour for each restore pair, and text that can be read.
+
+They are read in a real browser and in files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors of a gate with a dtype of their own keep dtype and value, however the gate is moved or loaded."""
+"""A gate's tensors with a dtype of their own keep dtype and value when it is moved or loaded."""
 
 from __future__ import annotations
 

@@ -71,8 +71,9 @@ def test_routing_is_taken_over_where_random_states_are_not_preserved(gate: Any) 
 
 @pytest.mark.parametrize("preserve", [True, False])
 def test_what_is_drawn_behind_the_gate_is_drawn_again(preserve: bool) -> None:
-    """A second pass that draws other random numbers than the first leaves the generator as other modules
-    do.
+    """The second pass leaves the generator as other modules do.
+
+    This holds although it draws other random numbers than the first pass.
     """
     layer, drop = build(gate="noisy_topk"), nn.Dropout(0.5)
     seen: list[Tensor] = []

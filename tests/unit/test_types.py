@@ -39,7 +39,7 @@ Errors = dict[tuple[str, int], str]
 
 
 def environment() -> dict[str, str]:
-    """Returns an environment in which checkers find this Python's packages, and this tree's pmoe among them.
+    """Returns an environment in which checkers find this Python's packages and this tree's pmoe.
 
     `pip install -e` makes pmoe known by code, which checkers do not run.
     """

@@ -1,4 +1,4 @@
-"""Lancet's schedule pass on graphs without tensors, against search and against the definition of a path."""
+"""Lancet's schedule pass on graphs without tensors, against search and a path's definition."""
 
 from __future__ import annotations
 

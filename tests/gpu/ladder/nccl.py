@@ -80,8 +80,11 @@ def zero_rows(device: torch.device) -> None:
 
 
 def first_use(device: torch.device) -> None:
-    """A communicator that is first used in the middle of a step, while the device is busy on another stream,
-    and beside one that is in use: making it must not wait for what waits for it."""
+    """Uses a communicator for the first time in the middle of a step.
+
+    The device is busy on another stream, and another communicator is in use. Making the new one must not
+    wait for work that waits for it.
+    """
     group = dist.new_group(list(range(dist.get_world_size())))
     if device.type == "cuda":
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -92,8 +95,10 @@ def first_use(device: torch.device) -> None:
 
 
 def streams(device: torch.device) -> None:
-    """A collective waits for the stream on which it was called, and a work's wait() for the collective; an
-    event behind it on a side stream tells of it, and the host is not held."""
+    """Checks that a collective waits for the stream on which it was called, and wait() for the collective.
+
+    An event behind it on a side stream reports its end, and the host does not wait.
+    """
     for warm in (False, True):  # at first use kernels are loaded and ranks are connected: that may wait
         held = one_behind_a_sleep(device)
         assert not (warm and held), "the host was held until a collective was over"
@@ -118,8 +123,10 @@ def one_behind_a_sleep(device: torch.device) -> bool:
 
 
 def rotating_slots(device: torch.device) -> None:
-    """Two slots, written in turn by collectives on one stream and read on another, by events; and tensors
-    that are let go while another stream reads them, by record_stream."""
+    """Checks two slots that collectives write in turn on one stream, and another stream reads.
+
+    Events order writes and reads. Tensors are freed while another stream reads them, by record_stream.
+    """
     lane, compute = torch.cuda.Stream(), torch.cuda.Stream()
     slots = [torch.full((ROWS, COLUMNS), float("nan"), device=device) for _ in range(2)]
     free = [torch.cuda.Event() for _ in range(2)]

@@ -1,4 +1,7 @@
-"""A layer's passes by one persistent kernel each, of one rank and of several virtual ones, beside float64."""
+"""A layer's passes by one persistent kernel each, beside float64.
+
+There is one rank, or there are several virtual ranks.
+"""
 
 from __future__ import annotations
 

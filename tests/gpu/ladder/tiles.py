@@ -1,4 +1,6 @@
-"""One tile of each product on operands whose elements tell where they stand, in pairs of blocks, gathered.
+"""One tile of each product on operands whose elements encode their places.
+
+Tiles are also computed by pairs of blocks, and from gathered rows.
 
 Letters: N rows, m and n the result's sizes, k the summed one.
 """
@@ -54,8 +56,10 @@ def numbered(side: int, axis: int) -> Tensor:
 
 
 def places(form: str, operand: str, side: int) -> tuple[Tensor, Tensor]:
-    """(row, column) of the operand's element that each element of the result must be, where the other operand
-    is the unit matrix."""
+    """Returns (row, column) of the operand's element that each element of the result must be.
+
+    The other operand is the unit matrix.
+    """
     down, right = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     as_given = {("forward", "a"), ("input", "a"), ("input", "b"), ("weight", "b")}
     return (down, right) if (form, operand) in as_given else (right, down)

@@ -1,4 +1,7 @@
-"""The fused kernels by one rank, and by several virtual ones in one launch, on integers known to the bit."""
+"""The fused kernels on integers whose results are known to the bit.
+
+One rank runs them, or several virtual ranks in one launch.
+"""
 
 from __future__ import annotations
 

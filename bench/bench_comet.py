@@ -57,7 +57,7 @@ from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
 from bench.timing import OUT, Timing, table, write_json
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.kernels import extension, grouped_gemm
-from pmoe.kernels.comet import operators as launches
+from pmoe.kernels.comet import operators as comet_operators
 from pmoe.kernels.comet.launcher import Division
 from pmoe.measure.timing import in_turns
 
@@ -164,13 +164,13 @@ class Fused:
 
     def dispatch(self) -> None:
         given, scenario = self.given, self.scenario
-        _, self.active = launches.dispatch_hidden(
+        _, self.active = comet_operators.dispatch_hidden(
             self.launcher, self.fused_routings, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
             activation="swiglu", keep=True,
         )  # fmt: skip
 
     def combine(self) -> Tensor:
-        return launches.product_combine(
+        return comet_operators.product_combine(
             self.launcher, self.fused_routings, self.active, self.given.w2, self.given.b2
         )
 

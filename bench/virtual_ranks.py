@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.kernels import flashdmoe
-from pmoe.kernels.comet import operators as launches
+from pmoe.kernels.comet import operators as comet_operators
 from pmoe.kernels.comet.launcher import Divide, Division, Launcher
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import Heap, HeapShape
@@ -141,7 +141,7 @@ class VirtualRanks:
 
         weight_TK: (T, K), routing weights of K choices of each token.
         """
-        hidden, active = launches.dispatch_hidden(
+        hidden, active = comet_operators.dispatch_hidden(
             self.launcher,
             fused_routings,
             x_TM,
@@ -151,7 +151,9 @@ class VirtualRanks:
             activation=given.activation,
             keep=keep,
         )
-        return launches.product_combine(self.launcher, fused_routings, active, given.w2, given.b2), hidden
+        return comet_operators.product_combine(
+            self.launcher, fused_routings, active, given.w2, given.b2
+        ), hidden
 
     def backward(
         self,
@@ -168,7 +170,7 @@ class VirtualRanks:
 
         hidden: T_M of each rank, as `forward` returned it.
         """
-        of_hidden, active, dots = launches.dispatch_hidden_gradient(
+        of_hidden, active, dots = comet_operators.dispatch_hidden_gradient(
             self.launcher,
             fused_routings,
             grad_TM,
@@ -178,7 +180,9 @@ class VirtualRanks:
             hidden,
             activation=given.activation,
         )
-        of_x, of_weight = launches.gradient_combine(self.launcher, fused_routings, of_hidden, given.w1, dots)
+        of_x, of_weight = comet_operators.gradient_combine(
+            self.launcher, fused_routings, of_hidden, given.w1, dots
+        )
         return of_x, of_weight, of_hidden, active
 
 

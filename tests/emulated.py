@@ -23,7 +23,7 @@ from pmoe.kernels import heap as heap_module
 from pmoe.kernels.comet import launcher
 from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.heap import Heap, HeapShape
-from pmoe.runners import fused_steps as passes
+from pmoe.runners import fused_steps
 from tests.cuda.compiled import link_module
 from tests.heaps import FileMemory
 
@@ -66,9 +66,9 @@ def emulated(
         patch.setattr(launcher, "processors", lambda device: BLOCKS * virtual_ranks)
         patch.setattr(launcher, "SPARE", 0)
         patch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
-        patch.setattr(passes, "_agreed", {})  # without the emulator the kernels were refused
-        patch.setattr(passes, "process_heap", of_processes)
-        patch.setattr(passes, "_division", lambda request, kernel, direction: division)
+        patch.setattr(fused_steps, "_agreed", {})  # without the emulator the kernels were refused
+        patch.setattr(fused_steps, "process_heap", of_processes)
+        patch.setattr(fused_steps, "_division", lambda request, kernel, direction: division)
         patch.setattr(bench_virtual_ranks, "virtual_heaps", of_virtual_ranks)
         launcher.path_facts.cache_clear()
         heap_module._places.cache_clear()

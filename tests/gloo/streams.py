@@ -39,7 +39,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.buffers import arena
 from pmoe.engine.buffers.host_pool import HostPool
 from pmoe.engine.lanes import cuda as cuda_lanes
-from pmoe.engine.lanes import run as engine
+from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.base import Action
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.engine.variants import offload
@@ -326,7 +326,7 @@ def watching() -> Iterator[Watch]:
     with (
         mock.patch.object(cuda_lanes, "torch", SimpleNamespace(cuda=cuda)),  # torch itself stays as it is
         mock.patch.object(CudaLanes, "_streams", {}),
-        mock.patch.object(engine, "lanes_for", watched_lanes),
+        mock.patch.object(lanes_run, "lanes_for", watched_lanes),
         mock.patch.object(base, "all_to_all", watched_message),
         mock.patch.object(expert_sharding, "all_to_all", watched_message),
         mock.patch.object(hierarchical, "all_to_all", watched_message),

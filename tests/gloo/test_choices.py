@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe.choose import search
-from pmoe.engine.passes import base as passes
+from pmoe.engine.passes import base as passes_base
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES
@@ -163,19 +163,19 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
     profile.PROFILES.clear()
     told = listen()
     used: list[str] = []
-    original = passes.plan_schedule
+    original = passes_base.plan_schedule
 
     def watched(plan: Any, *args: Any) -> Any:
         used.append(str(plan.restore))
         return original(plan, *args)
 
-    passes.plan_schedule = watched
+    passes_base.plan_schedule = watched
     try:
         layer = build(pipeline=2, memory_reuse=True, **options)
         got = step(layer, 40 + rank, rank)
         step(layer, 41 - rank, rank)
     finally:
-        passes.plan_schedule = original
+        passes_base.plan_schedule = original
     plain = step(build(pipeline=2, **options), 40 + rank, rank)
     return {
         "used": set(used),

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pmoe import MoELayer
-from pmoe.engine.lanes import base as lanes
+from pmoe.engine.lanes import base as lanes_base
 from pmoe.engine.lanes.base import Action
 from pmoe.schedule.tasks import Schedule, Task
 from tests.pool import Pool
@@ -84,9 +84,9 @@ def step(layer: MoELayer, rank: int) -> None:
 def tasks_job(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the tasks of a step as (direction, name)."""
     watcher = Failing("", "", "")
-    lanes.watchers.append(watcher)
+    lanes_base.watchers.append(watcher)
     step(build(options, world), rank)
-    lanes.watchers.remove(watcher)
+    lanes_base.watchers.remove(watcher)
     return watcher.seen
 
 
@@ -100,7 +100,7 @@ def failing_job(
     layer = build(options, world)
     step(layer, rank)  # connections are made
     if rank == 1:
-        lanes.watchers.append(Failing(direction, task, ending))
+        lanes_base.watchers.append(Failing(direction, task, ending))
     longest, told = 0.0, ""
     for _ in range(2):  # a rank that has all it needs gets through the first
         start = time.monotonic()

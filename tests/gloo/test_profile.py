@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import profile as module
+from pmoe.measure import profile as profile_module
 from pmoe.measure.bench import identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_path, save_profile
 from pmoe.planner.profile import Identity, Profile
@@ -33,14 +33,14 @@ def kept_in(folder: str) -> Any:
 
 
 def loaded_or_measured(rank: int, world: int, folders: list[str]) -> Report:
-    counted, real = Counted(), module.measure
-    module.measure = counted  # type: ignore[assignment]
+    counted, real = Counted(), profile_module.measure
+    profile_module.measure = counted  # type: ignore[assignment]
     try:
         with kept_in(folders[rank]), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             profile = load_or_measure(Ranks(), "cpu")
     finally:
-        module.measure = real
+        profile_module.measure = real
     dist.barrier()
     return profile, counted.calls, [str(warning.message) for warning in caught]
 

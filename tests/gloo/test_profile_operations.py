@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pmoe.comm.base import Traffic
 from pmoe.comm.expert_sharding import ShardCollectives
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import profile as module
+from pmoe.measure import profile as profile_module
 from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import load_or_measure, load_profile
 from pmoe.planner.profile import Operations, Profile
@@ -64,15 +64,15 @@ def kept(rank: int, world: int, folder: str) -> tuple[Profile, Profile, int]:
     """Returns the profile without and with operations, and how often it was measured. Other fields are
     invented.
     """
-    counted, real = Counted(), module.measure
-    module.measure = counted  # type: ignore[assignment]
+    counted, real = Counted(), profile_module.measure
+    profile_module.measure = counted  # type: ignore[assignment]
     try:
         with kept_in(folder):
             plain = load_or_measure(Ranks(), "cpu")
             dist.barrier()  # rank 0 has saved it
             return plain, load_or_measure(Ranks(), "cpu", operations=True), counted.calls
     finally:
-        module.measure = real
+        profile_module.measure = real
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import MoELayer, Restore, warn
 from pmoe.comm.counts import num_bins, slot_rows
-from pmoe.engine.passes import base as passes
+from pmoe.engine.passes import base as passes_base
 from pmoe.experts.base import ExpertRows
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.schedule.buffer_sizes import ALIGNMENT, BufferSizes
@@ -313,7 +313,7 @@ def skew_job(
         return layer
 
     expected = step(skewed(), x)
-    found, arena = [], passes.Arena
+    found, arena = [], passes_base.Arena
     for pair in SOME_PAIRS:
         rows: dict[tuple[str, bool], int] = {}
 
@@ -326,12 +326,12 @@ def skew_job(
                         key = (sizes.direction, name.endswith("_L"))
                         rows[key] = max(rows.get(key, 0), sizes.shape(buffer)[0])  # noqa: B023
 
-        passes.Arena = Watched
+        passes_base.Arena = Watched
         try:
             with counted_collectives() as calls:
                 got = step(skewed(memory_reuse=pair), x)
         finally:
-            passes.Arena = arena
+            passes_base.Arena = arena
         assert_same(got, expected, 1e-12, pair)
         found.append((len(calls), rows))
     return found

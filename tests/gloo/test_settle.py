@@ -22,10 +22,10 @@ from pmoe.experts import FFNExperts, StackedExperts
 from pmoe.experts.base import Shard
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels import registry as products
+from pmoe.kernels import registry as kernel_registry
 from pmoe.kernels.extension import Architecture
 from pmoe.kernels.registry import GROUPED_MM, PRODUCTS, MeasuredChoice, Registry
-from pmoe.measure import products as settle
+from pmoe.measure import products as products_module
 from pmoe.measure.products import measure_products, product_requests
 from pmoe.warn import GIVEN
 from tests.pool import ranks
@@ -282,14 +282,16 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
     patched = pytest.MonkeyPatch()
     with patched.context() as patch, bench.patched():
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-        patch.setattr(products, "device_name", lambda device: "NVIDIA H200")
+        patch.setattr(kernel_registry, "device_name", lambda device: "NVIDIA H200")
         patch.setattr(
-            settle, "largest", lambda ranks, device, values, **how: largest(ranks, CPU, values, **how)
+            products_module,
+            "largest",
+            lambda ranks, device, values, **how: largest(ranks, CPU, values, **how),
         )
         willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
         registry = Registry(willing)
-        patch.setattr(settle, "_measured", set())
-        patch.setattr(settle, "PRODUCTS", registry)
+        patch.setattr(products_module, "_measured", set())
+        patch.setattr(products_module, "PRODUCTS", registry)
         call("on the CPU", device=CPU)
         call("no rows", max_rows=0)
         call("modules", of=EXPERTS["modules"]())

@@ -24,7 +24,7 @@ import pmoe
 from pmoe import MoELayer, Restore
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.lanes.cuda import CudaLanes
-from pmoe.engine.passes import base as passes
+from pmoe.engine.passes import base as passes_base
 from pmoe.engine.variants import offload
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.tasks import Lane, Schedule
@@ -45,7 +45,7 @@ STEPS = 2  # the second finds memory and streams that the first has used
 @contextlib.contextmanager
 def without_waits(lane: Lane, *others: Lane) -> Iterator[None]:
     """Makes schedules in which no task of ``lane`` waits for one of ``others``; by default for any."""
-    plan_schedule = passes.plan_schedule
+    plan_schedule = passes_base.plan_schedule
 
     def careless(*args: Any) -> Schedule:
         schedule = plan_schedule(*args)
@@ -58,7 +58,7 @@ def without_waits(lane: Lane, *others: Lane) -> Iterator[None]:
         ]
         return replace(schedule, tasks=tuple(tasks))
 
-    with mock.patch.object(passes, "plan_schedule", careless):
+    with mock.patch.object(passes_base, "plan_schedule", careless):
         yield
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.kernels import extension
-from pmoe.kernels.comet import operators as launches
+from pmoe.kernels.comet import operators as comet_operators
 from pmoe.kernels.comet.launcher import Division, Launcher
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import Heap, tensor_at
@@ -399,31 +399,33 @@ class Player:
 
     def forward(self) -> Forward:
         self.poison()
-        hidden, active = launches.dispatch_hidden(
+        hidden, active = comet_operators.dispatch_hidden(
             self.launcher, self.fused_routings, self.x_TM, self.weight_TK, self.given.w1, self.given.b1,
             activation=self.given.activation, keep=True,
         )  # fmt: skip
         assert hidden is not None
         rows, weights = self.arrived()
-        y = launches.product_combine(self.launcher, self.fused_routings, active, self.given.w2, self.given.b2)
+        y = comet_operators.product_combine(
+            self.launcher, self.fused_routings, active, self.given.w2, self.given.b2
+        )
         return Forward(rows=rows, weights=weights, hidden=hidden, active=active, y=y)
 
     def backward(self, hidden: Sequence[Tensor], *, again: bool = True) -> Backward:
         """again: tokens' rows are dispatched once more in between, as where T_DI is not kept."""
         self.poison()
-        of_hidden, weighted, dots = launches.dispatch_hidden_gradient(
+        of_hidden, weighted, dots = comet_operators.dispatch_hidden_gradient(
             self.launcher, self.fused_routings, self.grad_TM, self.weight_TK, self.given.w2, self.given.b2,
             hidden, activation=self.given.activation,
         )  # fmt: skip
         rows, weights = self.arrived()
         if again:
             self.poison()
-            launches.dispatch(self.launcher, self.fused_routings, self.x_TM, self.weight_TK)
+            comet_operators.dispatch(self.launcher, self.fused_routings, self.x_TM, self.weight_TK)
             for heap, found, own in zip(self.heaps, *self.arrived(), strict=True):
                 assert torch.equal(found, self.world.of_rows(heap.rank, self.world.x_TM)), "sent again"
                 wanted = self.world.weight_TK.reshape(-1)[self.world.received[heap.rank]]
                 assert torch.equal(own, wanted), "sent again"
-        of_x, of_weight = launches.gradient_combine(
+        of_x, of_weight = comet_operators.gradient_combine(
             self.launcher, self.fused_routings, of_hidden, self.given.w1, dots
         )
         return Backward(

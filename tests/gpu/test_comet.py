@@ -17,7 +17,7 @@ from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import extension, route
 from pmoe.kernels.comet import launcher
-from pmoe.kernels.comet import operators as launches
+from pmoe.kernels.comet import operators as comet_operators
 from pmoe.kernels.comet.launcher import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual
@@ -234,7 +234,7 @@ def test_without_t_m_the_activated_hidden_is_the_same(random: torch.Generator) -
     with virtual(case, world) as player:
         forward = player.forward()
         player.poison()
-        hidden, active = launches.dispatch_hidden(
+        hidden, active = comet_operators.dispatch_hidden(
             player.launcher, player.fused_routings, player.x_TM, player.weight_TK, player.given.w1,
             player.given.b1, activation=case.activation, keep=False,
         )  # fmt: skip
@@ -257,10 +257,10 @@ def test_operands_that_do_not_fit_are_a_value_error_before_any_launch(
         x, weight, given = player.x_TM, player.weight_TK, player.given
 
         def dispatch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
-            launches.dispatch(player.launcher, player.fused_routings, x, weight)
+            comet_operators.dispatch(player.launcher, player.fused_routings, x, weight)
 
         def hidden(w1: list[torch.Tensor]) -> None:
-            launches.dispatch_hidden(
+            comet_operators.dispatch_hidden(
                 player.launcher, player.fused_routings, x, weight, w1, given.b1, activation="gelu", keep=True
             )
 
@@ -292,7 +292,7 @@ def test_rows_that_a_heap_cannot_hold_are_a_value_error(random: torch.Generator)
         )  # fmt: skip
         fused_routings = world.fused_routings()
         with pytest.raises(ValueError, match=told):
-            launches.dispatch(
+            comet_operators.dispatch(
                 owner.launcher, fused_routings, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE)
             )
         owner.close()

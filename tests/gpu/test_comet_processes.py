@@ -24,7 +24,7 @@ from torch import Tensor
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import backend as kernel_steps
+from pmoe.kernels.comet import backend as comet_backend
 from pmoe.kernels.comet.launcher import FusedKernel, Launcher
 from pmoe.kernels.heap import WAIT_SECONDS, Heap, HeapError, HeapShape
 from pmoe.kernels.registry import PMOE, PRODUCTS
@@ -235,7 +235,7 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
         )  # nothing is measured
         patch.setattr(Launcher, "launch", counted)
         if parted:
-            patch.setattr(kernel_steps, "Launcher", Parted)
+            patch.setattr(comet_backend, "Launcher", Parted)
         layer = make_layer(torch.bfloat16, **options)
         x.requires_grad_()
         y = layer(x)

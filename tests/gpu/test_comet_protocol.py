@@ -17,7 +17,7 @@ import torch
 
 from pmoe.kernels import extension
 from pmoe.kernels.comet import launcher
-from pmoe.kernels.comet import operators as launches
+from pmoe.kernels.comet import operators as comet_operators
 from pmoe.kernels.heap import WAIT_SECONDS, HeapError
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, need_kernels
@@ -150,15 +150,15 @@ def on_streams(world: Integers, rounds: int) -> list[int]:
                 given.w2[rank : rank + 1],
             )
             with torch.cuda.stream(stream):
-                hidden, active = launches.dispatch_hidden(
+                hidden, active = comet_operators.dispatch_hidden(
                     own, fused_routing, turn.x_TM, turn.weight_TK, w1, [None], activation="relu", keep=True
                 )
-                y = launches.product_combine(own, fused_routing, active, w2, [None])
+                y = comet_operators.product_combine(own, fused_routing, active, w2, [None])
                 assert hidden is not None
-                of_hidden, _, dots = launches.dispatch_hidden_gradient(
+                of_hidden, _, dots = comet_operators.dispatch_hidden_gradient(
                     own, fused_routing, turn.grad_TM, turn.weight_TK, w2, [None], hidden, activation="relu"
                 )
-                of_x, of_weight = launches.gradient_combine(own, fused_routing, of_hidden, w1, dots)
+                of_x, of_weight = comet_operators.gradient_combine(own, fused_routing, of_hidden, w1, dots)
             results.append((turn, fused_routing[0], y, of_x, of_weight))
     world.virtual.check()
     wrong = set()
@@ -208,11 +208,11 @@ def test_a_rank_that_never_sends_is_named_and_a_new_heap_serves(
         # Both launches, as a layer does: the second finds a heap that has failed, or learns of it by itself.
         with pytest.raises(HeapError, match="rank 0 waited 0.5 s in vain for rank [1-3]: the (grant|arrival)"
                            ) as failed:  # fmt: skip
-            _, active = launches.dispatch_hidden(
+            _, active = comet_operators.dispatch_hidden(
                 own, turn.fused_routings[:1], turn.x_TM, turn.weight_TK, given.w1[:1], [None],
                 activation="relu", keep=False,
             )  # fmt: skip
-            launches.product_combine(own, turn.fused_routings[:1], active, given.w2[:1], [None])
+            comet_operators.product_combine(own, turn.fused_routings[:1], active, given.w2[:1], [None])
             world.virtual.check()
         assert f", in round {1 + 2 * rounds}. " in str(failed.value)  # two dispatches a turn
         with pytest.raises(HeapError, match="make a new heap"):
@@ -226,12 +226,14 @@ def test_a_rank_that_never_returns_its_sums_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(WAIT_SECONDS, "0.5")
     with integers(2) as world:
         turn, given = world.turn(1), world.given
-        _, active = launches.dispatch_hidden(
+        _, active = comet_operators.dispatch_hidden(
             world.virtual.launcher, turn.fused_routings, turn.x_TM, turn.weight_TK, given.w1, given.b1,
             activation="relu", keep=False,
         )  # fmt: skip
         world.virtual.check()
-        launches.product_combine(alone(world), turn.fused_routings[:1], active[:1], given.w2[:1], [None])
+        comet_operators.product_combine(
+            alone(world), turn.fused_routings[:1], active[:1], given.w2[:1], [None]
+        )
         with pytest.raises(HeapError, match=r"rank 1: the return of column chunk \d") as failed:
             world.virtual.check()
         assert ", in round 1. " in str(failed.value)
@@ -249,7 +251,7 @@ def test_whoever_waits_for_a_rank_that_has_failed_fails_too(monkeypatch: pytest.
             own = launcher.Launcher(
                 [world.virtual.heaps[rank]], lambda kernel, direction: world.virtual.division
             )
-            launches.dispatch_hidden(
+            comet_operators.dispatch_hidden(
                 own, turn.fused_routings[rank : rank + 1], turn.x_TM, turn.weight_TK,
                 given.w1[rank : rank + 1], [None], activation="relu", keep=False,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.call.options import Switches
-from pmoe.engine.lanes import run as engine
+from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.engine.lanes.recorder import recording
 from pmoe.engine.variants import offload
@@ -95,13 +95,13 @@ def test_values_hold_where_local_and_travelling_rows_meet(monkeypatch: pytest.Mo
 
 def without_waits(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> None:
     """The tasks of ``lane`` no longer wait for those of others."""
-    run = engine.run_schedule
+    run = lanes_run.run_schedule
 
     def careless(schedule: Schedule, *args: Any) -> None:
         tasks = tuple(replace(t, waits=()) if t.lane is lane else t for t in schedule.tasks)
         run(replace(schedule, tasks=tasks), *args)
 
-    monkeypatch.setattr(engine, "run_schedule", careless)
+    monkeypatch.setattr(lanes_run, "run_schedule", careless)
 
 
 def nan_until_received(compute: torch.cuda.Stream, out: Tensor) -> None:

@@ -16,7 +16,7 @@ import pmoe
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import operators as launches
+from pmoe.kernels.comet import operators as comet_operators
 from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.heap import HeapError
 from tests.emulated import emulated
@@ -118,7 +118,7 @@ def test_a_round_that_is_left_in_the_middle_leaves_a_heap_that_says_so(
 
     with emulated(kernels):
         with monkeypatch.context() as patch:
-            patch.setattr(launches, where, fail)
+            patch.setattr(comet_operators, where, fail)
             with pytest.raises(torch.OutOfMemoryError):
                 layer(torch.ones(3, 72, dtype=BF16)).float().sum().backward()
         with pytest.raises(HeapError, match="given up in round .*no memory for this; make a new heap"):

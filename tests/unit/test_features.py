@@ -19,7 +19,7 @@ from torch import Tensor
 import pmoe
 from pmoe import warn
 from pmoe.call import features, modules
-from pmoe.runners import features as table
+from pmoe.runners import features as features_module
 from pmoe.runners.features import SUPPORTED, Feature, refused
 from tests import featured
 from tests.allocated import Allocated
@@ -139,7 +139,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Returns the table with one more feature, about which it says nothing else. Every layer has the
     feature.
     """
-    source = Path(table.__file__).read_text(encoding="utf-8")
+    source = Path(features_module.__file__).read_text(encoding="utf-8")
     module = ModuleType("planted")
     exec(source.replace("\n\n\nF = Feature", f"\n    NEW = {NEW!r}\n\n\nF = Feature"), vars(module))
     asked = features.features_of

@@ -20,7 +20,7 @@ import torch
 
 import pmoe
 from bench.searches import PrintedAlgorithm1
-from pmoe.choose import search as searched
+from pmoe.choose import search as search_module
 from pmoe.choose.search import learned_degrees, load_degrees, save_degrees
 from pmoe.measure import store
 from pmoe.planner import granularity
@@ -373,7 +373,7 @@ def version_1(path: Path, **changed: object) -> Path:
 
 @pytest.fixture
 def nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searched, "_LEARNED", {})
+    monkeypatch.setattr(search_module, "_LEARNED", {})
 
 
 @pytest.mark.usefixtures("nothing_learnt")

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import line_fits as lines
-from pmoe.measure import profile as module
-from pmoe.measure import rates, store
+from pmoe.measure import line_fits, rates, store
+from pmoe.measure import profile as profile_module
 from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import measure, speeds
@@ -102,7 +101,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
     """Replaces the measurement by one that only counts its calls; profiles are stored in an empty folder."""
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     stand_in = Counted()
-    monkeypatch.setattr(module, "measure", stand_in)
+    monkeypatch.setattr(profile_module, "measure", stand_in)
     return stand_in
 
 
@@ -327,9 +326,9 @@ class Priced:
         }
 
 
-def priced(seconds: Callable[[int], float]) -> lines.LaneWork:
+def priced(seconds: Callable[[int], float]) -> line_fits.LaneWork:
     """Returns work in units of 10 bytes, of which a number of units takes seconds(units)."""
-    return lines.LaneWork(
+    return line_fits.LaneWork(
         lane="copy",
         size=10,
         unit_bytes=10,
@@ -340,7 +339,7 @@ def priced(seconds: Callable[[int], float]) -> lines.LaneWork:
 
 
 def test_a_line_goes_through_three_sizes_and_forgets_the_first_piece() -> None:
-    line = lines.measured_line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), (10, 40, 160), 9).line
+    line = line_fits.measured_line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), (10, 40, 160), 9).line
     assert (line.alpha_seconds, line.beta_seconds) == pytest.approx((1e-3, 1e-6))
 
 
@@ -354,7 +353,7 @@ def test_sizes_that_are_on_no_line_are_measured_once_more() -> None:
             disturbed = tries.count(160) < late * (9 + 1)
             return (3e-3 if units < 160 else 1e-3) if disturbed else 1e-5 * units
 
-        found = lines.measured_line(Priced(), priced(seconds), (10, 40, 160), 9)
+        found = line_fits.measured_line(Priced(), priced(seconds), (10, 40, 160), 9)
         assert len(tries) == 2 * 3 * (9 + 1)
         assert (found.r_squared > 0.99) == (late == 1)
 
@@ -371,7 +370,7 @@ def test_each_run_that_takes_a_bad_fit_warns_of_it(
         good = replace(OPERATIONS.gemm, r_squared=1.0)
         lines = dict.fromkeys(("all_to_all", "all_gather", "reduce_scatter", "all_reduce"), good)
         bad = replace(bad, r_squared=1.0, operations=replace(OPERATIONS, gemm=gemm, **lines))
-    monkeypatch.setattr(module, "measure", lambda *args, **options: bad)
+    monkeypatch.setattr(profile_module, "measure", lambda *args, **options: bad)
     for _ in range(2):
         monkeypatch.setattr("pmoe.warn.GIVEN", set())
         with pytest.warns(UserWarning, match=r"describes this machine badly \(r squared 0.70\)"):
@@ -380,7 +379,7 @@ def test_each_run_that_takes_a_bad_fit_warns_of_it(
 
 @pytest.mark.parametrize("seconds", [lambda units: 1e-6 * units**2, lambda units: 1e-2 / units])
 def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: Callable) -> None:
-    found = lines.measured_line(Priced(), priced(seconds), (10, 40, 160), 9)
+    found = line_fits.measured_line(Priced(), priced(seconds), (10, 40, 160), 9)
     assert found.line.alpha_seconds == 0
     assert found(1600) == pytest.approx(seconds(160))
     assert (found.r_squared > 0.9) == (seconds(160) > seconds(10))  # of this line: the large sizes count
@@ -396,7 +395,7 @@ def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: 
     ],
 )
 def test_pieces_grow_until_they_are_long_and_size_shows(seconds: Callable, units: int) -> None:
-    assert lines.longest_units(Priced(), priced(seconds), 2e-3) == pytest.approx(units, abs=1)
+    assert line_fits.longest_units(Priced(), priced(seconds), 2e-3) == pytest.approx(units, abs=1)
 
 
 def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() -> None:
@@ -500,7 +499,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_profile(
     def refuse(profile: Profile, path: Path) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(module, "save_profile", refuse)
+    monkeypatch.setattr(profile_module, "save_profile", refuse)
     with pytest.warns(UserWarning, match="could not be saved.*read-only"):
         profile = load_or_measure(Ranks(), "cpu")
     assert profile.seconds == 1.0

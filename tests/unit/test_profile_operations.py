@@ -14,7 +14,7 @@ import torch
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import operations
-from pmoe.measure import profile as module
+from pmoe.measure import profile as profile_module
 from pmoe.measure.bench import Bench
 from pmoe.measure.line_fits import LaneWork
 from pmoe.measure.operations import measure_operations
@@ -94,8 +94,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Counted, C
     """Replaces both measurements, and lets profiles be stored in an empty folder."""
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     stand_ins = Counted(), CountedOperations()
-    monkeypatch.setattr(module, "measure", stand_ins[0])
-    monkeypatch.setattr(module, "measure_operations", stand_ins[1])
+    monkeypatch.setattr(profile_module, "measure", stand_ins[0])
+    monkeypatch.setattr(profile_module, "measure_operations", stand_ins[1])
     return stand_ins
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.checkpointing import contexts as recompute
+from pmoe.checkpointing import contexts as checkpointing_contexts
 from pmoe.gates import GATES
 from pmoe.runners import one_rank
 from pmoe.schedule.restore import ALL_PAIRS
@@ -322,13 +322,13 @@ def test_nothing_is_left_after_backward() -> None:
     """The record of the routing is freed at once, because no cycle through the graph holds it."""
     block, kept = Block(build(pipeline=2)), []
 
-    class Watched(recompute._First):
+    class Watched(checkpointing_contexts._First):
         def __init__(self) -> None:
             super().__init__()
             kept.append(weakref.ref(self))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "_First", Watched)
+        patch.setattr(checkpointing_contexts, "_First", Watched)
         gc.collect()
         gc.disable()
         try:
@@ -528,4 +528,4 @@ def test_bad_input_is_refused_as_ever() -> None:
     with pytest.raises(RuntimeError, match="context_fn must be pmoe.checkpoint_contexts itself"):
         for _ in range(2):
             checkpoint(layer, tokens().requires_grad_(), use_reentrant=False, context_fn=lambda: contexts)
-    assert not recompute._contexts.get()
+    assert not checkpointing_contexts._contexts.get()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe import warn
-from pmoe.engine.lanes import run as engine
+from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.recorder import Span
 from pmoe.integrations.statistics import finders, imbalance
 from pmoe.planner.timeline import overlap
@@ -250,7 +250,7 @@ def test_the_engine_s_waiting_is_seen_in_what_it_records(
     actions[Kind.LOCAL] = lambda chunk: time.sleep(computes)
     owner = object()
     with pmoe.recording() as journal:
-        engine.run_schedule(schedule, actions, torch.empty(0), pmoe.MoELayer(2, 2, 2).ranks, of=owner)
+        lanes_run.run_schedule(schedule, actions, torch.empty(0), pmoe.MoELayer(2, 2, 2).ranks, of=owner)
     assert journal.last(object(), "forward") is None
     spans = journal.last(owner, "forward")
     assert spans is not None and sorted(s.name for s in spans) == sorted(t.name for t in schedule.tasks)
@@ -269,7 +269,7 @@ def test_blocks_that_record_may_end_in_any_order() -> None:
     model(x)
     second.__exit__(None, None, None)
     model(x)
-    assert (len(outer.passes), len(inner.passes), bool(engine.watchers)) == (0, 1, False)
+    assert (len(outer.passes), len(inner.passes), bool(lanes_run.watchers)) == (0, 1, False)
 
 
 def test_recorded_passes_are_told_by_layer_and_the_last_counts() -> None:

@@ -21,7 +21,7 @@ import pytest
 
 import pmoe
 from pmoe import comm, convert, experts, gates, ordering
-from pmoe.call import options as spec
+from pmoe.call import options as options_module
 from pmoe.experts import ffn
 from pmoe.gates import base, expert_choice, xmoe
 from pmoe.planner import degree
@@ -207,7 +207,7 @@ def test_words_of_types_are_those_of_run_time(words: object, table: Iterable[str
         ("activation", ffn.ActivationName, ()),
         ("pipeline", degree.SolveName, ()),
         ("memory_reuse", restore.StrategyName, ()),
-        ("fused", spec.FusedName, ()),
+        ("fused", options_module.FusedName, ()),
         ("order", ordering.OrderName, ()),
         ("dispatch", comm.ExchangeName, ("auto",)),
         ("combine", comm.ExchangeName, ()),

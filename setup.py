@@ -41,8 +41,12 @@ HERE = Path(__file__).resolve().parent
 # -lcuda does not link without a driver. What they use of sm_90a (wgmma, setmaxnreg) is older: CUDA 12.0.
 OLDEST_NVCC = (12, 5)
 ARCHS = "sm_80, sm_90a, ptx80"
+# The same sources as for sm_80, compiled for Blackwell. Without them the driver of such a device compiles the
+# PTX, each kernel at its first launch, which takes minutes. CUDA 12.8 is the first that knows these names.
+BLACKWELL_ARCHS = "sm_80, sm_90a, sm_100, sm_120, ptx80"
+OLDEST_NVCC_FOR_BLACKWELL = (12, 8)
 MOST_JOBS = 4  # each compiles for every architecture in turn and may take 1 GiB
-SECONDS_OF_A_FILE = 20  # of one core, on average over a build: it only says how long to wait
+SECONDS_OF_AN_ARCH = 7  # of one core, for a file, on average over a build: it only says how long to wait
 
 
 def version() -> str:
@@ -178,6 +182,15 @@ def architectures(text: str) -> list[str]:
     return names
 
 
+def default_archs(version: str) -> str:
+    """What is compiled for if PMOE_CUDA_ARCHS is not set, by the version of nvcc.
+
+    "12.6.20" -> "sm_80, sm_90a, ptx80"; "13.0.88" -> "sm_80, sm_90a, sm_100, sm_120, ptx80"
+    """
+    major, minor = map(int, version.split(".")[:2])
+    return BLACKWELL_ARCHS if (major, minor) >= OLDEST_NVCC_FOR_BLACKWELL else ARCHS
+
+
 def gencode(name: str) -> str:
     """Never -arch=sm_90a: it adds a pass for compute_90, which has no wgmma."""
     number = name[3:]
@@ -228,7 +241,7 @@ class Build:
     def __init__(self, nvcc: Nvcc, folder: Path):
         self.nvcc = nvcc
         self.folder = folder
-        self.archs = architectures(os.environ.get("PMOE_CUDA_ARCHS") or ARCHS)
+        self.archs = architectures(os.environ.get("PMOE_CUDA_ARCHS") or default_archs(nvcc.version))
         self.jobs = min(MOST_JOBS, os.cpu_count() or 1)
         self.started, self.wanted, self.finished = time.monotonic(), 0, 0
 
@@ -261,7 +274,8 @@ class Build:
     def _announce(self, missing: list[str]) -> None:
         self.wanted = len(missing)
         if self.wanted > 1:
-            minutes = max(1, round(SECONDS_OF_A_FILE * self.wanted / self.jobs / 60))
+            seconds = SECONDS_OF_AN_ARCH * len(self.archs) * self.wanted / self.jobs
+            minutes = max(1, round(seconds / 60))
             _say_to_the_user(
                 f"pmoe: compiling {self.wanted} files for {', '.join(self.archs)}, {self.jobs} at a time: "
                 f"about {minutes} min (PMOE_CUDA=0 does without, fewer PMOE_CUDA_ARCHS take less)"

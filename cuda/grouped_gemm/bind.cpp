@@ -10,6 +10,7 @@
 #include "common/on_device.h"
 #include "grouped_gemm/launch.h"
 #include "grouped_gemm/parts.h"
+#include "grouped_gemm/sharing.h"
 #include "module.h"
 
 namespace py = pybind11;
@@ -43,7 +44,7 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
 // Sets which operand the two blocks of a cluster share. For kByRule, best_sharing() chooses by the product's
 // sizes.
 void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
-  if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p, pmoe::ceil_div(p.n, 256));
+  if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p.m, p.n, p.a_gathered != 0);
   which.cluster = sharing == Sharing::kB ? 2 : 1;
   p.blocks_across = sharing == Sharing::kA ? 2 : 1;
 }
@@ -101,6 +102,13 @@ void bind_grouped_gemm(py::module_& m) {
         arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false, arg("sharing") = 0,
         arg("spare") = 0, arg("next_tile") = 0, py::call_guard<py::gil_scoped_release>(),
         "Launches a grouped product; for the arguments see cuda/grouped_gemm/problem.h.");
+  m.def(
+      "grouped_gemm_sharing",
+      [](int form, int m, int n, bool a_gathered) {
+        return static_cast<int>(pmoe::best_sharing(static_cast<Form>(form), m, n, a_gathered));
+      },
+      py::kw_only(), arg("form"), arg("m") = 0, arg("n"), arg("a_gathered") = false,
+      "Returns which operand a product shares if `sharing` is 0: 1 none, 2 B, 3 A.");
   m.def(
       "row_dot_parts",
       [](bool hopper, int columns) {

@@ -22,7 +22,7 @@ struct GroupedGemm {
 
 // The operand that the two blocks of a cluster share:
 //
-// kByRule: decided by best_sharing().
+// kByRule: decided by best_sharing() of sharing.h.
 // kNothing: nothing; no clusters are formed.
 // kB: operand B; the two tiles lie one below the other.
 // kA: operand A; the two tiles lie side by side.
@@ -55,20 +55,10 @@ std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map);
 
-// Returns whether a row of `tiles` tiles may be cut into pairs for clusters of two blocks. With an odd
-// number, one block computes nothing. From 7 tiles on that wastes at most an eighth of the work, about as
-// much as sharing an operand saves.
+// Returns whether COMET's kernels may cut a row of `tiles` tiles into pairs for clusters of two blocks. With
+// an odd number, one block computes nothing; from 7 tiles on that wastes at most an eighth of the work.
+// Grouped products have the stricter rule of sharing.h.
 inline bool may_pair_tiles(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
-
-// Chooses which operand the two blocks of a cluster share.
-//
-// Sharing B saves more, but needs 1024 rows of each expert on average. Sharing A needs enough tiles side by
-// side (may_pair_tiles), and rows of A that are not gathered.
-inline Sharing best_sharing(Form form, const Problem& p, int tiles_across) {
-  const int rows = form == Form::kWeight ? p.m : p.rows / larger(p.experts, 1);
-  if (rows >= 1024) return Sharing::kB;
-  return !p.a_gathered && may_pair_tiles(tiles_across) ? Sharing::kA : Sharing::kNothing;
-}
 
 // Calls visit(which) for every kernel of one implementation.
 template <class Visit>

@@ -1,24 +1,65 @@
-"""`pmoe kernels`: prints which of pmoe's CUDA kernels were built, and which of them run on each device."""
+"""`pmoe kernels`: prints which of pmoe's CUDA kernels were built, and what runs on each device and why."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import asdict
 
 from pmoe.cli.output import Output
 from pmoe.kernels import status
+from pmoe.kernels.expected import expected_kernels
+from pmoe.kernels.extension import Device
 
-ABOUT = "print which CUDA kernels were built, which run on each device, and why others do not"
+ABOUT = "print which CUDA kernels were built, what each device runs of them, and why"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds no arguments, because this command has none of its own."""
+    command.add_argument(
+        "--capability",
+        type=_capability,
+        metavar="MAJOR.MINOR",
+        help="also print what a device of this compute capability would run, such as 10.0; needs no device",
+    )
+    command.add_argument(
+        "--archs",
+        help="with --capability: what the extension is taken to be compiled for, such as sm_80,sm_90a,ptx80; "
+        "default: what this one is compiled for",
+    )
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """Returns which kernels were built and which run on each device.
+    """Returns which kernels were built, what each device runs, and what another device would run.
 
     If the compiled extension or a CUDA device is missing, the output says so, and the command does not fail.
+
+    Raises ValueError for --archs without --capability, or with a name that is no architecture.
     """
+    if args.archs is not None and args.capability is None:
+        raise ValueError(f"--archs ({args.archs!r}) needs --capability: it says for which device")
     report = status()
-    return Output(asdict(report), [str(report)])
+    archs = report.archs if args.archs is None else args.archs
+    names = [name for name in re.split(r"[\s,;]+", archs or "") if name]
+    if args.capability is not None:
+        expected = [expected_kernels(args.capability, names)]
+    else:
+        expected = [
+            expected_kernels(device.capability, names, _versions(device))
+            for device in report.devices
+            if device.reason is None
+        ]
+    lines = [line for each in expected for line in ("", *each.lines)]
+    return Output({**asdict(report), "expected": [asdict(each) for each in expected]}, [str(report), *lines])
+
+
+def _versions(device: Device) -> tuple[int, int] | None:
+    """Returns the versions (binary, PTX) of the code that the driver loaded on a device; None if of none."""
+    return next(((kernel.binary_version, kernel.ptx_version) for kernel in device.kernels), None)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    """Returns a compute capability as (major, minor). Example: "10.3" -> (10, 3)."""
+    found = re.fullmatch(r"(\d{1,2})\.(\d)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a compute capability such as 9.0")
+    return int(found[1]), int(found[2])

@@ -1,6 +1,7 @@
 """Python functions that call pmoe's CUDA kernels (cuda/). Importing them needs no compiled extension.
 
     extension      loads the compiled extension `pmoe._cuda`, and finds out which kernels each device can run
+    expected       what a device would run for grouped products, by rules that need no device
     gemm           codes and checks that all products share
     operands       checks of the memory of tensors that kernels read and write
     registry       chooses what computes a grouped product: pmoe's kernels, PyTorch's grouped_mm, or a loop

@@ -8,7 +8,9 @@ For each kernel it gives two versions, of the binary code and of the PTX (90 mea
     80      80    nvcc's sm_80 code, on compute capability 8.x
     90      90    nvcc's sm_90a code (setup.py compiles no other code for 9.0)
     90      80    compiled from PTX, on 9.0 (if CUDA_FORCE_PTX_JIT=1, or if the extension has no sm_90a code)
-    100     80    compiled from PTX, on Blackwell, which cannot run sm_90a code
+    100     100   nvcc's sm_100 code, on 10.x (Blackwell), which cannot run sm_90a code
+    120     120   nvcc's sm_120 code, on 12.x
+    100     80    compiled from PTX, on 10.x, if the extension has no sm_100 code
 
 All kernels are compiled for the same architectures, so the versions of a single kernel (`PROBE`) hold for
 all. The other kernels are loaded at their first launch: if the driver had to compile all of them from PTX at

@@ -37,6 +37,13 @@ Form = Literal["forward", "input", "weight"]
 """One of three products: rows times each expert's weights, gradient of the rows, gradient of the weights."""
 
 
+TIE = 0.01
+"""pmoe's kernels are chosen if they save at least this fraction of the plain computation's seconds.
+
+Both count as equally fast if their seconds differ by less.
+"""
+
+
 def bucket(rows: int) -> int:
     """Returns the smallest power of two that is at least ``rows``, so that similar sizes share a choice.
 
@@ -276,6 +283,7 @@ class Registry:
             names = [first, *(name for name in willing if name not in (first, self.challenger))]
             ranked = self._ranked[key] = tuple(self._named[name] for name in names)
             self._warn_of_fallback(self.candidates[0], request, self._refusals(request)[self.challenger])
+            self._warn_of_slower(request, first)
             if os.environ.get("PMOE_LOG_KERNELS", "") not in ("", "0"):
                 log.warning("%s", self.explain(request))  # warnings show without configured logging
         return ranked
@@ -347,6 +355,24 @@ class Registry:
                 message = f"products are computed without {candidate.name}'s kernels: {reason}"
                 warn_once(message, for_each_reason=True)
 
+    def _warn_of_slower(self, request: ProductRequest, first: str) -> None:
+        """Warns, once in a process, if pmoe's kernels were measured to be slower on a CUDA device.
+
+        A tie is no reason for a warning: the plain candidate is then chosen, and nothing is lost.
+
+        first: name of the candidate that was chosen for the request.
+        """
+        measured = self.measured.get(request)
+        if request.device.type != "cuda" or measured is None or first == self.challenger:
+            return
+        seconds = measured.seconds
+        if first in seconds and seconds[first] < (1 - TIE) * seconds[self.challenger]:
+            warn_once(
+                f"products are computed without {self.challenger}'s kernels where these are slower: {first} "
+                f"takes {seconds[first] * 1e3:.3g} ms and {self.challenger} "
+                f"{seconds[self.challenger] * 1e3:.3g} ms for {request}. PMOE_LOG_KERNELS=1 logs every choice"
+            )
+
 
 # ---- the three implementations of grouped products: pmoe's kernels, one launch of grouped_mm, or a loop
 
@@ -374,6 +400,22 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
     return memory_misfit(rows=dict([first, ("out", out)]), dense=dict([second, ("bias", operands.bias)]))
 
 
+def grouped_mm_loops(capability: tuple[int, int]) -> str | None:
+    """Returns why PyTorch's grouped_mm is no single launch on a compute capability; None if it is one.
+
+    Its docstring allows 8.0 and later. But torch 2.13 (`_grouped_mm_cuda` of GroupedBlas.cpp) has the launch
+    for 9.x and 10.x only. Elsewhere it copies the offsets to the host and calls a product for each expert,
+    which is what the loop does without the copy.
+    """
+    major, minor = capability
+    if major in (9, 10):
+        return None
+    return (
+        f"compute capability {major}.{minor}: grouped_mm takes it, but loops over the experts there, and "
+        "copies the offsets to the host first"
+    )
+
+
 def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
     """Returns why PyTorch's grouped_mm refuses a request, or would need several launches; [] if neither."""
     device = request.device
@@ -384,11 +426,8 @@ def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
         reasons.append(f"dtype {request.dtype}: grouped_mm has one launch for bfloat16 only")
     if request.bias:
         reasons.append(BIAS)
-    major, minor = torch.cuda.get_device_capability(device)
-    if major not in (9, 10):
-        reasons.append(
-            f"compute capability {major}.{minor}: grouped_mm loops there, reading the offsets on the host"
-        )
+    if (loops := grouped_mm_loops(torch.cuda.get_device_capability(device))) is not None:
+        reasons.append(loops)
     if request.experts >= 1024:
         reasons.append(f"{request.experts} experts: grouped_mm takes fewer than 1024")
     columns = {"in_features": request.in_features}

@@ -18,13 +18,10 @@ from torch import Tensor
 from pmoe.comm.agreement import Agree, digest
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.kernels.extension import loaded_architecture
-from pmoe.kernels.registry import MeasuredChoice, ProductOperands, ProductRequest, Registry
+from pmoe.kernels.registry import TIE, MeasuredChoice, ProductOperands, ProductRequest, Registry
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.timing import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once
-
-TIE = 0.01
-"""The kernels are chosen if they save at least this fraction of the plain computation's seconds."""
 
 UNKNOWN = 0
 """Code of a product that this rank has not measured. The codes 1 and 2 name the faster of two candidates."""
@@ -76,9 +73,12 @@ def measure_choices(
     if lowest_facts[:3] != highest_facts[:3] and highest_facts[0]:  # some rank has kernels
         names = ("binary version", "PTX version", "compute capability times 10")
         ranges = zip(names, lowest_facts[:3], highest_facts[:3], strict=True)
+        gpu = requests[0].device_name
+        spans = ", ".join(f"{name} {int(low)} to {int(high)}" for name, low, high in ranges)
         raise ValueError(
-            f"mixed architectures: the kernels of this rank ({architecture}) must be those of all ranks, "
-            f"which have {', '.join(f'{name} {int(low)} to {int(high)}' for name, low, high in ranges)}"
+            f"mixed architectures: the kernels of this rank's {gpu} ({architecture}) must be those of all "
+            f"ranks, which have {spans}: "
+            "put GPUs of one compute capability in a group, or install with PMOE_CUDA=0 on all of them"
         )
     if lowest_facts[3] != highest_facts[3]:
         warn_once("other ranks have experts of other sizes, so it is not measured which kernels are faster")

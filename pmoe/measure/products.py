@@ -20,6 +20,7 @@ from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest, bucket
 from pmoe.measure.kernel_check import KernelCase
 from pmoe.measure.product_choices import measure_choices
+from pmoe.warn import warn_once
 
 FINEST = 32
 """The smallest number of measured rows is 1 / FINEST of the rows of a rank under even routing.
@@ -88,7 +89,8 @@ def slower_kernels(
 
     The measured seconds of all products are added up, once by pmoe's kernels, as fused, and once by the
     fastest kernel of each product. The fused kernels count as slower if their sum is larger by more than the
-    fraction `FUSED_SAVES`: a smaller loss is made up for, because fusing saves other kernels.
+    fraction `FUSED_SAVES`: a smaller loss is made up for, because fusing saves other kernels. The first such
+    reason is shown as a warning.
 
     experts: the experts of this rank.
     rows: number of rows of the products.
@@ -107,9 +109,11 @@ def slower_kernels(
             fastest = fastest + min(measured.seconds.values())
     if taken <= (1 + FUSED_SAVES) * fastest:
         return None
-    return (
+    why = (
         f"products of {rows} rows take {taken * 1e3:.3g} ms by {PMOE}, {fastest * 1e3:.3g} ms by the fastest"
     )
+    warn_once(f"one rank's kernels are not used where they are slower: {why}")
+    return why
 
 
 def product_requests(

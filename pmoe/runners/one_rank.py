@@ -1,9 +1,11 @@
-"""The runner for a single rank, which computes a forward pass in six kernel launches without the host.
+"""The runner for a single rank, which computes a forward pass in six or seven launches without the host.
 
     gate's product, routing (2 launches), first product, second product, sum of each token's rows
 
 No row travels, and the batch is not cut into chunks. The first product loads tokens directly, so forward has
-no dispatched rows (T_DI). Backward gathers them when it needs them, and frees them at once. Between the
+no dispatched rows (T_DI). If the product is wide, it is faster to permute the tokens before it, which is the
+seventh launch (`gathers_in_load`). These rows are freed before T_DO is made, which is as large, so the peak
+stays the same. Backward gathers the rows when it needs them, and frees them at once. Between the
 passes the layer holds its input, the hidden activation T_M, the logits, and 12 bytes for each choice of a
 token (expert, weight, position). The activated T_M and the experts' output T_DO are not saved. The numbers of
 rows of the experts stay on the device.
@@ -143,7 +145,7 @@ class OneRankRunner:
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
         ends_E = routes.ends_nE.view(-1)
         position_TK = routes.position_TK
-        slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
+        slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1], position_TK=position_TK)
         hidden_NG, active_NH = grouped_gemm.hidden(
             x_TM, w1, ends_E, activation=self.activation, bias_EG=b1, slots=slots, keep=keep
         )

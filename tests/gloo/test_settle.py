@@ -160,7 +160,9 @@ def test_mixed_architectures_are_an_error_on_every_rank(
     found = run(test, {"architecture": first}, {"architecture": second})
     for report, here in zip(found, (first, second), strict=True):
         assert report.error is not None
-        assert report.error.startswith(f"mixed architectures: the kernels of this rank ({here}) must be")
+        assert report.error.startswith("mixed architectures: the kernels of this rank's ")
+        assert f"({here}) must be those of all ranks" in report.error
+        assert "put GPUs of one compute capability in a group" in report.error
         assert (report.measured, report.reductions) == (0, 1)
         for low, high in (
             sorted((first.binary_version, second.binary_version)),

@@ -149,10 +149,23 @@ def test_architectures_become_flags_and_plain_sm_90_is_refused() -> None:
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_80,code=compute_80",
     ]
+    assert [SETUP.gencode(name) for name in SETUP.architectures(SETUP.BLACKWELL_ARCHS)][2:4] == [
+        "-gencode=arch=compute_100,code=sm_100",
+        "-gencode=arch=compute_120,code=sm_120",
+    ]
     assert SETUP.architectures("sm_89;ptx80") == ["sm_89", "ptx80"]
     for wrong in ("sm_90", "ptx90", "ptx90a", "90a", "sm_90a -O0"):
         with pytest.raises(SystemExit, match=r"PMOE_CUDA_ARCHS .* only sm_90a"):
             SETUP.architectures(wrong)
+
+
+@pytest.mark.parametrize(
+    ("version", "blackwell"), [("12.5", False), ("12.6.20", False), ("12.8.61", True), ("13.0.88", True)]
+)
+def test_blackwell_is_compiled_for_by_an_nvcc_that_knows_it(version: str, blackwell: bool) -> None:
+    names = SETUP.architectures(SETUP.default_archs(version))
+    assert ("sm_100" in names, "sm_120" in names) == (blackwell, blackwell)
+    assert [name for name in names if name not in ("sm_100", "sm_120")] == ["sm_80", "sm_90a", "ptx80"]
 
 
 def test_the_reader_of_dependencies_knows_continued_lines_and_spaces(tmp_path: Path) -> None:
@@ -495,6 +508,8 @@ LOADED = [
     (90, 80, (9, 0), "PTX of compute_80, compiled by the driver", "CUDA_FORCE_PTX_JIT"),
     (100, 80, (10, 0), "PTX of compute_80, compiled by the driver", "and this device has 10.0"),
     (120, 80, (12, 0), "PTX of compute_80, compiled by the driver", "and this device has 12.0"),
+    (100, 100, (10, 3), "sm_100", "and this device has 10.3"),
+    (120, 120, (12, 0), "sm_120", "and this device has 12.0"),
 ]
 
 

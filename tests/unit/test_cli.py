@@ -366,6 +366,7 @@ def test_kernels_prints_what_status_says(capsys: pytest.CaptureFixture[str]) -> 
     run("kernels")
     assert capsys.readouterr().out == f"{status()}\n"
     found = printed(capsys, "kernels")
+    assert len(found.pop("expected")) == len(found["devices"])
     assert found == json.loads(json.dumps(asdict(status())))
     assert (found["reason"] is None) == found["built"]
     assert (found["no_devices"] is None) == bool(found["devices"])
@@ -379,6 +380,20 @@ def test_kernels_without_the_extension_is_a_report_and_no_failure(
     assert capsys.readouterr().out.startswith("CUDA kernels: none, pmoe._cuda is not built; do this\n")
     found = printed(capsys, "kernels")
     assert (found["built"], found["kernels"], found["archs"]) == (False, [], None)
+
+
+def test_kernels_says_what_a_device_that_is_not_there_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    archs = ["--archs", "sm_80,sm_90a,sm_100,sm_120,ptx80"]
+    run("kernels", "--capability", "10.3", *archs)
+    out = capsys.readouterr().out
+    assert "compute capability 10.3:\n  code: sm_100, its binary fits\n" in out
+    assert "kernels for Hopper: refused, binary version 100 of PTX version 100 was loaded" in out
+    [found] = printed(capsys, "kernels", "--capability", "12.0", *archs)["expected"]
+    assert (found["runs"], found["rival"]) == ("sm_120", "loop")
+    assert "--archs ('sm_80') needs --capability" in refused(capsys, "kernels", "--archs", "sm_80")
+    assert "'ten' must be a compute capability" in refused(capsys, "kernels", "--capability", "ten")
+    message = refused(capsys, "kernels", "--capability", "9.0", "--archs", "hopper")
+    assert "archs ('hopper') must be names such as" in message
 
 
 # ---- the command ----------------------------------------------------------------------------------

@@ -276,6 +276,7 @@ def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
         (90, 80, (9, 0), "sm_80"),  # CUDA_FORCE_PTX_JIT=1
         (80, 80, (8, 0), "sm_80"),
         (100, 80, (10, 0), "sm_80"),  # Blackwell: the PTX serves
+        (120, 120, (12, 0), "sm_80"),  # Blackwell's own code is of the same sources
     ],
 )
 def test_the_path_follows_from_the_kernels_as_they_were_loaded(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench import permutes
 from pmoe.kernels import extension, grouped_gemm, permute, route
-from pmoe.kernels.grouped_gemm import RowSlots, products
+from pmoe.kernels.grouped_gemm import RowSlots, launch, products
 from pmoe.kernels.grouped_gemm.launch import SPARE, beside_communication
 
 BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
@@ -147,6 +147,43 @@ def test_the_hidden_with_its_activation(recorder: Recorder, given: Operands, kee
         **{"active": "active", "active_stride": 64, "rows": 10, "n": 128, "k": 64, "bias": 0},
     }
     assert recorder.calls == [("grouped_gemm", COMMON | IN_PLACE | fields)]
+
+
+@pytest.mark.parametrize("forced", [None, True, False])
+def test_the_hidden_of_a_wide_product_permutes_first(
+    recorder: Recorder, given: Operands, forced: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of 128 columns is narrow, so the rule gathers: only the forced way permutes."""
+    monkeypatch.setattr(launch, "GATHERING", forced)
+    permuted = []
+
+    def permute(x: Tensor, position: Tensor, num_rows: int) -> Tensor:
+        permuted.append((x, position, num_rows))
+        return given.rows
+
+    monkeypatch.setattr(products, "permute", permute)
+    position = torch.arange(10, dtype=INT).view(5, 2)
+    slots = given.slots._replace(position_TK=position)
+    grouped_gemm.hidden(given.x, given.weight, given.ends, activation="swiglu", slots=slots)
+    [(_, told)] = recorder.calls
+    fields = ("a", "a_rows", "a_gathered", "slot", "top_k")
+    if forced is False:
+        assert permuted == [(given.x, position, 10)]
+        assert [told[name] for name in fields] == ["rows", 10, False, 0, 1]
+    else:
+        assert permuted == []
+        assert [told[name] for name in fields] == ["x", 5, True, "slot", 2]
+
+
+@pytest.mark.parametrize(("num_hidden", "gathers"), [(3136, True), (3168, False)])
+def test_the_rule_of_the_hidden_counts_its_columns(
+    num_hidden: int, gathers: bool, recorder: Recorder, given: Operands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "permute", lambda x, position, num_rows: given.rows)
+    slots = given.slots._replace(position_TK=torch.arange(10, dtype=INT).view(5, 2))
+    weight = torch.zeros(2, num_hidden, 64, dtype=BF16)
+    grouped_gemm.hidden(given.x, weight, given.ends, activation="swiglu", slots=slots)
+    assert recorder.calls[0][1]["a_gathered"] is gathers
 
 
 def test_the_gradient_of_rows(recorder: Recorder, given: Operands) -> None:

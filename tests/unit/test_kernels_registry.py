@@ -427,3 +427,23 @@ def test_the_architecture_is_that_of_the_code_that_was_loaded(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     found = extension.loaded_architecture(CUDA)
     assert (found.binary_version, found.ptx_version, found.capability) == expected
+
+
+# ---- kernels that are slower
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [(3.0, True), (1.005, False), (0.5, False)])
+def test_kernels_that_are_slower_are_told_once(seconds: float, warns: bool) -> None:
+    """A tie is taken by grouped_mm without a word: nothing is lost."""
+    found = make_registry(FakeBench({"pmoe": seconds, "grouped_mm": 1.0}))
+    found.measure([FORWARD, INPUT], Alone())
+    GIVEN.clear()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for request in (FORWARD, INPUT, FORWARD):
+            found.choose(request)
+    texts = [str(each.message) for each in given]
+    assert len(texts) == warns
+    if warns:
+        assert "products are computed without pmoe's kernels where these are slower" in texts[0]
+        assert "grouped_mm takes 1e+03 ms and pmoe 3e+03 ms for forward bfloat16" in texts[0]

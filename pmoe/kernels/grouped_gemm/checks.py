@@ -19,12 +19,15 @@ class RowSlots(NamedTuple):
 
     slot_N: (N,) int32, from 0 to T * K - 1. The token of a slot is slot // top_k.
     top_k: K, the number of choices of a token.
+    position_TK: (T, K) int32, the row of each slot, with which `hidden` may permute the tokens before a wide
+        product; None if only slot_N is known. Then the product gathers.
 
     Routing weights are then indexed by slot, (T * K,), and not by row.
     """
 
     slot_N: Tensor
     top_k: int
+    position_TK: Tensor | None = None
 
 
 def check_operands(

@@ -19,9 +19,41 @@ from pmoe.warn import warn_once
 SHARING = 0
 """On Hopper two thread blocks form a cluster, which can load one of the operands once for both blocks.
 
-0 lets the kernel's host code choose, 1 shares no operand, 2 the weights (B), 3 the rows (A): `Sharing` of
-cuda/grouped_gemm/launch.h. Benchmarks set it.
+0 lets the kernel's host code choose (cuda/grouped_gemm/sharing.h), 1 shares no operand, 2 the weights (B), 3
+the rows (A): `Sharing` of cuda/grouped_gemm/launch.h. Benchmarks set it.
 """
+
+GATHERING: bool | None = None
+"""Whether an expert's first product reads its rows from the tokens while it loads them.
+
+True: it does. False: the rows are copied into their order before it. None lets `gathers_in_load` choose.
+Benchmarks set it.
+"""
+
+PERMUTED_COLUMNS = 2100
+"""Columns of a first product from which permuted rows are faster on Hopper, but for the reads of a permute.
+
+Gathering in the load lengthens each step of each tile by 8 %, so it costs more the more columns there are. A
+permute costs the same for any number of columns: it reads each token once and writes its K rows. By the
+stored times of an H200 (bench_grouped_gemm, bench_permute) the two are equal at 2100 (1 + 1 / K) columns:
+1,312 hidden columns of SwiGLU, which has two columns for each, with K = 4 choices of a token.
+"""
+
+
+def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
+    """Returns whether a first product should gather its rows in its load, and not read permuted rows.
+
+    kernels: name of the kernel code, "sm_90a" or "sm_80". The code for sm_80 always gathers: it loads rows
+        in order by the same instructions as gathered ones.
+    columns: number of rows of each expert's first weight: H = d_hidden, or 2H for SwiGLU.
+    top_k: K, number of choices of a token.
+
+    Example: 2 * 2048 columns of SwiGLU, K = 4 -> False, because 4096 > 2100 * (1 + 1 / 4).
+    """
+    if GATHERING is not None:
+        return GATHERING
+    return kernels != "sm_90a" or columns <= PERMUTED_COLUMNS * (1 + 1 / top_k)
+
 
 _spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
 

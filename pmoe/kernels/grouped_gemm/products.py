@@ -11,8 +11,9 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.gemm import FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT, activation_code
 from pmoe.kernels.grouped_gemm import checks, reference
-from pmoe.kernels.grouped_gemm.launch import launch, path_for
+from pmoe.kernels.grouped_gemm.launch import gathers_in_load, launch, path_for
 from pmoe.kernels.operands import address, at, check_memory, check_tensor
+from pmoe.kernels.permute import permute
 
 
 def product(
@@ -104,7 +105,8 @@ def hidden(
     weight_EGI, bias_EG: first weight (E, G, I) and bias (E, G) of E experts; the bias may be None.
     ends_E: (E,) int32, the index behind each expert's last row.
     activation: name of the nonlinearity. G is H = d_hidden, or 2H for "swiglu".
-    slots: the slot of each row, its index among all (token, choice) pairs; or None.
+    slots: the slot of each row, its index among all (token, choice) pairs; or None. If they have positions,
+        a wide product on Hopper reads permuted rows instead of gathering (`gathers_in_load`).
     out, active: memory for the two results; None allocates it.
     keep: whether to store and return the first result.
 
@@ -129,6 +131,12 @@ def hidden(
         out = rows.new_empty(num_rows, num_hidden)
     if out is not None:
         checks.check_rows("out", out, (num_rows, num_hidden), weight_EGI)
+    position_TK = None if slots is None else slots.position_TK
+    if slots is not None and position_TK is not None and num_rows:
+        gathered = gathers_in_load(kernels, num_hidden, slots.top_k)
+        if not gathered:
+            rows = permute(rows, position_TK, num_rows)
+            slots = None
     check_memory(
         rows={"rows": rows, "out": out, "active": active}, dense={"weight": weight_EGI, "bias": bias_EG}
     )

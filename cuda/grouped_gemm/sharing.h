@@ -1,0 +1,23 @@
+// The rule by which the two blocks of a cluster share an operand, if the caller names none. Only the binding
+// includes it, so that a change of the rule compiles no kernel again.
+#pragma once
+#include "launch.h"
+
+namespace pmoe {
+
+// Chooses which operand the two blocks of a cluster share. The rule is that of the stored times of
+// bench_grouped_gemm on an H200 (tests/unit/test_sharing_rule.py):
+//
+// kB: weight gradients with an even number of tiles below each other. In the other forms the number of tiles
+//     of an expert depends on its rows, so its last pair may be half empty: sharing B cost up to 6 % there
+//     with 1,000 and 2,000 rows of an expert, and up to 11 % with 250.
+// kA: an even number of tiles side by side, and rows of A that are not gathered. An odd number cost 2 to 4 %.
+//
+// m, n: rows (of a weight gradient) and columns of each expert's result.
+inline Sharing best_sharing(Form form, int m, int n, bool a_gathered) {
+  constexpr int kTileRows = 128, kTileColumns = 256;
+  if (form == Form::kWeight && ceil_div(m, kTileRows) % 2 == 0) return Sharing::kB;
+  return !a_gathered && ceil_div(n, kTileColumns) % 2 == 0 ? Sharing::kA : Sharing::kNothing;
+}
+
+}  // namespace pmoe

@@ -1,0 +1,124 @@
+"""Says what a CUDA device would run for grouped products, by rules that need no device, and why.
+
+The driver loads the compiled code that fits a device's compute capability best (CUDA C++ Programming Guide,
+binary and PTX compatibility):
+
+    sm_90a        on 9.0 only
+    sm_100        on 10.0 and 10.x
+    PTX of 8.0    on 8.0 and everything later; the driver compiles it
+
+`pmoe.kernels.extension` asks the driver what it did load. This module says what to expect of a device that is
+not there, and which rival pmoe's kernels then have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pmoe.kernels.extension import binary_of, hopper_refusal
+from pmoe.kernels.registry import grouped_mm_loops
+
+OLDEST = (8, 0)
+"""The lowest compute capability for which there are kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedKernels:
+    """What a device of a compute capability would run for grouped products, and why.
+
+    capability: the compute capability; (9, 0) means 9.0.
+    runs: the code that the driver would load, such as "sm_90a"; None if it would load none.
+    why: the reason for ``runs``.
+    hopper: why the kernels for Hopper do not run; None if they do.
+    rival: what pmoe's kernels are timed against for bfloat16 products without a bias: "grouped_mm" or "loop".
+    why_loop: why grouped_mm is no rival; None if it is.
+    """
+
+    capability: tuple[int, int]
+    runs: str | None
+    why: str
+    hopper: str | None
+    rival: str
+    why_loop: str | None
+
+    @property
+    def lines(self) -> list[str]:
+        """The same as lines of text."""
+        lines = [f"compute capability {self.capability[0]}.{self.capability[1]}:"]
+        lines.append(f"  code: {self.runs or 'none'}, {self.why}")
+        if self.runs is None:
+            lines.append("  products: PyTorch's, because no kernel runs")
+        elif self.hopper is None:
+            lines.append(
+                "  products: pmoe's kernels for Hopper (TMA, warpgroup products), where they are faster"
+            )
+        else:
+            lines.append("  products: pmoe's kernels for 8.0 and later, where they are faster")
+            lines.append(f"  kernels for Hopper: refused, {self.hopper}")
+        reason = "" if self.why_loop is None else f", {self.why_loop}"
+        lines.append(f"  the rival in bfloat16 without a bias: {self.rival}{reason}")
+        lines.append(
+            "  which is faster is measured at a layer's first call; PMOE_LOG_KERNELS=1 logs the times"
+        )
+        return lines
+
+
+def expected_kernels(
+    capability: tuple[int, int], archs: Sequence[str], loaded: tuple[int, int] | None = None
+) -> ExpectedKernels:
+    """Returns what a device would run, by its compute capability and by what the extension was compiled for.
+
+    capability: (major, minor).
+    archs: names such as "sm_80", "sm_90a" or "ptx80"; empty without the extension.
+    loaded: versions (binary, PTX) of the code that the driver did load, if the device is there; None takes
+        what it would load by the rules above.
+
+    Example: (10, 3) with sm_80, sm_90a, sm_100 and ptx80 -> runs "sm_100".
+    """
+    loaded = loaded or _fitting(capability, archs)
+    loop = grouped_mm_loops(capability)
+    why = "its binary fits"
+    runs = hopper = None
+    if loaded is None:
+        why = f"built for {', '.join(archs)}" if archs else "the extension is not built"
+        if capability < OLDEST:
+            why = f"kernels need {OLDEST[0]}.{OLDEST[1]}"
+    else:
+        runs = binary_of(*loaded)
+        hopper = hopper_refusal(*loaded, capability)
+        if loaded[0] != loaded[1]:
+            why = "each kernel at its first launch, which takes minutes in all"
+    return ExpectedKernels(
+        capability=capability,
+        runs=runs,
+        why=why,
+        hopper=hopper,
+        rival="grouped_mm" if loop is None else "loop",
+        why_loop=loop,
+    )
+
+
+def _fitting(capability: tuple[int, int], archs: Sequence[str]) -> tuple[int, int] | None:
+    """Returns the versions (binary, PTX) of the code that the driver would load; None if none fits.
+
+    A binary fits devices of the same major number and an equal or larger minor one. With "a" behind its name
+    it fits one capability only, with "f" the same as without a letter. PTX fits every later device.
+    """
+    device = 10 * capability[0] + capability[1]
+    binaries = []
+    texts = []
+    for name in archs:
+        found = re.fullmatch(r"(sm_|ptx)(\d+)([af]?)", name)
+        if found is None:
+            raise ValueError(f"archs ({name!r}) must be names such as sm_80, sm_90a or ptx80")
+        version = int(found[2])
+        if found[1] == "ptx" and version <= device:
+            texts.append(version)
+        is_same = version == device if found[3] == "a" else version // 10 == device // 10
+        if found[1] == "sm_" and is_same and version <= device:
+            binaries.append(version)
+    if binaries:
+        return max(binaries), max(binaries)
+    return (device, max(texts)) if texts else None

@@ -16,6 +16,7 @@ were measured before (`pmoe.planner.profile`). Files, in the order in which a ch
     granularity, degree_trials             n by trials: MPipeMoE's ranges, and which n to try
     timed_rounds                           which trials to repeat, and when a difference counts
     gradient_partition                     when gradients of other layers are all-reduced
+    copies, copies_of_few_ranks            which ranks get copies of busy experts, and which rows
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
 

@@ -91,6 +91,22 @@ class FewRanks:
                 frozenset(itertools.chain.from_iterable(choice)) for choice in itertools.product(*of_ranks)
             )
             return min((start, *choices), key=self.smallest_time)
+        ends = [self._climb(first, enough) for first in (start, Pairs(), self._fitting())]
+        return min(ends, key=self.smallest_time)
+
+    def _fitting(self) -> Pairs:
+        """Returns the present copies that fit on their ranks, the busiest experts first."""
+        return frozenset(
+            pair
+            for options in self.options
+            for pair in [each for each in options if each in self.present][: self.per_rank]
+        )
+
+    def _climb(self, start: Pairs, enough: int) -> Pairs:
+        """Returns the copies that changes of one copy lead to, each of which saves time.
+
+        start, enough: as in `best`.
+        """
         best = start
         time = self.smallest_time(start)
         steps = MOST_STEPS

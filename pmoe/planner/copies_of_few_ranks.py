@@ -43,6 +43,12 @@ class FewRanks:
     present: copies that are there already, whose price is 0.
     """
 
+    num_ranks: int
+    prices: list[list[int]]
+    sets_with: list[tuple[int, list[int]]]
+    own_rows: list[int]
+    options: list[list[tuple[int, int]]]
+
     def __init__(
         self,
         loads: Sequence[int],

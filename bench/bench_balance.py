@@ -39,11 +39,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.timing import OUT, table, write_json
+from bench.timing import OUT, counted, table, write_json
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.costs import LineCost
-from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, pass_seconds
+from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, uneven_pass_seconds
 
 DEGREES = (1, 2, 4, 8)
 PER_RANK = 2
@@ -149,7 +149,9 @@ def seconds(
     """Returns the simulated seconds with the fastest n, and this n: of forward, or of both passes."""
     ways = ("forward", "backward") if trains else ("forward",)
     layer = case.layer(loads)
-    return min((sum(pass_seconds(layer, case.cluster, n, way, plan) for way in ways), n) for n in DEGREES)
+    return min(
+        (sum(uneven_pass_seconds(layer, case.cluster, n, way, plan) for way in ways), n) for n in DEGREES
+    )
 
 
 def plan_of(case: Case, loads: Sequence[int], trains: bool) -> tuple[CopyPlan, float]:
@@ -209,20 +211,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     found = []
-    for case in CASES:
-        for trains in (False, True):
-            if case.name.startswith("llep"):
-                shares = (0.30, 0.50, 0.80, 0.95)
-                results = {f"{s:.0%} to 4": compare(case, hot_loads(case, s, 4), trains) for s in shares}
-            else:
-                results = {
-                    f"lognormal, {wanted}": medians(
-                        [compare(case, lognormal_loads(case, wanted, seed), trains) for seed in SEEDS]
-                    )
-                    for wanted in (1.3, 2.0, 3.0, 4.01)
-                }
-            what = "step" if trains else "forward"
-            found += [{"case": case.name, "what": what, "load": load, **r} for load, r in results.items()]
+    for case, trains in counted([(case, trains) for case in CASES for trains in (False, True)], "case"):
+        if case.name.startswith("llep"):
+            shares = (0.30, 0.50, 0.80, 0.95)
+            results = {f"{s:.0%} to 4": compare(case, hot_loads(case, s, 4), trains) for s in shares}
+        else:
+            results = {
+                f"lognormal, {wanted}": medians(
+                    [compare(case, lognormal_loads(case, wanted, seed), trains) for seed in SEEDS]
+                )
+                for wanted in (1.3, 2.0, 3.0, 4.01)
+            }
+        what = "step" if trains else "forward"
+        found += [{"case": case.name, "what": what, "load": load, **r} for load, r in results.items()]
     columns = (
         "before",
         "after",

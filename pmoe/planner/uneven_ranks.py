@@ -111,7 +111,7 @@ def copy_prices(layer: UnevenLayer, cluster: Cluster, *, trains: bool) -> tuple[
     return -int(-near // 1), max(-int(-near // 1), -int(-far // 1))
 
 
-def pass_seconds(
+def uneven_pass_seconds(
     layer: UnevenLayer, cluster: Cluster, n: int, direction: str, plan: CopyPlan | None = None
 ) -> float:
     """Returns the simulated seconds of a pass of n chunks. Buffers are not shared, and copies are kept.

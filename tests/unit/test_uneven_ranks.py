@@ -12,7 +12,7 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_seconds import even_task_costs
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.simulator import makespan, simulate, task_seconds
-from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, pass_seconds, tasks_of_ranks
+from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, tasks_of_ranks, uneven_pass_seconds
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages
 
@@ -55,41 +55,41 @@ def test_even_loads_take_as_long_as_the_simulation_of_even_ranks_says(n: int) ->
     costs = {**even_task_costs(sizes, profile, tokens, n), Kind.WEIGHTS: 0.0}
     for direction, schedule in (("forward", forward_schedule), ("backward", backward_schedule)):
         expected = makespan(simulate(schedule(n, sizes.stages).tasks, task_seconds(costs)))
-        assert pass_seconds(even, cluster, n, direction) == pytest.approx(expected)
+        assert uneven_pass_seconds(even, cluster, n, direction) == pytest.approx(expected)
 
 
 def test_all_ranks_wait_for_the_busiest() -> None:
     # Rank 0 computes 30 rows, 15 of its own tokens (L), then 15 received ones (C).
-    assert pass_seconds(layer([30, 10]), CLUSTER, 1, "forward") == 30
-    assert pass_seconds(layer([20, 20]), CLUSTER, 1, "forward") == 20
+    assert uneven_pass_seconds(layer([30, 10]), CLUSTER, 1, "forward") == 30
+    assert uneven_pass_seconds(layer([20, 20]), CLUSTER, 1, "forward") == 20
     # Backward computes as many for the gradients of rows, and as many for those of parameters.
-    assert pass_seconds(layer([30, 10]), CLUSTER, 1, "backward") == 60
+    assert uneven_pass_seconds(layer([30, 10]), CLUSTER, 1, "backward") == 60
 
 
 def test_an_exchange_takes_as_long_as_its_busiest_link() -> None:
     # S brings rank 0 15 rows of 2 bytes. Its L takes 15 s of these 30. C then takes 15, and R 30.
-    assert pass_seconds(layer([30, 10], row_bytes=2), CLUSTER, 1, "forward") == 30 + 15 + 30
+    assert uneven_pass_seconds(layer([30, 10], row_bytes=2), CLUSTER, 1, "forward") == 30 + 15 + 30
 
 
 def test_copies_divide_the_rows_and_their_weights_travel_first() -> None:
     plan = CopyPlan(hosts={0: ((0, 20), (1, 10))}, before=30, after=20)
     # Rank 0: 10 rows stay (L), 10 received (C). Rank 1: 5 stay, 5 received and 10 of its copy.
-    assert pass_seconds(layer([30, 10]), CLUSTER, 1, "forward", plan) == 20
+    assert uneven_pass_seconds(layer([30, 10]), CLUSTER, 1, "forward", plan) == 20
     # V takes 7 s, which L hides on rank 0 and not all of it on rank 1, whose C takes 15 s.
-    assert pass_seconds(layer([30, 10], expert_bytes=7), CLUSTER, 1, "forward", plan) == 7 + 15
-    assert pass_seconds(layer([30, 10], expert_bytes=5), CLUSTER, 1, "forward", plan) == 20
+    assert uneven_pass_seconds(layer([30, 10], expert_bytes=7), CLUSTER, 1, "forward", plan) == 7 + 15
+    assert uneven_pass_seconds(layer([30, 10], expert_bytes=5), CLUSTER, 1, "forward", plan) == 20
     # Backward: rank 1 computes L 5, LW 5, C 15, KW 10, W 5. VG of 9 s begins at 35 and hides W.
-    assert pass_seconds(layer([30, 10], expert_bytes=9), CLUSTER, 1, "backward", plan) == 35 + 9
+    assert uneven_pass_seconds(layer([30, 10], expert_bytes=9), CLUSTER, 1, "backward", plan) == 35 + 9
 
 
 def test_an_owner_sends_each_expert_once_and_a_host_receives_each_copy() -> None:
     cluster = replace(CLUSTER, ranks_per_machine=4)
     copied = layer([100, 0, 0, 0], expert_bytes=1000)
     three = CopyPlan(hosts={0: ((0, 25), (1, 25), (2, 25), (3, 25))}, before=100, after=25)
-    assert pass_seconds(copied, cluster, 1, "forward", three) == 1000 + 25
+    assert uneven_pass_seconds(copied, cluster, 1, "forward", three) == 1000 + 25
     two_experts = layer([50, 50, 0, 0, 0, 0, 0, 0], expert_bytes=1000)
     plan = CopyPlan(hosts={0: ((0, 0), (1, 50)), 1: ((0, 0), (2, 50))}, before=100, after=50)
-    assert pass_seconds(two_experts, cluster, 1, "forward", plan) == 2000 + 50
+    assert uneven_pass_seconds(two_experts, cluster, 1, "forward", plan) == 2000 + 50
 
 
 def test_prices_are_rows_of_products_or_of_messages() -> None:
@@ -131,4 +131,4 @@ def test_a_plan_by_these_prices_never_costs_more_than_it_predicts() -> None:
         copied.loads, copied.owners(4), nodes_of(cluster), CopyLimits(per_rank=1, near=near, far=far)
     )
     assert plan.hosts
-    assert pass_seconds(copied, cluster, 1, "forward", plan) <= plan.after
+    assert uneven_pass_seconds(copied, cluster, 1, "forward", plan) <= plan.after

@@ -9,7 +9,7 @@ the fastest n of 1, 2, 4 and 8:
     balanced  the same layer with an even load, as a gate with forced balance gives it
     without   the skewed load
     with      the skewed load, and copies of busy experts (`pmoe.planner.copies`), which are kept from forward
-              to backward. Weights are messages of the same link as rows
+              to backward. Weights are messages of the same link as rows. Of three plans the fastest counts
 
 Cases:
 
@@ -48,6 +48,8 @@ from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, uneven
 DEGREES = (1, 2, 4, 8)
 PER_RANK = 2
 """The most copies that a rank hosts."""
+EXPOSED = (1.0, 0.5, 0.25)
+"""Parts of a copy's messages that a plan counts. The plan with the fastest simulated time is taken."""
 SEEDS = range(3)
 """Seeds of the lognormal loads; numbers are medians over them."""
 
@@ -154,10 +156,13 @@ def seconds(
     )
 
 
-def plan_of(case: Case, loads: Sequence[int], trains: bool) -> tuple[CopyPlan, float]:
-    """Returns the copies, and the seconds in which the plan was made (median of 9, on this machine)."""
+def plan_of(case: Case, loads: Sequence[int], trains: bool, exposed: float) -> tuple[CopyPlan, float]:
+    """Returns the copies, and the seconds in which the plan was made (median of 9, on this machine).
+
+    exposed: the part of a copy's messages that counts, because computation hides the rest.
+    """
     layer = case.layer(loads)
-    near, far = copy_prices(layer, case.cluster, trains=trains)
+    near, far = (int(price * exposed) for price in copy_prices(layer, case.cluster, trains=trains))
     limits = CopyLimits(per_rank=PER_RANK, near=near, far=far)
     arguments = (loads, layer.owners(case.cluster.num_ranks), nodes_of(case.cluster), limits)
     took = []
@@ -171,13 +176,17 @@ def plan_of(case: Case, loads: Sequence[int], trains: bool) -> tuple[CopyPlan, f
 def compare(case: Case, loads: Sequence[int], trains: bool) -> dict[str, Any]:
     """Returns the numbers of the three layers for one load; times are simulated, in milliseconds."""
     even = [case.rows // case.num_experts] * case.num_experts
-    plan, plan_seconds = plan_of(case, loads, trains)
     balanced, n_balanced = seconds(case, even, trains)
     without, n_without = seconds(case, loads, trains)
-    with_copies, n_with = seconds(case, loads, trains, plan)
-    if with_copies > without:  # a layer with balance=True would then host no copies
-        with_copies, n_with = without, n_without
-        plan = CopyPlan(hosts={}, before=plan.before, after=plan.before)
+    plan = CopyPlan(hosts={}, before=0, after=0)  # a layer would host no copies where they do not pay
+    with_copies, n_with = without, n_without
+    slowest_plan = 0.0
+    for exposed in EXPOSED:
+        other, plan_seconds = plan_of(case, loads, trains, exposed)
+        slowest_plan = max(slowest_plan, plan_seconds)
+        took, n = seconds(case, loads, trains, other)
+        if took < with_copies:
+            plan, with_copies, n_with = other, took, n
     rows = rank_rows(case, loads, plan)
     return {
         "before": imbalance(rank_rows(case, loads)),
@@ -192,7 +201,7 @@ def compare(case: Case, loads: Sequence[int], trains: bool) -> dict[str, Any]:
         "copies": len(plan.pairs),
         "experts_copied": len(plan.hosts),
         "n": (n_balanced, n_without, n_with),
-        "plan_microseconds_measured": plan_seconds * 1e6,
+        "plan_microseconds_measured": slowest_plan * 1e6,
     }
 
 

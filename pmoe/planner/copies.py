@@ -220,6 +220,7 @@ WAYS = tuple(
     for passes_on in (True, False)
     for least_first in (False, True)
 )
+"""The ways in the order in which they are tried. The last half is for ranks on several nodes."""
 
 EFFORT = 64
 """A search among W ranks tries EFFORT / W ways for each target, and at least one."""
@@ -374,7 +375,10 @@ class _Attempt:
                 self.slots[rank] -= 1
                 self.moves.append((expert, rank, rows))
         for owner in {search.owners[expert] for expert in rows_left}:
-            pairs = [(-rows_left.get(expert, -less), expert) for less, expert in search.experts_of[owner]]
+            pairs = [
+                (-rows_left.get(expert, -minus_rows), expert)
+                for minus_rows, expert in search.experts_of[owner]
+            ]
             self.left[owner] = sorted(pairs)
 
     def _level(self, group: Sequence[int], price: int, way: _Way) -> None:
@@ -413,19 +417,20 @@ class _Attempt:
             heap = self.left[owner] = search.experts_of[owner].copy()
         busy = -room[owner]
         while busy > 0 and pool and heap:
-            less, expert = heap[0]
+            minus_left, expert = heap[0]
+            left = -minus_left
             paid = self.sent.get(expert, 0)
             unpaid = price - paid if price > paid else 0
-            if -less <= unpaid:
+            if left <= unpaid:
                 heappop(heap)
                 continue
             wanted = busy + unpaid
-            if wanted > -less:
-                wanted = -less
+            if wanted > left:
+                wanted = left
             at = bisect_left(pool, (wanted + price,))
             if at == len(pool):
                 free, rank = pool.pop()
-            elif (
+            elif (  # a last slot would be spent on a few rows, so the next busy rank takes them
                 following >= 0
                 and slots[following]
                 and slots[pool[at][1]] == 1
@@ -440,7 +445,7 @@ class _Attempt:
             if cost > paid:
                 self.sent[expert] = cost
                 busy += cost - paid
-            rows = busy if busy < -less else -less
+            rows = busy if busy < left else left
             if rows > free - cost:
                 rows = free - cost
             self.moves.append((expert, rank, rows))
@@ -449,8 +454,8 @@ class _Attempt:
             slots[rank] -= 1
             if room[rank] > price and slots[rank]:
                 insort(pool, (room[rank], rank))
-            if less + rows:
-                heapreplace(heap, (less + rows, expert))
+            if rows < left:
+                heapreplace(heap, (rows - left, expert))
             else:
                 heappop(heap)
         room[owner] = -busy

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pmoe.checkpointing.contexts import checkpoint_contexts
     from pmoe.engine.lanes.recorder import recording
     from pmoe.engine.plan.callbacks import Callback
+    from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
@@ -41,6 +42,8 @@ _LATER = {
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
+    "read_routing": "pmoe.integrations.routing_trace",
+    "record_routing": "pmoe.integrations.routing_trace",
     "recording": "pmoe.engine.lanes.recorder",
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
@@ -72,6 +75,8 @@ __all__ = [
     "parallelize",
     "parameter_groups",
     "pool",
+    "read_routing",
+    "record_routing",
     "recording",
     "save_checkpoint",
     "stats",

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from pmoe.gates.deepseek import DeepSeekGate
     from pmoe.gates.expert_choice import ExpertChoiceGate
     from pmoe.gates.external import ExternalGate
+    from pmoe.gates.forced import ForcedGate
     from pmoe.gates.hash import HashGate
     from pmoe.gates.noisy_topk import NoisyTopKGate
     from pmoe.gates.random import RandomGate
+    from pmoe.gates.replay import ReplayGate
     from pmoe.gates.sigmoid import SigmoidGate
     from pmoe.gates.soft import SoftGate
     from pmoe.gates.switch import SwitchGate
@@ -69,7 +71,11 @@ _CLASSES: dict[GateName, str] = {
     "random": "RandomGate",
 }
 """Class of each gate name. The gate's name is also the name of its file."""
-_FILES: dict[str, str] = {name: file for file, name in _CLASSES.items()} | {"ExternalGate": "external"}
+_FILES: dict[str, str] = {name: file for file, name in _CLASSES.items()} | {
+    "ExternalGate": "external",
+    "ForcedGate": "forced",
+    "ReplayGate": "replay",
+}
 """File of each gate class, without ".py"."""
 
 GATES: Mapping[GateName, type[Gate]]
@@ -82,11 +88,13 @@ __all__ = [
     "DeepSeekGate",
     "ExpertChoiceGate",
     "ExternalGate",
+    "ForcedGate",
     "Gate",
     "HashGate",
     "Mix",
     "NoisyTopKGate",
     "RandomGate",
+    "ReplayGate",
     "Routing",
     "SigmoidGate",
     "SoftGate",

@@ -10,12 +10,14 @@ were measured before (`pmoe.planner.profile`). Files, in the order in which a ch
     layer_sizes, rows_per_pass             sizes of a layer, numbers of rows in a pass
     costs, profile, cluster                seconds of a message, a product, a copy
     simulator, layer_seconds, cost_model   seconds of a pass
+    uneven_ranks                           seconds of a pass among ranks with unlike numbers of rows
     memory                                 bytes of a pass
     priced_choices, cluster_candidates     the choices that exist, and the best of them
     degree, degree_search                  the pipeline degree n, by FSMoE's solver
     granularity, degree_trials             n by trials: MPipeMoE's ranges, and which n to try
     timed_rounds                           which trials to repeat, and when a difference counts
     gradient_partition                     when gradients of other layers are all-reduced
+    copies, copies_of_few_ranks            which ranks get copies of busy experts, and which rows
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
 

@@ -41,6 +41,12 @@ HiddenFate = Literal["keep", "offload", "recompute"]
 "keep": it stays on the device. "offload": it goes to the host and back. "recompute": it is computed again.
 """
 
+CopiesFate = Literal["keep", "communicate"]
+"""What becomes of the weights of busy experts' copies until backward.
+
+"keep": they stay on the ranks of the copies. "communicate": they are sent again.
+"""
+
 StrategyName = Literal["S1", "S2", "S3", "S4"]
 """MPipeMoE's names of four restore pairs (`STRATEGIES`). MoELayer's ``memory_reuse`` accepts them."""
 

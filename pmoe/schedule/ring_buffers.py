@@ -104,7 +104,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
             reads = [f"T_I_L.{i}", "weight"]
             writes = [*rows, hidden, active, f"home_L.{i}"]
         else:
-            reads = [rows[0], "weight_DI"]
+            reads = [rows[0], "weight_DI", *tasks.copied]
             writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
         tasks.add(Kind.LOCAL if place else Kind.COMPUTE, i, reads, writes)
         if dispatched == "offload":
@@ -112,6 +112,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         if hidden_fate == "offload":
             tasks.add(Kind.COPY_HIDDEN_OUT.at(place), i, [hidden], [f"host_T_M{place}.{i}"])
 
+    tasks.copy_weights()
     if remote:
         tasks.dispatch(0)
         tasks.send_weights()
@@ -219,6 +220,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             inputs = [buffer for buffer in rows if buffer not in arranged]
+            inputs += [] if place else tasks.copied
             tasks.add(Kind.RECOMPUTE.at(place), i, inputs, [*arranged, hidden])
             arranged = []
         elif hidden_fate == "keep" and rearranged:
@@ -230,7 +232,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             result = [f"dhome_L.{i}"]
         else:
             grads = [f"dT_DO_sorted.{i}"]
-            source = [f"dT_DO.{i}"]
+            source = [f"dT_DO.{i}", *tasks.copied]
             result = [f"dT_DI_sorted.{i}", f"dT_DI.{i}", f"dweight_DI.{i}"]
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
         if hidden_fate != "keep":  # the task overwrites T_M with the activated hidden
@@ -238,9 +240,12 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         tasks.add(Kind.LOCAL if place else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
         if not place:
             tasks.combine(i)
-        inputs = [*rows, hidden, *work[:2], *grads, *([] if place else source)]
+        inputs = [*rows, hidden, *work[:2], *grads, *([] if place else source[:1])]
+        if not place:
+            tasks.copy_wgrad(i, inputs, is_last=i == 0)
         tasks.add(Kind.WGRAD.at(place), i, [*inputs, "dw"], ["dw"])
 
+    tasks.copy_weights()
     if remote:
         dispatch(n - 1)
         dispatch(n - 2)
@@ -261,6 +266,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             if i == 0:
                 tasks.return_weights(chunks)
     tasks.close(0)
+    tasks.add_gradients()
     if remote:
         for i in range(int(stages.hooked), -1, -1):
             tasks.output(i)

@@ -41,6 +41,7 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]
             tasks.add(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], writes)
 
+    tasks.copy_weights()
     for i in chunks:
         tasks.gather(i)
         if i == 0:
@@ -49,7 +50,8 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     tasks.shared()
     stay(range(early))
     for i in chunks:
-        _through_experts(tasks, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"])
+        reads = [f"T_DI.{i}", "weight_DI", *tasks.copied]
+        _through_experts(tasks, i, reads, [f"T_M.{i}", f"T_DO.{i}"])
     stay(range(early, m))
     for i in range(n):
         tasks.output(i, piece_of(i, n, m))
@@ -81,6 +83,7 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
         """Adds the task that computes the gradients of parameters from chunk i's received rows."""
         tasks.add(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
 
+    tasks.copy_weights()
     for i in chunks:
         tasks.dispatch(i)
     tasks.shared()
@@ -90,12 +93,15 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
         tasks.add(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"])
     for i in chunks:
         writes = [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]
-        _through_experts(tasks, i, [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"], writes)
+        reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}", *tasks.copied]
+        _through_experts(tasks, i, reads, writes)
+        tasks.copy_wgrad(i, [f"pending.{i}"], is_last=i == n - 1)
         if i > 0:
             add_weight_gradients(i - 1)
     if remote:
         tasks.return_weights(range(n))
         add_weight_gradients(n - 1)
+    tasks.add_gradients()
     for i in range(n):
         tasks.output(i, piece_of(i, n, m))
     return tasks.finish()

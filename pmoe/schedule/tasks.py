@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pmoe.schedule.restore import CopiesFate
 from pmoe.text import table
 
 PassDirection = Literal["forward", "backward"]
@@ -87,6 +88,10 @@ class Kind(str, enum.Enum):
     ALL_GATHER_AGAIN = "AGI"  # backward: AG for T_DI that is sent again
     RECOMPUTE = "M"  # backward: recomputes T_M from T_DI
     LOCAL_RECOMPUTE = "LM"  # backward: recomputes T_M of rows that stay
+    COPY_WEIGHTS = "V"  # sends the weights of busy experts to the ranks of their copies
+    COPY_WGRAD = "KW"  # backward: gradients of the copies' parameters from received rows
+    COPY_GRADIENTS = "VG"  # backward: sends the gradients of copies to the ranks of their experts
+    ADD_GRADIENTS = "VA"  # backward: adds them to the gradients of the experts, in the order of the ranks
 
     # Kinds are looked up for every task, and the hash of enum is slow: it runs as Python code.
     __hash__ = str.__hash__
@@ -199,6 +204,9 @@ class Stages:
     gradients: whether the backward pass also reduces data-parallel gradients of other layers.
     one_lane: whether collectives inside a node and between nodes share one lane, so that they wait for each
         other. This is the baseline that FSMoE is measured against.
+    copies: whether ranks host copies of busy experts, and what becomes of the copies' weights until backward:
+        None for no copies, "keep", or "communicate", which sends them again. Copies compute received rows
+        (C), and rows for a copy on the tokens' own rank count as received.
 
     Raises ValueError if ``local`` and ``remote`` are both False.
     """
@@ -210,10 +218,13 @@ class Stages:
     shared: bool = False
     gradients: bool = False
     one_lane: bool = False
+    copies: CopiesFate | None = None
 
     def __post_init__(self) -> None:
         if not (self.local or self.remote):
             raise ValueError("local (False) or remote (False) must be True: a layer's rows stay or travel")
+        if self.copies is not None and not self.remote:
+            raise ValueError(f"copies ({self.copies!r}) must be None where no rows travel (remote=False)")
 
 
 def finished(
@@ -310,7 +321,7 @@ def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple
 
 
 _LANES = {
-    **dict.fromkeys(("P", "S", "SI", "R", "GAR"), Lane.COMMUNICATE),
+    **dict.fromkeys(("P", "S", "SI", "R", "GAR", "V", "VG"), Lane.COMMUNICATE),
     **dict.fromkeys(("AG", "AGI", "RS", "PG"), Lane.INTRA_NODE),
     **dict.fromkeys(("DI", "DM", "LDI", "LDM"), Lane.COPY_OUT),
     **dict.fromkeys(("HI", "HM", "LHI", "LHM"), Lane.COPY_IN),
@@ -475,6 +486,41 @@ class PassBuilder:
             self.add(Kind.SHARE_WEIGHTS, -1, leaving, ["dweight_leaving"])
             leaving = ["dweight_leaving"]
         self.add(Kind.WEIGHTS, -1, leaving, ["dweight"])
+
+    def copy_weights(self) -> None:
+        """Appends V, which sends the weights of busy experts to the ranks of their copies.
+
+        It comes first in the pass: rows that stay, and gathering the first chunk, hide it. It appends nothing
+        without copies, or in backward if they were kept.
+        """
+        fate = self.stages.copies
+        if fate == "communicate" or (fate == "keep" and self.direction == "forward"):
+            self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_K"])
+
+    @property
+    def copied(self) -> list[str]:
+        """The buffer with the weights of this rank's copies, which experts' tasks read; [] without copies."""
+        return ["w_K"] * (self.stages.copies is not None)
+
+    def copy_wgrad(self, i: int, reads: Sequence[str], *, is_last: bool) -> None:
+        """Appends KW of chunk i: gradients of the copies' parameters. Appends nothing without copies.
+
+        reads: the buffers that the task of the other experts' parameters (W) reads.
+        is_last: whether no chunk follows. VG, which sends the gradients home, is then appended too. So it
+            runs beside the chunk's W, which comes next.
+        """
+        if self.stages.copies is not None:
+            self.add(Kind.COPY_WGRAD, i, [*reads, "dw_K"], ["dw_K"])
+            if is_last:
+                self.add(Kind.COPY_GRADIENTS, -1, ["dw_K"], ["dw_home"])
+
+    def add_gradients(self) -> None:
+        """Appends VA, which adds the gradients of copies to those of their experts; nothing without copies.
+
+        It comes after all tasks that add to these gradients, so that the order of the sum is fixed.
+        """
+        if self.stages.copies is not None:
+            self.add(Kind.ADD_GRADIENTS, -1, ["dw_home", "dw"], ["dw"])
 
     def shared(self) -> None:
         """Appends the tasks of the shared expert, which computes all tokens; none if the layer has none.

@@ -18,7 +18,16 @@ from pmoe.convert import from_pmoe, to_pmoe
 from pmoe.experts import FFNExperts, Shard
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.gates import GATES, ExternalGate, Mix, load_balance_loss, router_z_loss
+from pmoe.gates import (
+    GATES,
+    ExternalGate,
+    ForcedGate,
+    Mix,
+    ReplayGate,
+    TopKGate,
+    load_balance_loss,
+    router_z_loss,
+)
 from pmoe.graph.options import Options
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.statistics import stats
@@ -145,6 +154,28 @@ def use_external(**given: Any) -> None:
         step(used)
 
 
+def use_forced(**given: Any) -> None:
+    right = {"gate": TopKGate(M, E, K), "num_experts": E, "busy": (0, 1), "share": 0.5}
+    ForcedGate(**{**right, **given})(torch.randn(T, M))
+
+
+def use_replay(**given: Any) -> None:
+    right = {"gate": TopKGate(M, E, K), "calls": [torch.zeros(T, K, dtype=torch.int64)]}
+    ReplayGate(**{**right, **given})(torch.randn(T, M))
+
+
+def use_recording(**given: Any) -> None:
+    with pmoe.record_routing(**{"model": model(), "folder": tempfile.mkdtemp(), **given}):
+        pass
+
+
+def use_trace(**given: Any) -> None:
+    folder = tempfile.mkdtemp()
+    with pmoe.record_routing(model(), folder):
+        pass
+    pmoe.read_routing(**{"folder": folder, **given})
+
+
 def use_configure(**given: Any) -> None:
     from pmoe.integrations.transformers.layers import configure  # imports transformers
 
@@ -236,6 +267,10 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "Routing": (pmoe.Routing, use_routing),
     "Mix": (Mix, use_mix),
     "ExternalGate.routing": (ExternalGate.routing, use_external),
+    "ForcedGate": (ForcedGate, use_forced),
+    "ReplayGate": (ReplayGate, use_replay),
+    "record_routing": (pmoe.record_routing, use_recording),
+    "read_routing": (pmoe.read_routing, use_trace),
     "DeepSeekGate.update_bias": (
         GATES["deepseek"].update_bias,  # type: ignore[attr-defined]
         lambda **given: GATES["deepseek"](M, E).update_bias(**given),  # type: ignore[operator]

@@ -25,12 +25,14 @@ LEFT_OUT: dict[str, str] = {
     "CheckpointError": "an error",
     "Shard.of": "the layer calls it",
     "ExternalGate.forward": "the layer calls it",
+    **dict.fromkeys(("ForcedGate.choices", "ReplayGate.choices"), "the gate calls it"),
 }
 """What users do not call with arguments of theirs, and why."""
 
 CALLED_BY_THE_LAYER = {
     *("Callback", "Exchange", "Experts", "StackedExperts", "FFNExperts", "SwiGLUExperts", "ModuleExperts"),
     *("Order", "SortedOrder", "EinsumOrder", "Traffic", "Gate", "TopKRouter", "DrawnGate", "Journal"),
+    "OverridingGate",
     *(kind.__name__ for kind in GATES.values()),
 }
 """Classes whose methods the layer calls, with what it has checked; docs/reference.rst says so."""

@@ -100,6 +100,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "replicated": "() {}",
     },
     "DeepSeekGate.update_bias": {"group": NONE},
+    "ForcedGate": {
+        "gate": NOTHING, "num_experts": NOTHING, "busy": "list", "share": "0 1 0.5",
+    },
+    "ReplayGate": {"gate": NOTHING, "calls": NOTHING},
+    "record_routing": {"model": NOTHING, "folder": TEXT},
+    "read_routing": {"folder": NOTHING, "rank": "0"},
     "ExternalGate.routing": {"expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE},
     "Routing": {
         "expert": NOTHING, "weight": NOTHING, "l_aux": NOTHING, "logits": "None scalar integers tensor",

@@ -1,0 +1,62 @@
+"""Base class of gates that let another gate decide, and replace the experts that it chose."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from pmoe.arguments import check_kind
+from pmoe.gates.base import Gate, PartitionName, Routing
+
+
+class OverridingGate(Gate):
+    """Base class of gates that run an inner gate and replace its choices: for benchmarks and tests.
+
+    The routing weights and l_aux are those of the inner gate, so it costs what it costs in training, and its
+    parameters get gradients. l_aux is the loss of the inner gate's own choices. The k-th weight of a token
+    belongs to the k-th expert that replaces the choices.
+
+    A layer with a ``capacity_factor`` drops rows of the new choices.
+
+    gate: the inner gate, a module that gives each token top_k experts.
+
+    Raises TypeError if it is not a module. Raises ValueError if its tokens have different numbers of experts
+    or are mixed, or if it applies the capacity itself.
+    """
+
+    partition: PartitionName = "none"
+    gate: nn.Module
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        check_kind(nn.Module, "a torch.nn.Module, such as pmoe.gates.TopKGate", gate=gate)
+        for flag in ("picks_tokens", "mixes_tokens", "decides_capacity"):
+            if getattr(gate, flag, False):
+                raise ValueError(
+                    f"gate ({type(gate).__name__}) must give each token top_k experts and leave the capacity "
+                    f"to the layer, but its {flag} is True: pass for example pmoe.gates.TopKGate"
+                )
+        self.gate = gate
+        needs_token_ids: bool = getattr(gate, "needs_token_ids", False)
+        saved_scores: int = getattr(gate, "saved_scores", 1)
+        self.needs_token_ids = needs_token_ids
+        self.saved_scores = saved_scores
+
+    @abc.abstractmethod
+    def choices(self, expert_TK: Tensor) -> Tensor:
+        """Returns the experts of each token, (T, K) int64 on the same device, distinct for each token.
+
+        expert_TK: (T, K) int64, the experts that the inner gate chose.
+        """
+
+    def forward(self, x_TM: Tensor, *args: Tensor) -> Routing:
+        """Routes the tokens x_TM (T, M). ``args`` holds their ids if the inner gate needs them."""
+        routing = self.gate(x_TM, *args)
+        check_kind(Routing, "a module that returns a pmoe.Routing", gate=routing)
+        decided: Routing = routing
+        return replace(decided, expert=self.choices(decided.expert))
+
+    def reset_parameters(self) -> None:
+        self.gate.reset_parameters()  # type: ignore[operator]  # a Gate has it; a user's module may not

@@ -1,0 +1,63 @@
+"""A gate that repeats recorded choices: to run a benchmark with the routing of a real training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.arguments import check_tensors, list_of
+from pmoe.gates.overriding import OverridingGate
+
+
+class ReplayGate(OverridingGate):
+    """Replaces the choices of another gate by recorded ones, call by call.
+
+    The choices usually come from `pmoe.read_routing`. After those of the last call, the first follow again.
+    `OverridingGate` says what remains of the inner gate.
+
+    Args:
+        gate: the inner gate.
+        calls: for each call the experts of its tokens, (T, K) int64 on any device.
+
+    Attributes:
+        next_call: the number of the call whose choices come next. It may be set, for example to 0 before each
+            measurement.
+
+    Raises ValueError without calls, and at a call whose input has another number of tokens or experts of a
+    token than the recorded one.
+    """
+
+    calls: list[Tensor]
+    next_call: int
+
+    def __init__(self, gate: nn.Module, calls: Sequence[Tensor]) -> None:
+        super().__init__(gate)
+        self.calls = list_of("calls", calls)
+        if not self.calls:
+            raise ValueError("calls (0 of them) must hold the choices of at least one call")
+        for at, call in enumerate(self.calls):
+            check_tensors(2, **{f"calls[{at}]": call})
+            if call.dtype != torch.int64:
+                raise TypeError(f"calls[{at}] of dtype {call.dtype} must hold experts, as torch.int64")
+        self.next_call = 0
+
+    def choices(self, expert_TK: Tensor) -> Tensor:
+        """Returns the recorded choices of the next call, (T, K) int64.
+
+        Raises ValueError if they have another shape than expert_TK.
+        """
+        at = self.next_call % len(self.calls)
+        recorded_TK = self.calls[at]
+        if recorded_TK.shape != expert_TK.shape:
+            raise ValueError(
+                f"calls[{at}] has choices of shape {tuple(recorded_TK.shape)}, but the gate routes "
+                f"{tuple(expert_TK.shape)}: pass as many tokens as were recorded, or set next_call"
+            )
+        self.next_call = at + 1
+        return recorded_TK.to(expert_TK)
+
+    def extra_repr(self) -> str:
+        """Returns the number of recorded calls and the next one, for repr."""
+        return f"calls={len(self.calls)}, next_call={self.next_call}"

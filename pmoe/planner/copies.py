@@ -1,0 +1,461 @@
+"""Copies of busy experts: which ranks get them, and which share of each source's rows goes to each copy.
+
+Under skewed routing the rank of a busy expert computes more rows than the others, and all ranks wait for it.
+For one call, other ranks may get copies of the expert's weights and compute a part of its rows. The plan here
+says which. It is made of integers, from numbers that all ranks have, so all ranks make the same plan.
+
+Time is counted in rows: one unit is the time in which a rank computes one row. A copy of weights is priced by
+the rows that could be computed while it is sent. The predicted time of a rank is
+
+    time(rank) = rows that it computes
+                 + price of each copy that it hosts
+                 + for each of its own experts that has copies, the price of the dearest of these copies
+
+A copy on another node than its owner costs ``far``, any other ``near``, and one that is there already 0. The
+last line is because an owner sends its weights once, however many copies there are: hosts pass them on.
+
+The plan makes the largest time small. Example: 4 ranks with one expert each, loads (70, 10, 10, 10), prices 1
+and one copy a rank at most:
+
+    rank            0                1             2             3
+    before          70               10            10            10
+    after           25 + 1 sent      15 + 10 + 1   15 + 10 + 1   15 + 10 + 1
+
+Letters: E experts of all ranks, W ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heapreplace
+
+from pmoe.arguments import check_int
+from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
+
+FAR_FROM_BOUND = 5
+"""If a plan that keeps present copies is more percent over the bound, another plan is made without them."""
+
+CLOSE_TO_BOUND = 1
+"""If a plan for few ranks is at most so many percent over the bound, no better one is searched."""
+
+GOLDEN = 0x9E3779B9
+"""2**32 divided by the golden ratio: multiples of it modulo 2**32 are spread evenly (Fibonacci hashing)."""
+
+FINE = 128
+COARSE = 48
+"""The search for the smallest possible largest time ends at steps of mean time / FINE, or / COARSE if it can
+try only one way for each time, because there are many ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyLimits:
+    """The bound of the copies that a rank hosts, and the prices of a copy.
+
+    per_rank: the most copies that a rank hosts.
+    near: price of a copy on the node of its owner: rows that a rank could compute while it is sent.
+    far: price of a copy on another node.
+
+    Raises TypeError unless all three are ints, ValueError if one is negative or ``far`` is below ``near``.
+    """
+
+    per_rank: int
+    near: int = 0
+    far: int = 0
+
+    def __post_init__(self) -> None:
+        check_int(0, per_rank=self.per_rank, near=self.near, far=self.far)
+        if self.far < self.near:
+            raise ValueError(f"far ({self.far}) must be at least near ({self.near})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyPlan:
+    """A plan of copies: the ranks that compute the rows of busy experts.
+
+    hosts: for each expert that has copies, (rank, rows) of its owner, and then of each copy. The rows of one
+        expert add up to its load. Other experts are computed by their owners alone.
+    before, after: the largest predicted time of a rank without and with the copies, in rows.
+    """
+
+    hosts: Mapping[int, tuple[tuple[int, int], ...]]
+    before: int
+    after: int
+
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """All copies, as pairs (expert, rank)."""
+        return frozenset((expert, rank) for expert, hosts in self.hosts.items() for rank, _ in hosts[1:])
+
+    def rows_of_ranks(self, loads: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
+        """Returns the number of rows that each rank computes.
+
+        loads, owners: of each expert, as `plan_copies` got them.
+        """
+        rows = [0] * num_ranks
+        for expert, (load, owner) in enumerate(zip(loads, owners, strict=True)):
+            for rank, part in self.hosts.get(expert, ((owner, load),)):
+                rows[rank] += part
+        return rows
+
+
+def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None) -> int:
+    """Returns how many copies a rank may host: at most ``per_rank``, and at most what the bytes allow.
+
+    copy_bytes: bytes of a copy with all that belongs to it, such as its gradients.
+    free_bytes: bytes for all copies together; None if they are not limited.
+
+    Example: per_rank 4, copies of 100 bytes, 250 bytes -> 2.
+    """
+    if free_bytes is None or not copy_bytes:
+        return per_rank
+    return min(per_rank, max(free_bytes, 0) // copy_bytes)
+
+
+def split_rows(rows: int, shares: Sequence[int], index: int) -> list[int]:
+    """Returns how many of a source's rows for one expert go to each of the expert's hosts.
+
+    Every source sends each host the same fraction of its rows. Fractions of a row are rounded by this rule.
+    With the running sums C_j = shares[0] + ... + shares[j - 1] and C = the sum of all shares, host j gets the
+    source's rows from number cut(j) to number cut(j + 1):
+
+        cut(j) = floor((rows * C_j + offset) / C)
+        offset = floor(C * (index * GOLDEN mod 2**32) / 2**32), so 0 <= offset < C
+
+    The offsets of successive indices are spread evenly, so the sources' errors cancel each other. Each host
+    gets less than one row more or fewer than its fraction.
+
+    rows: the rows of this source for the expert, or those of a part of its batch.
+    shares: the rows of each host, from `CopyPlan.hosts`. Their sum must be positive.
+    index: the number of the source, or another number for each source and part of its batch.
+
+    Example: 3 rows, shares (50, 50) -> [1, 2] for index 0 (offset 0), [2, 1] for index 1 (offset 61).
+    """
+    total = sum(shares)
+    offset = total * (index * GOLDEN % 2**32) >> 32
+    cuts = [(rows * running + offset) // total for running in itertools.accumulate(shares, initial=0)]
+    return [end - start for start, end in itertools.pairwise(cuts)]
+
+
+def plan_copies(
+    loads: Sequence[int],
+    owners: Sequence[int],
+    nodes: Sequence[int],
+    limits: CopyLimits,
+    present: Collection[tuple[int, int]] = (),
+) -> CopyPlan:
+    """Returns the copies that make the largest predicted time of a rank small.
+
+    The largest time is found by a search. For a given time each rank that needs longer gives away rows, of
+    its largest experts first, to ranks that have time left. A rank takes as many rows as it has time for, and
+    the last rows of an expert go to the rank with the least time that is enough. Ranks of the owner's node
+    come first, so that weights cross the link between nodes only if the node is full.
+
+    The plan depends on nothing but the arguments. Finding it takes memory and time for E and W, and for the
+    copies, but not for E times W.
+
+    Args:
+        loads: (E,) rows of each expert, from all ranks together.
+        owners: (E,) rank of each expert's parameters.
+        nodes: (W,) node of each rank.
+        limits: how many copies a rank may host, and what they cost.
+        present: copies that ranks have already, as pairs (expert, rank), from `CopyPlan.pairs`. They cost
+            nothing. Those that the plan does not use are given up.
+
+    Example: loads (70, 10, 10, 10), owners (0, 1, 2, 3), nodes (0, 0, 0, 0), one copy a rank, prices 1 ->
+    hosts {0: ((0, 25), (1, 15), (2, 15), (3, 15))}, before 70, after 26.
+    """
+    times = [0] * len(nodes)
+    for load, owner in zip(loads, owners, strict=True):
+        times[owner] += load
+    largest = max(times, default=0)
+    if not limits.per_rank or largest * len(nodes) == sum(times):
+        return CopyPlan(hosts={}, before=largest, after=largest)
+    search = _Search(loads, owners, nodes, limits, present, times)
+    moves, after = search.best(largest)
+    if present and 100 * after > (100 + FAR_FROM_BOUND) * search.bound:  # they may occupy needed slots
+        afresh = _Search(loads, owners, nodes, limits, (), times).best(largest)
+        if afresh[1] < after:
+            moves, after = afresh
+    if len(nodes) <= MOST_RANKS and 100 * after > (100 + CLOSE_TO_BOUND) * search.bound:
+        few_ranks = FewRanks(
+            loads, owners, nodes, limits.per_rank, limits.near, limits.far, frozenset(present)
+        )
+        pairs = frozenset((expert, rank) for expert, rank, _ in moves)
+        moves, after = few_ranks.moves(few_ranks.best(pairs, search.bound))
+    rows: dict[int, dict[int, int]] = {}
+    for expert, rank, part in moves:
+        of_expert = rows.setdefault(expert, {owners[expert]: loads[expert]})
+        of_expert[owners[expert]] -= part
+        of_expert[rank] = of_expert.get(rank, 0) + part
+    hosts = {expert: tuple(rows[expert].items()) for expert in sorted(rows)}
+    return CopyPlan(hosts=hosts, before=largest, after=after)
+
+
+Moves = list[tuple[int, int, int]]
+"""Copies as triples: the expert, the rank of the copy, and the rows that go to it."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to look for copies. None is always best, so a search tries several.
+
+    own_node_first: whether ranks give rows to ranks of their own node first, and to others only if these have
+        no time left. Otherwise all ranks with time left are equal, and only the price differs.
+    passes_on: whether a busy rank may give its last rows to the next busy rank, which gives away more of its
+        own rows instead. Then the last slot of a rank with time left is not spent on a few rows.
+    least_first: whether the ranks that need least over the target begin; otherwise those that need most.
+    """
+
+    own_node_first: bool
+    passes_on: bool
+    least_first: bool
+
+
+WAYS = tuple(
+    _Way(own_node_first, passes_on, least_first)
+    for own_node_first in (True, False)
+    for passes_on in (True, False)
+    for least_first in (False, True)
+)
+"""The ways in the order in which they are tried. The last half is for ranks on several nodes."""
+
+EFFORT = 64
+"""A search among W ranks tries EFFORT / W ways for each target, and at least one."""
+
+
+class _Search:
+    """One search for the smallest largest time. `plan_copies` explains the arguments.
+
+    times: (W,) rows of each rank's own experts.
+    """
+
+    def __init__(
+        self,
+        loads: Sequence[int],
+        owners: Sequence[int],
+        nodes: Sequence[int],
+        limits: CopyLimits,
+        present: Collection[tuple[int, int]],
+        times: list[int],
+    ) -> None:
+        self.loads = loads
+        self.owners = owners
+        self.nodes = nodes
+        self.limits = limits
+        self.times = times
+        self.present = sorted(pair for pair in present if owners[pair[0]] != pair[1])
+        self.bound = self._bound()
+        self.ranks_of: dict[int, list[int]] = {}
+        for rank, node in enumerate(nodes):
+            self.ranks_of.setdefault(node, []).append(rank)
+        # Only ranks over the bound give rows away. Pairs (-rows, expert) make heaps with most rows on top.
+        self.experts_of: dict[int, list[tuple[int, int]]] = {
+            rank: [] for rank, time in enumerate(times) if time >= self.bound
+        }
+        for expert, owner in enumerate(owners):
+            if owner in self.experts_of:
+                self.experts_of[owner].append((-loads[expert], expert))
+        for experts in self.experts_of.values():
+            experts.sort()
+        ways = WAYS if len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
+        uses = (self.present, []) if self.present else ([],)  # present copies may occupy slots of better ones
+        self.ways = [(way, use) for way in ways for use in uses][: max(1, EFFORT // len(times))]
+
+    def best(self, largest: int) -> tuple[Moves, int]:
+        """Returns the copies with the smallest largest time that was found, and that time.
+
+        An attempt that fails says how many rows it could not place. Divided by the number of ranks, this is
+        about how much longer the time must be. The search ends when a time is possible that is at most one
+        step longer than one that is not.
+
+        largest: the largest time without copies.
+        """
+        num_ranks = len(self.times)
+        low = self.bound
+        is_coarse = len(self.ways) == 1
+        step = max(1, sum(self.times) // (num_ranks * (COARSE if is_coarse else FINE)))
+        best: tuple[Moves, int] = ([], largest)
+        target = low + is_coarse * step // 2  # the bound itself is seldom possible
+        stride = step
+        while low < best[1]:
+            attempt = self._attempt(target)
+            if attempt.misplaced:
+                low = target + 1
+            else:
+                best = (attempt.moves, target - min(attempt.room))
+            if best[1] - low < step or (is_coarse and best[1] - low == step):
+                break
+            target = (low + best[1]) // 2
+            if attempt.misplaced:
+                target = min(low + max(stride, attempt.misplaced // num_ranks), target)
+                stride *= 2
+        return best
+
+    def _bound(self) -> int:
+        """Returns a time that no plan can undercut, because rows must go somewhere.
+
+        A rank that needs longer than the time T sends at least one copy, and a rank that takes rows hosts at
+        least one. So T is too short if the sum of (time + near - T) over ranks that need longer is more than
+        the sum of (T - time - near) over ranks that have more than ``near`` left.
+        """
+        near = 0 if self.present else self.limits.near
+        ascending = sorted(self.times)
+        sums = list(itertools.accumulate(ascending, initial=0))
+        num_ranks = len(ascending)
+        low, high = -(-sums[-1] // num_ranks), ascending[-1]
+        while low < high:
+            target = (low + high) // 2
+            num_calm = bisect_right(ascending, target)
+            num_idle = bisect_left(ascending, target - near)
+            excess = sums[-1] - sums[num_calm] + (near - target) * (num_ranks - num_calm)
+            if excess > (target - near) * num_idle - sums[num_idle]:
+                low = target + 1
+            else:
+                high = target
+        return low
+
+    def _attempt(self, target: int) -> _Attempt:
+        """Returns the first successful attempt for this target; if all fail, that which misplaces least."""
+        attempts = (_Attempt(self, target, *way) for way in self.ways)
+        best = next(attempts)
+        while best.misplaced and (attempt := next(attempts, None)) is not None:
+            if attempt.misplaced < best.misplaced:
+                best = attempt
+        return best
+
+
+class _Attempt:
+    """One attempt to find copies with which no rank needs longer than ``target``.
+
+    search: the numbers of the problem.
+    present: copies that are there already, as pairs (expert, rank). They are used before others.
+
+    Attributes:
+        moves: the copies.
+        room: for each rank, the time that is left until ``target``; negative for ranks that need longer.
+        misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
+        slots: for each rank, how many more copies it may host.
+        left: by busy rank, a heap of (-rows, expert) of the rows that its experts still have.
+        sent: the price that an expert's owner pays for sending it. Only experts with copies have an entry.
+    """
+
+    def __init__(self, search: _Search, target: int, way: _Way, present: Sequence[tuple[int, int]]) -> None:
+        self.search = search
+        self.moves: Moves = []
+        self.room = [target - time for time in search.times]
+        self.slots = [search.limits.per_rank] * len(self.room)
+        self.left: dict[int, list[tuple[int, int]]] = {}
+        self.sent: dict[int, int] = {}
+        self._use_present(present)
+        near, far = search.limits.near, search.limits.far
+        has_nodes = len(search.ranks_of) > 1
+        if has_nodes and way.own_node_first:
+            for ranks in search.ranks_of.values():
+                self._level(ranks, near, way)
+        if not has_nodes or min(self.room) < 0:
+            self._level(range(len(self.room)), far if has_nodes else near, way)
+        self.misplaced = -sum(time for time in self.room if time < 0)
+
+    def _use_present(self, present: Sequence[tuple[int, int]]) -> None:
+        """Moves rows to copies that are there already, if the experts' owners need too long."""
+        search = self.search
+        rows_left: dict[int, int] = {}
+        for expert, rank in present:
+            owner = search.owners[expert]
+            left = rows_left.get(expert, search.loads[expert])
+            rows = min(-self.room[owner], self.room[rank], left)
+            if rows > 0 and self.slots[rank]:
+                rows_left[expert] = left - rows
+                self.sent.setdefault(expert, 0)
+                self.room[owner] += rows
+                self.room[rank] -= rows
+                self.slots[rank] -= 1
+                self.moves.append((expert, rank, rows))
+        for owner in {search.owners[expert] for expert in rows_left}:
+            pairs = [
+                (-rows_left.get(expert, -minus_rows), expert)
+                for minus_rows, expert in search.experts_of[owner]
+            ]
+            self.left[owner] = sorted(pairs)
+
+    def _level(self, group: Sequence[int], price: int, way: _Way) -> None:
+        """Lets the ranks of a group that need too long give rows to those that have time left.
+
+        price: the most that a copy within the group costs.
+        """
+        room = self.room
+        slots = self.slots
+        busy = [(room[rank], rank) for rank in group if room[rank] < 0]
+        if not busy:
+            return
+        busy.sort(reverse=way.least_first)
+        pool = [(room[rank], rank) for rank in group if room[rank] > price and slots[rank]]
+        pool.sort()
+        for at, (_, rank) in enumerate(busy, start=1):
+            following = busy[at][1] if way.passes_on and at < len(busy) else -1
+            self._give_away(rank, pool, price, following)
+
+    def _give_away(self, owner: int, pool: list[tuple[int, int]], price: int, following: int) -> None:
+        """Moves rows of a busy rank's experts to ranks with time left, until the rank is no longer busy.
+
+        Each copy is of the expert that has most rows left. It goes to the rank with the least time that is
+        enough, or to the rank with most time, which it then fills.
+
+        pool: ranks that have time left, as ascending pairs (time, rank). It is updated.
+        price: the most that a copy on these ranks costs.
+        following: the next busy rank, to which the last rows may go; -1 for none.
+        """
+        search = self.search
+        nodes = search.nodes
+        room = self.room
+        slots = self.slots
+        heap = self.left.get(owner)
+        if heap is None:
+            heap = self.left[owner] = search.experts_of[owner].copy()
+        busy = -room[owner]
+        while busy > 0 and pool and heap:
+            minus_left, expert = heap[0]
+            left = -minus_left
+            paid = self.sent.get(expert, 0)
+            unpaid = price - paid if price > paid else 0
+            if left <= unpaid:
+                heappop(heap)
+                continue
+            wanted = busy + unpaid
+            if wanted > left:
+                wanted = left
+            at = bisect_left(pool, (wanted + price,))
+            if at == len(pool):
+                free, rank = pool.pop()
+            elif (  # a last slot would be spent on a few rows, so the next busy rank takes them
+                following >= 0
+                and slots[following]
+                and slots[pool[at][1]] == 1
+                and wanted == busy + unpaid
+                and pool[at][0] > wanted + price
+            ):
+                rank = following
+                free = wanted + price
+            else:
+                free, rank = pool.pop(at)
+            cost = price if nodes[rank] != nodes[owner] else search.limits.near
+            if cost > paid:
+                self.sent[expert] = cost
+                busy += cost - paid
+            rows = busy if busy < left else left
+            if rows > free - cost:
+                rows = free - cost
+            self.moves.append((expert, rank, rows))
+            busy -= rows
+            room[rank] -= cost + rows
+            slots[rank] -= 1
+            if room[rank] > price and slots[rank]:
+                insort(pool, (room[rank], rank))
+            if rows < left:
+                heapreplace(heap, (rows - left, expert))
+            else:
+                heappop(heap)
+        room[owner] = -busy

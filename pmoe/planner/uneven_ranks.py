@@ -1,0 +1,221 @@
+"""Predicted seconds of passes in which ranks have unlike numbers of rows: all ranks are simulated together.
+
+The other simulations of this folder show one rank among equal ones. Here each rank has tasks of its own on
+its compute lane. A collective is one task of all ranks: it starts when all ranks have reached it, and takes
+as long as its busiest rank needs. So the simulation shows how ranks wait for the one with most rows, and what
+copies of busy experts (`pmoe.planner.copies`) change.
+
+Assumptions: every rank has as many tokens as the others, and sends each expert the same fraction of its rows.
+Rows that are gathered or summed on their rank cost nothing, and neither do routing weights. A broadcast of
+weights is pipelined in pieces, so it takes as long as its busiest link.
+
+Letters: W ranks, n chunks, M = d_model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pmoe.planner.cluster import Cluster
+from pmoe.planner.copies import CopyPlan
+from pmoe.planner.simulator import Simulated, makespan, simulate
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, Lane, Schedule, Stages, Task, local_pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTask:
+    """A task of one rank, or a collective of all ranks.
+
+    task: the task of the schedule.
+    rank: the rank; -1 for a collective.
+    name, lane, waits: as the simulator reads them, with the ranks' numbers.
+    """
+
+    task: Task
+    rank: int
+    name: str
+    lane: str
+    waits: tuple[str, ...]
+
+
+def tasks_of_ranks(schedule: Schedule, num_ranks: int) -> list[RankTask]:
+    """Returns the tasks of all ranks together, which run the same schedule.
+
+    A collective waits for the tasks of all ranks that it waits for in the schedule.
+
+    Example: G0 and S0 on 2 ranks -> G0 of rank 0, G0 of rank 1, and one S0, which waits for both.
+    """
+    lanes = {task.name: task.lane for task in schedule.tasks}
+    ranks = range(num_ranks)
+    tasks = []
+    for task in schedule.tasks:
+        if task.lane is not Lane.COMPUTE:
+            waits = [f"{name}@{rank}" for name in task.waits for rank in ranks if lanes[name] is Lane.COMPUTE]
+            waits += [name for name in task.waits if lanes[name] is not Lane.COMPUTE]
+            tasks.append(
+                RankTask(task=task, rank=-1, name=task.name, lane=task.lane.value, waits=tuple(waits))
+            )
+            continue
+        for rank in ranks:
+            own = tuple(f"{name}@{rank}" if lanes[name] is Lane.COMPUTE else name for name in task.waits)
+            lane = f"{task.lane.value}@{rank}"
+            tasks.append(RankTask(task=task, rank=rank, name=f"{task.name}@{rank}", lane=lane, waits=own))
+    return tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnevenLayer:
+    """Sizes of a layer, and the loads of its experts in one call.
+
+    loads: rows of each expert, from all ranks together. Experts are spread over the ranks in order.
+    row_bytes: bytes of a row that travels: M times the bytes of an element.
+    multiply_adds: multiply-adds of a row in the forward pass. The gradients of the rows take as many,
+        and those of the parameters too.
+    expert_bytes: bytes of one expert's parameters. Its gradients have as many.
+    """
+
+    loads: Sequence[int]
+    row_bytes: int
+    multiply_adds: int
+    expert_bytes: int
+
+    def owners(self, num_ranks: int) -> list[int]:
+        """Returns the rank of each expert."""
+        return [expert * num_ranks // len(self.loads) for expert in range(len(self.loads))]
+
+
+def nodes_of(cluster: Cluster) -> list[int]:
+    """Returns the machine of each rank. Ranks of one machine follow each other."""
+    return [rank // cluster.ranks_per_machine for rank in range(cluster.num_ranks)]
+
+
+def copy_prices(layer: UnevenLayer, cluster: Cluster, *, trains: bool) -> tuple[int, int]:
+    """Returns the prices of a copy on the own node and on another node, in rows, rounded up.
+
+    A copy's weights are sent once, and its gradients once if the layer is trained. A row is priced by its
+    products, or by its messages if these take longer.
+
+    trains: whether a backward pass follows.
+    """
+    num_ranks = cluster.num_ranks
+    times_sent, passes = (2, 2) if trains else (1, 1)
+    products = layer.multiply_adds * cluster.compute.beta_seconds * (3 if trains else 1)
+    inside = (cluster.ranks_per_machine - 1) / num_ranks * cluster.inside.beta_seconds
+    outside = (num_ranks - cluster.ranks_per_machine) / num_ranks * cluster.outside.beta_seconds
+    messages = 2 * passes * layer.row_bytes * max(inside, outside)
+    rates = (cluster.inside.beta_seconds, cluster.outside.beta_seconds)
+    near, far = (times_sent * layer.expert_bytes * rate / max(products, messages) for rate in rates)
+    return -int(-near // 1), max(-int(-near // 1), -int(-far // 1))
+
+
+def uneven_pass_seconds(
+    layer: UnevenLayer, cluster: Cluster, n: int, direction: str, plan: CopyPlan | None = None
+) -> float:
+    """Returns the simulated seconds of a pass of n chunks. Buffers are not shared, and copies are kept.
+
+    direction: "forward" or "backward".
+    plan: copies of busy experts; None for none.
+    """
+    stages = Stages(local=True, remote=True, copies="keep" if plan is not None and plan.hosts else None)
+    schedule = forward_schedule(n, stages) if direction == "forward" else backward_schedule(n, stages)
+    costs = _task_costs(layer, cluster, n, plan)
+    done: list[Simulated[RankTask]] = simulate(tasks_of_ranks(schedule, cluster.num_ranks), costs)
+    return makespan(done)
+
+
+def _task_costs(
+    layer: UnevenLayer, cluster: Cluster, n: int, plan: CopyPlan | None
+) -> Callable[[RankTask], float]:
+    """Returns a function that gives the seconds of a task in a pass of n chunks.
+
+    Rows for a copy on the tokens' own rank are computed with the received ones, but cross no link.
+    """
+    num_ranks = cluster.num_ranks
+    own_rows, copy_rows = _rows(layer, num_ranks, plan)
+    pieces = local_pieces(n, local=True, remote=True)
+    dispatch = _exchange(layer, cluster, [a + b for a, b in zip(own_rows, copy_rows, strict=True)], n)
+    weights = _broadcast(layer, cluster, plan)
+    collectives = {Kind.DISPATCH: dispatch, Kind.COMBINE: dispatch}
+    collectives |= {Kind.COPY_WEIGHTS: weights, Kind.COPY_GRADIENTS: weights}
+
+    def products(rows: float) -> float:
+        return cluster.compute(rows * layer.multiply_adds) if rows else 0.0
+
+    def seconds(of: RankTask) -> float:
+        kind = of.task.kind
+        if of.rank < 0:
+            return collectives.get(kind, 0.0)
+        own = own_rows[of.rank]
+        if kind in (Kind.LOCAL, Kind.LOCAL_WGRAD):
+            chunks = n - pieces + 1 if of.task.chunk == 0 else 1
+            return products(own / num_ranks * chunks / n)
+        received = own * (num_ranks - 1) / num_ranks
+        if kind is Kind.COMPUTE:
+            return products((received + copy_rows[of.rank]) / n)
+        if kind is Kind.WGRAD:
+            return products(received / n)
+        return products(copy_rows[of.rank] / n) if kind is Kind.COPY_WGRAD else 0.0
+
+    return seconds
+
+
+def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan | None) -> tuple[list[int], list[int]]:
+    """Returns the rows that each rank's own experts compute, and those that its copies compute."""
+    own_rows = [0] * num_ranks
+    copy_rows = [0] * num_ranks
+    for expert, (load, owner) in enumerate(zip(layer.loads, layer.owners(num_ranks), strict=True)):
+        own, *copies = ((owner, load),) if plan is None else plan.hosts.get(expert, ((owner, load),))
+        own_rows[owner] += own[1]
+        for rank, rows in copies:
+            copy_rows[rank] += rows
+    return own_rows, copy_rows
+
+
+def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int) -> float:
+    """Returns the seconds of one chunk's all-to-all, dispatch or combine.
+
+    rows: rows that each rank computes, from all ranks. Each rank sent the same part of them.
+    """
+    num_ranks = cluster.num_ranks
+    local = cluster.ranks_per_machine
+    total = sum(rows)
+    slowest = 0.0
+    for first in range(0, num_ranks, local):
+        of_node = sum(rows[first : first + local])
+        for own in rows[first : first + local]:
+            inside = max(of_node - own, own * (local - 1)) / num_ranks
+            outside = max(total - of_node, own * (num_ranks - local)) / num_ranks
+            for link, part, peers in (
+                (cluster.inside, inside, local - 1),
+                (cluster.outside, outside, num_ranks - local),
+            ):
+                if peers:
+                    of_link = link.alpha_seconds * peers + link.beta_seconds * part * layer.row_bytes / n
+                    slowest = max(slowest, of_link)
+    return slowest
+
+
+def _broadcast(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan | None) -> float:
+    """Returns the seconds in which the weights of all copies travel, or their gradients come home.
+
+    A rank receives its copies, and sends each of its own experts that have copies once on each link.
+    """
+    nodes = nodes_of(cluster)
+    received: Counter[tuple[int, bool]] = Counter()
+    sent: Counter[tuple[int, bool]] = Counter()
+    for hosts in plan.hosts.values() if plan is not None else ():
+        owner = hosts[0][0]
+        are_far = [nodes[rank] != nodes[owner] for rank, _ in hosts[1:]]
+        for (rank, _), is_far in zip(hosts[1:], are_far, strict=True):
+            received[rank, is_far] += 1
+        for is_far in set(are_far):
+            sent[owner, is_far] += 1
+    seconds = 0.0
+    for key in received.keys() | sent.keys():
+        link = cluster.outside if key[1] else cluster.inside
+        num_copies = max(received[key], sent[key])
+        seconds = max(seconds, num_copies * link(layer.expert_bytes))
+    return seconds

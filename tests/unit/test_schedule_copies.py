@@ -1,0 +1,87 @@
+"""Schedules of layers whose ranks host copies of busy experts: where weights and their gradients travel."""
+
+import pytest
+
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, Restore
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, Lane, Schedule, Stages
+
+KEPT = Stages(local=True, remote=True, copies="keep")
+AGAIN = Stages(local=True, remote=True, copies="communicate")
+PLAIN = Stages(local=True, remote=True)
+NEW = {Kind.COPY_WEIGHTS, Kind.COPY_WGRAD, Kind.COPY_GRADIENTS, Kind.ADD_GRADIENTS}
+
+
+def names(schedule: Schedule, lane: Lane) -> str:
+    return " ".join(task.name for task in schedule.tasks if task.lane is lane)
+
+
+def waits(schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    return {task.name: task.waits for task in schedule.tasks}
+
+
+def both_ways(n: int, stages: Stages, restore: Restore | None) -> tuple[Schedule, Schedule]:
+    """The schedules of both passes; None is for buffers of their own."""
+    if restore is None:
+        return forward_schedule(n, stages), backward_schedule(n, stages)
+    return (
+        rotating("forward", n, stages, restore=restore),
+        rotating("backward", n, stages, restore=restore),
+    )
+
+
+def test_weights_travel_first_and_only_the_experts_of_received_rows_wait_for_them() -> None:
+    schedule = forward_schedule(2, KEPT)
+    assert names(schedule, Lane.COMMUNICATE) == "V P S0 S1 R0 R1"
+    assert names(schedule, Lane.COMPUTE) == "G0 G1 L0 C0 C1 L1 O0 O1"
+    assert [name for name, of in waits(schedule).items() if "V" in of] == ["C0", "C1"]
+
+
+def test_gradients_of_copies_go_home_beside_the_last_gradients_of_parameters() -> None:
+    schedule = backward_schedule(2, KEPT)
+    assert names(schedule, Lane.COMMUNICATE) == "S0 S1 R0 R1 VG P"
+    assert names(schedule, Lane.COMPUTE) == "G0 G1 L0 LW0 L1 LW1 C0 KW0 C1 KW1 W0 W1 VA O0 O1"
+    assert waits(schedule)["VG"] == ("KW1",)
+    assert waits(schedule)["VA"] == ("VG", "W1")
+
+
+def test_ring_slots_change_nothing_of_the_order_of_copies() -> None:
+    forward, backward = both_ways(2, AGAIN, Restore("communicate", "recompute"))
+    assert names(forward, Lane.COMMUNICATE).startswith("V S0")
+    assert names(backward, Lane.COMMUNICATE) == "V SI1 S1 SI0 S0 R1 R0 VG P"
+    compute = names(backward, Lane.COMPUTE).split()
+    assert compute.index("KW0") + 1 == compute.index("W0")
+    assert compute.index("VA") == compute.index("LW0") + 1
+    assert [name for name, of in waits(backward).items() if "V" in of] == ["M1", "C1", "M0", "C0"]
+
+
+@pytest.mark.parametrize("restore", [None, *ALL_PAIRS], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("copies", [KEPT, AGAIN], ids=["keep", "communicate"])
+def test_copies_add_tasks_and_move_no_other(n: int, copies: Stages, restore: Restore | None) -> None:
+    for with_copies, without in zip(both_ways(n, copies, restore), both_ways(n, PLAIN, restore), strict=True):
+        others = [task.name for task in with_copies.tasks if task.kind not in NEW]
+        assert others == [task.name for task in without.tasks]
+        assert dict(with_copies.slots) == dict(without.slots)
+        added = [task.name for task in with_copies.tasks if task.kind in NEW]
+        if with_copies.direction == "forward":
+            assert added == ["V"]
+        else:
+            chunks = range(n) if restore is None else range(n - 1, -1, -1)
+            again = ["V"] * (copies.copies == "communicate")
+            assert added == [*again, *(f"KW{i}" for i in chunks), "VG", "VA"]
+            last_sum = [task for task in with_copies.tasks if "dw" in task.writes][-1]
+            assert last_sum.kind is Kind.ADD_GRADIENTS
+
+
+def test_the_schedules_are_those_of_a_layer_with_sharded_experts_too() -> None:
+    stages = Stages(local=False, remote=True, sharded=True, copies="keep")
+    forward, backward = both_ways(3, stages, KEEP)
+    assert [name for name, of in waits(forward).items() if "V" in of] == ["C0", "C1", "C2"]
+    assert names(backward, Lane.COMMUNICATE).split()[-2] == "VG"
+
+
+def test_copies_are_refused_where_no_rows_travel() -> None:
+    with pytest.raises(ValueError, match=r"copies \('keep'\) must be None where no rows travel"):
+        Stages(local=True, remote=False, copies="keep")

@@ -2,23 +2,28 @@
 
     python bench/bench_alone.py [--out build/bench] [--rounds 20] [--quick]
 
-The layer: W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, H = 2048, E = 64, K = 4. The
-same module with the same parameters runs in two ways:
+The layer: W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, H = 2048, E = 64, K = 4. It
+runs in three ways, with the same values of parameters:
 
-    pmoe       by the kernels of one rank (`pmoe.runners.one_rank`)
-    without    by the pipeline with F.grouped_mm for the products, as where the extension is missing
+    pmoe       pmoe.MoELayer by the kernels of one rank (`pmoe.runners.one_rank`)
+    without    pmoe.MoELayer by the pipeline with F.grouped_mm for the products, as where the extension is
+               missing
+    plain      what one would write with autograd and F.grouped_mm (`bench.plain`): no loss of the gate, no
+               pipeline, nothing of pmoe. It is the baseline of the speed of a layer.
 
 The output and the file also say which way the layer chooses by itself, from products that it measured.
 
-Output and gradients of both ways are compared first. Then the ways take turns, round by round, timed by CUDA
-events.
+Output and gradients of all ways are compared first. Then the ways take turns, round by round, timed by CUDA
+events. The device sleeps before each, while the host enqueues the passes.
 
     FLOP       of the experts' products: 6 T K M H forward, 12 T K M H backward. Beside them stand the rates
                that SonicMoE's authors state for an H100, as the project's issue quotes them.
     saved      bytes that autograd keeps between the passes, without parameters. The bound is
                2 T M + 4 T K H + 16 T K + 4 T E.
     peak       bytes that torch.cuda counts beyond those held before, with the output and all gradients
-    kernels    kernels, copies and memsets of a forward pass, by the profiler. 6 are allowed.
+    kernels    kernels, copies and memsets of a forward pass, by the profiler. 7 are allowed.
+    kernels ms sum of their times, of one profiled pass. Samples of whole passes vary with the clock rate and
+               with the place in the round; the sum is steadier, but has no gaps between kernels in it.
 
 Letters: T tokens, K choices, E experts, M = d_model, H = d_hidden.
 """
@@ -39,7 +44,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.device import WARMUP, difference, drawn_layer, file_name, need_gpu, part_seconds, show_gpu
+from bench.device import (
+    LEAD_CYCLES,
+    WARMUP,
+    difference,
+    drawn_layer,
+    file_name,
+    need_gpu,
+    part_seconds,
+    show_gpu,
+)
+from bench.plain import GROUPED, PlainMoE
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
@@ -47,21 +62,16 @@ from pmoe.measure.timing import in_turns
 from pmoe.runners import one_rank
 
 DEVICE = torch.device("cuda", 0)
-LEAD_CYCLES = 4_000_000
-"""Cycles for which the device sleeps before timed work: 2 ms at 2 GHz.
-
-Meanwhile the host enqueues the work, so that the measured time is that of the device, not of the host.
-"""
-
 SONIC_FORWARD, SONIC_BACKWARD = 598e12, 588e12
 """FLOP/s of SonicMoE on an H100, as the project's issue states them.
 
 They are of another GPU and not measured here.
 """
-MAX_KERNELS = 6
+MAX_KERNELS = 7
+"""Six launches, and a permute before a wide first product (`gathers_in_load`)."""
 
 LIMIT = 2.0**-6
-"""Largest relative difference that is accepted between the bfloat16 results of both ways.
+"""Largest relative difference that is accepted between the bfloat16 results of two ways.
 
 It corresponds to a few roundings of 2^-9 each.
 """
@@ -95,7 +105,7 @@ WHOLE = Scenario(32768, 4096, 2048, 64, 4)
 QUICK = Scenario(4096, 1024, 512, 16, 4)
 
 
-# ---- the two ways
+# ---- the three ways
 
 
 @contextlib.contextmanager
@@ -117,14 +127,16 @@ def without_kernels() -> Iterator[None]:
         one_rank.kernel_refusal = refusal
 
 
+PLAIN = "plain"
 WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "pmoe": with_kernels,
     "without": without_kernels,
+    PLAIN: contextlib.nullcontext,
 }
 
 
 class Step:
-    """Forward and backward of one layer, with pmoe's kernels or without them."""
+    """Forward and backward of one layer, by pmoe with its kernels or without them, or written plainly."""
 
     def __init__(self, scenario: Scenario) -> None:
         torch.manual_seed(0)
@@ -140,22 +152,32 @@ class Step:
         shape = (scenario.tokens, scenario.d_model)
         self.x = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
         self.grad = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+        self.plain = PlainMoE(self.layer, GROUPED)
+        names = [name for name, _ in self.layer.named_parameters()]
+        copies = {"gate.weight": self.plain.gate_weight}
+        copies |= {f"experts.{name}": copy for name, copy in self.plain.experts.named_parameters()}
         self.of = [self.x, *self.layer.parameters()]
-        self.names = ["x", *(name for name, _ in self.layer.named_parameters())]
+        self.of_plain = [self.x, *(copies[name] for name in names)]
+        self.names = ["x", *names]
 
-    def forward(self) -> Tensor:
-        y: Tensor = self.layer(self.x)
+    def forward(self, way: str, expert_TK: Tensor | None = None) -> Tensor:
+        """Returns the output of one way.
+
+        expert_TK: experts for the plain layer to use in place of its gate's choice, for comparisons.
+        """
+        y: Tensor = self.plain(self.x, expert_TK) if way == PLAIN else self.layer(self.x)
         return y
 
-    def backward(self, y: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(y, self.of, self.grad))
+    def backward(self, way: str, y: Tensor) -> list[Tensor]:
+        of = self.of_plain if way == PLAIN else self.of
+        return list(torch.autograd.grad(y, of, self.grad))
 
-    def parts(self) -> list[Callable[[], object]]:
+    def parts(self, way: str) -> list[Callable[[], object]]:
         """Returns two functions, to be called in order: one runs forward, the other the backward of that
         forward.
         """
         kept: list[Tensor] = []
-        return [lambda: kept.append(self.forward()), lambda: self.backward(kept[0])]
+        return [lambda: kept.append(self.forward(way)), lambda: self.backward(way, kept[0])]
 
 
 def refusal(step: Step) -> str | None:
@@ -172,21 +194,27 @@ def refusal(step: Step) -> str | None:
 # ---- correct first
 
 
-def check(step: Step) -> dict[str, float]:
-    """Returns the relative differences between the results with and without the kernels, by name.
+def check(step: Step) -> dict[str, dict[str, float]]:
+    """Returns the relative differences of each other way's results from those with the kernels, by name.
 
     Raises SystemExit if a difference is larger than `LIMIT`.
     """
     results: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        expert_TK = step.layer.gate(step.x).expert
     for name, way in WAYS.items():
         with way():
-            y = step.forward()
-            results[name] = [y.detach(), *step.backward(y)]
-    found = {}
-    for name, ours, other in zip(["y", *step.names], results["pmoe"], results["without"], strict=True):
-        found[name] = difference(ours, other)
-        if not found[name] <= LIMIT:  # also true for NaN
-            sys.exit(f"bench_alone: {name} of the two ways differs by {found[name]}, limit {LIMIT}")
+            y = step.forward(name, expert_TK)
+            results[name] = [y.detach(), *step.backward(name, y)]
+    found: dict[str, dict[str, float]] = {}
+    for other in WAYS:
+        if other == "pmoe":
+            continue
+        found[other] = {}
+        for name, ours, theirs in zip(["y", *step.names], results["pmoe"], results[other], strict=True):
+            found[other][name] = apart = difference(ours, theirs)
+            if not apart <= LIMIT:  # also true for NaN
+                sys.exit(f"bench_alone: {name} of {other} differs by {apart} from pmoe's, limit {LIMIT}")
     return found
 
 
@@ -194,11 +222,11 @@ def check(step: Step) -> dict[str, float]:
 
 
 def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
-    """Returns the times of (forward, backward), with and without the kernels. Both run once in each round."""
+    """Returns the times of (forward, backward) of each way. All ways run once in each round."""
 
     def timed(name: str) -> list[float]:
         with WAYS[name]():
-            return part_seconds(step.parts(), lead_cycles=LEAD_CYCLES)
+            return part_seconds(step.parts(name), lead_cycles=LEAD_CYCLES)
 
     runs = [functools.partial(timed, name) for name in WAYS]
     samples = in_turns(runs, rounds, warm_up=WARMUP, rotate=True)
@@ -208,10 +236,10 @@ def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
     }
 
 
-def saved_bytes(step: Step) -> int:
+def saved_bytes(step: Step, way: str) -> int:
     """Returns the bytes of distinct storages that autograd keeps between the passes, without parameters."""
     kept: dict[int, int] = {}
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in step.layer.parameters()}
+    parameters = {each.untyped_storage().data_ptr() for each in (*step.of[1:], *step.of_plain[1:])}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -220,12 +248,12 @@ def saved_bytes(step: Step) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = step.forward()
+        y = step.forward(way)
     del y  # held until here, so that no freed storage's address was counted for another
     return sum(kept.values())
 
 
-def peaks(step: Step) -> dict[str, int]:
+def peaks(step: Step, way: str) -> dict[str, int]:
     """Returns the most bytes that a pass and a step allocate, in addition to those before.
 
     Keys: "forward_peak_bytes", "peak_bytes" of both passes, and "held_bytes", those in use between the
@@ -235,10 +263,10 @@ def peaks(step: Step) -> dict[str, int]:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    y = step.forward()
+    y = step.forward(way)
     torch.cuda.synchronize()
     forward, held = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-    gradients = step.backward(y)
+    gradients = step.backward(way, y)
     torch.cuda.synchronize()
     both = torch.cuda.max_memory_allocated() - before
     del y, gradients
@@ -257,6 +285,11 @@ def device_work(function: Callable[[], object]) -> list[dict[str, Any]]:
     return [{"name": each.name, "us": each.time_range.elapsed_us()} for each in events]
 
 
+def kernels_ms(work: list[dict[str, Any]]) -> float:
+    """Returns the sum of the times of kernels, copies and memsets, in milliseconds."""
+    return float(sum(each["us"] for each in work)) / 1e3
+
+
 def short(name: str) -> str:
     """Returns a kernel's name without its arguments. Example: "void pmoe::f<int>(int*)" -> "pmoe::f<int>"."""
     name = name.removeprefix("void ")
@@ -271,11 +304,13 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
     rows, found = [], {}
     for name, way in WAYS.items():
         with way():
-            saved, memory = saved_bytes(step), peaks(step)
-            device_work(step.forward)  # discarded: at its first use the profiler sets itself up
-            forward_work = device_work(step.forward)
-            y = step.forward()
-            backward_work = device_work(lambda y=y: step.backward(y))
+            saved = saved_bytes(step, name)
+            memory = peaks(step, name)
+            forward_pass = functools.partial(step.forward, name)
+            device_work(forward_pass)  # discarded: at its first use the profiler sets itself up
+            forward_work = device_work(forward_pass)
+            y = step.forward(name)
+            backward_work = device_work(functools.partial(step.backward, name, y))
             del y
         forward, backward = timings[name]
         rows.append(
@@ -283,9 +318,11 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
                 "layer": name,
                 "fwd ms": forward.median * 1e3,
                 "fwd spread": forward.spread,
+                "fwd kernels ms": kernels_ms(forward_work),
                 "fwd TFLOP/s": scenario.forward_flop / forward.median / 1e12,
                 "bwd ms": backward.median * 1e3,
                 "bwd spread": backward.spread,
+                "bwd kernels ms": kernels_ms(backward_work),
                 "bwd TFLOP/s": 2 * scenario.forward_flop / backward.median / 1e12,
                 "kernels": len(forward_work),
                 "saved MB": saved / 1e6,
@@ -305,9 +342,15 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
         "scenario": asdict(scenario),
         "forward_flop": scenario.forward_flop,
         "saved_bound_bytes": scenario.saved_bound_bytes,
-        "difference_of_the_two": differences,
-        "forward_speedup": timings["pmoe"][0].speedup_over(timings["without"][0]),
-        "backward_speedup": timings["pmoe"][1].speedup_over(timings["without"][1]),
+        "differences": differences,
+        "speedups": {
+            other: {
+                passed: timings["pmoe"][i].speedup_over(timings[other][i])
+                for i, passed in enumerate(("forward", "backward"))
+            }
+            for other in WAYS
+            if other != "pmoe"
+        },
         "ways": found,
     }
     return document, rows
@@ -322,8 +365,8 @@ def report(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             if len(lines) > 40:
                 print(f"... and {len(lines) - 40} more")
     print(f"\n{table(rows)}")
-    print(f"pmoe over without: forward {document['forward_speedup']:.3f} x, "
-          f"backward {document['backward_speedup']:.3f} x")  # fmt: skip
+    for other, ratios in document["speedups"].items():
+        print(f"pmoe over {other}: forward {ratios['forward']:.3f} x, backward {ratios['backward']:.3f} x")
     ours = rows[0]
     for name, key, stated in (
         ("forward", "fwd TFLOP/s", SONIC_FORWARD),
@@ -339,7 +382,7 @@ def report(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Rates, memory and launches of a whole layer on one GPU, with pmoe's kernels and without."
+        description="Rates, memory and launches of a whole layer on one GPU: pmoe's, and written plainly."
     )
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")

@@ -8,7 +8,12 @@ The plain layer is what one would write with autograd: the fastest of several sp
 of them has one product for all experts, where torch has such a product (bfloat16).
 
 Output and gradients of every variant are first checked against the plain layer in float64. Then the variants
-take turns, round by round, timed by CUDA events after a write that empties the L2 cache.
+take turns, round by round, timed by CUDA events after a write that empties the L2 cache. Options are set
+before the timed region. Each pass is timed twice:
+
+    fwd, fwd+bwd   the device sleeps first while the host enqueues the call, as in a training loop, in which
+                   the host runs ahead
+    isolated       the device is idle when the call begins, so the host's time counts
 
     FLOP       of the two products of each routed row, three times as many with backward. Experts have no
                biases.
@@ -36,7 +41,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.device import file_name, need_gpu, relative_error, show_gpu, time_in_turn
+from bench.device import LEAD_CYCLES, file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.plain import GROUPED, SPELLINGS, PlainMoE, fastest, name_of
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.call.options import Switches
@@ -178,30 +183,24 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
     checked = check(scenario, layer, plain[name_of(stacked)], x, grad)
     leaf = x.clone().requires_grad_()
 
-    def forward_of(model: nn.Module, configure: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            configure()
-            model(leaf)
+    def forward_of(model: nn.Module) -> Callable[[], object]:
+        return lambda: model(leaf)
 
-        return run
-
-    def both_of(model: nn.Module, configure: Callable[[], None]) -> Callable[[], None]:
+    def both_of(model: nn.Module) -> Callable[[], object]:
         parameters = [leaf, *model.parameters()]
-
-        def run() -> None:
-            configure()
-            torch.autograd.grad(model(leaf), parameters, grad)
-
-        return run
+        return lambda: torch.autograd.grad(model(leaf), parameters, grad)
 
     every: dict[str, tuple[nn.Module, Callable[[], None]]] = {
         name: (each, lambda: None) for name, each in plain.items()
     }
     every |= {name: (layer, configure) for name, configure in variants(layer).items()}
     passes = {"forward": (forward_of, 1), "forward and backward": (both_of, 3)}
+    configures = {name: configure for name, (_, configure) in every.items()}
     timings: dict[str, dict[str, Timing]] = {}
     for passed, (make, _) in passes.items():
-        timings[passed] = time_in_turn({name: make(*parts) for name, parts in every.items()}, rounds)
+        runs = {name: make(model) for name, (model, _) in every.items()}
+        for name, lead_cycles in ((passed, LEAD_CYCLES), (f"{passed}, isolated", 0)):
+            timings[name] = time_in_turn(runs, rounds, lead_cycles, configures)
 
     rows = []
     for name in every:
@@ -212,6 +211,7 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
             row[f"{short} ms"] = timing.median * 1e3
             row[f"{short} spread"] = timing.spread
             row[f"{short} / plain"] = 1 / timing.speedup_over(base)
+            row[f"{short} isolated ms"] = timings[f"{passed}, isolated"][name].median * 1e3
             row[f"{short} TFLOP/s"] = factor * scenario.forward_flop / timing.median / 1e12
         rows.append(row)
     return {"scenario": asdict(scenario), "check": checked, "rows": rows, "timings": timings}, rows

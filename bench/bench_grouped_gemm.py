@@ -6,7 +6,8 @@ Both products of an expert of three models, for 16384 routed rows. Experts are d
 differ in size (sizes are in the file). Forward and both gradients are measured beside F.grouped_mm. Then the
 forms that only pmoe's kernels compute in one launch:
 
-- the gated hidden with its activation, from rows in order or gathered rows;
+- the gated hidden with its activation, from rows in order, from gathered rows, or from rows that are permuted
+  by a launch before it, whose time counts;
 - the product with routing weights;
 - the gradient through the nonlinearity;
 - the weight gradient that is added to a float32 sum.

@@ -36,7 +36,10 @@ detach alias lift_fresh unflatten view_as expand_as item _local_scalar_dense is_
 contiguous resolve_conj resolve_neg _reshape_alias numpy_T mT chunk flatten unfold diagonal detach_"""
 NO_KERNEL = frozenset(f"aten::{name}" for name in _NAMES.split())
 CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5, 'fused="persistent"': 1}
-"""Launches on one rank of a GPU: docs/kernels.md, docs/comet.md and docs/flashdmoe.md list them."""
+"""Launches on one rank of a GPU: docs/kernels.md, docs/comet.md and docs/flashdmoe.md list them.
+
+One rank's kernels make a seventh launch, a permute, before a wide first product on Hopper.
+"""
 
 
 def operations(n: int) -> list[str]:

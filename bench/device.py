@@ -32,15 +32,31 @@ def flush_buffer() -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 
+LEAD_CYCLES = 40_000_000
+"""Cycles for which the device sleeps before a timed call of a layer: 20 ms at 2 GHz.
+
+Meanwhile the host enqueues the call, as in a training loop, where the host runs ahead. The stored H200 needed
+up to 12 ms to enqueue a pass of these benchmarks. A call that waits for row counts waits for the sleep, too:
+what it enqueues afterwards is not hidden.
+"""
+
+
 def part_seconds(
-    parts: Sequence[Callable[[], object]], flush: Tensor | None = None, lead_cycles: int = 0
+    parts: Sequence[Callable[[], object]],
+    flush: Tensor | None = None,
+    lead_cycles: int = 0,
+    prepare: Callable[[], object] | None = None,
 ) -> list[float]:
     """Returns the device seconds of each part. The parts run one after the other.
+
+    prepare: is called before all else, so that neither its host time nor its launches are timed.
 
     flush: buffer that is written first, to empty the L2 cache.
     lead_cycles: cycles for which the device then sleeps, while the host enqueues the parts, so that the
         measured time is that of the device.
     """
+    if prepare is not None:
+        prepare()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
     if flush is not None:
         flush.zero_()
@@ -55,14 +71,23 @@ def part_seconds(
 
 
 def time_in_turn(
-    runs: Mapping[Name, Callable[[], object]], rounds: int, lead_cycles: int = 0
+    runs: Mapping[Name, Callable[[], object]],
+    rounds: int,
+    lead_cycles: int = 0,
+    prepare: Mapping[Name, Callable[[], object]] | None = None,
 ) -> dict[Name, Timing]:
     """Times every run once in each round, after a write that empties the L2 cache.
 
     Each round begins with another run.
+
+    prepare: what is called before a run, outside of its time, by the run's name.
     """
     flush = flush_buffer()
-    timed = [functools.partial(part_seconds, [run], flush, lead_cycles) for run in runs.values()]
+    before = prepare or {}
+    timed = [
+        functools.partial(part_seconds, [run], flush, lead_cycles, before.get(name))
+        for name, run in runs.items()
+    ]
     samples = in_turns(timed, rounds, warm_up=WARMUP, rotate=True)
     return {name: Timing(tuple(each for (each,) in taken)) for name, taken in zip(runs, samples, strict=True)}
 
@@ -81,6 +106,22 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
             launch.SHARING = before
 
     return shared
+
+
+def gathering(in_load: bool, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Returns ``run`` with another setting of `launch.GATHERING`.
+
+    in_load: whether a first product gathers its rows in its load; False permutes them before it.
+    """
+
+    def gathered() -> Tensor:
+        before, launch.GATHERING = launch.GATHERING, in_load
+        try:
+            return run()
+        finally:
+            launch.GATHERING = before
+
+    return gathered
 
 
 def drawn_layer(*sizes: int, **options: Any) -> pmoe.MoELayer:

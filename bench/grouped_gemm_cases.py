@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.device import gathering
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.grouped_gemm import RowSlots
 
@@ -266,6 +267,17 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
     yield Case(
         name="gated hidden, gathered",
         run=lambda: hidden(tokens, True),
+        rival=lambda: gated(tokens.index_select(0, token_N)),
+        exact=compare_rows(routed, x, w1, gate),
+        flop=flop, min_bytes=size(tokens, w1) + written, fill=forward_fill,
+    )  # fmt: skip
+    position_TK = routed.slot_N.argsort()  # the row of each slot: the inverse of a permutation
+    permuted = slots._replace(position_TK=position_TK.view(-1, model.top_k).int())
+    yield Case(
+        name="gated hidden, permuted first",
+        run=gathering(
+            False, lambda: grouped_gemm.hidden(tokens, w1, ends, activation="swiglu", slots=permuted)[1]
+        ),
         rival=lambda: gated(tokens.index_select(0, token_N)),
         exact=compare_rows(routed, x, w1, gate),
         flop=flop, min_bytes=size(tokens, w1) + written, fill=forward_fill,

@@ -135,7 +135,8 @@ class PlainMoE(nn.Module):
             return torch.cat([of_expert(rows, *parameters) for rows, parameters in pairs])
         ends_E = counts_E.cumsum(0).int()
         w1, w2 = self.experts.w1, self.experts.w2
-        active_NH = F.gelu(F.grouped_mm(rows_NM, w1.transpose(1, 2), offs=ends_E))
+        hidden_NG = F.grouped_mm(rows_NM, w1.transpose(1, 2), offs=ends_E)
+        active_NH = activated(hidden_NG, w2.shape[2])
         return F.grouped_mm(active_NH, w2.transpose(1, 2), offs=ends_E)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -195,7 +196,18 @@ class Exchange(torch.autograd.Function):
 
 
 def of_expert(rows: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
-    return F.linear(F.gelu(F.linear(rows, w1, b1)), w2, b2)
+    return F.linear(activated(F.linear(rows, w1, b1), w2.shape[1]), w2, b2)
+
+
+def activated(hidden_NG: Tensor, width: int) -> Tensor:
+    """Returns the activation after the nonlinearity, (N, width): gelu, or SwiGLU if G is 2 * width.
+
+    hidden_NG: (N, G), the activation of N rows before the nonlinearity. SwiGLU's first half is its gate.
+    """
+    if hidden_NG.shape[1] == width:
+        return F.gelu(hidden_NG)
+    gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
+    return F.silu(gate_NH) * up_NH
 
 
 def counted(chosen_N: Tensor, num_experts: int) -> Tensor:

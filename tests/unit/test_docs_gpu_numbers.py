@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,18 +29,27 @@ def cells(row: dict[str, Any], **digits: int) -> list[str]:
     return [told(row[name.replace("_per_", "/").replace("_", " ")], count) for name, count in digits.items()]
 
 
+def kernels_ms(way: str, passed: str) -> float:
+    """Returns the sum of the kernels' times of one pass."""
+    work = stored("alone")["ways"][way][f"{passed}_kernels"]
+    return sum(float(each["us"]) for each in work) / 1e3
+
+
 def alone() -> Rows:
     for row in stored("alone")["rows"]:
-        flops = {"fwd_TFLOP_per_s": 0, "bwd_ms": 1, "bwd_TFLOP_per_s": 0, "kernels": 0}
-        yield [row["layer"], *cells(row, fwd_ms=1, **flops, saved_MB=0, peak_MB=0)]
+        sums = {f"{passed} kernels": kernels_ms(row["layer"], passed) for passed in ("forward", "backward")}
+        forward = {"fwd_ms": 1, "forward_kernels": 2, "fwd_TFLOP_per_s": 0}
+        backward = {"bwd_ms": 1, "backward_kernels": 2, "bwd_TFLOP_per_s": 0}
+        columns = forward | backward | {"kernels": 0, "saved_MB": 0, "peak_MB": 0}
+        yield [row["layer"], *cells(row | sums, **columns)]
 
 
 def grouped_gemm() -> Rows:
     for model in stored("grouped_gemm")["models"]:
         for row in model["rows"]:
-            if row["x rival"] is not None:
-                shares = cells(row, ms=3, TFLOP_per_s=0, of_dense=2, x_rival=2)
-                yield [model["model"]["name"], row["product"], *shares]
+            shares = cells(row, ms=3, TFLOP_per_s=0, of_dense=2)
+            rival = "" if row["x rival"] is None else told(row["x rival"], 2)
+            yield [model["model"]["name"], row["product"], *shares, rival]
 
 
 def permute() -> Rows:
@@ -60,7 +70,9 @@ def comet() -> Rows:
 
 def persistent_layers() -> Rows:
     for row in stored("flashdmoe")["layers"]:
-        yield [row["model"], row["layer"], *cells(row, fwd_ms=1, step_ms=1)]
+        by_one_rank = row["layer"] == "pipeline" and row["fwd launches"] == 6
+        name = "one rank's kernels" if by_one_rank else row["layer"]
+        yield [row["model"], name, *cells(row, fwd_ms=1, step_ms=1)]
 
 
 def persistent_ranks() -> Rows:
@@ -102,3 +114,29 @@ def test_the_readme_says_what_the_table_of_a_layer_does() -> None:
     assert f"{ours['fwd TFLOP/s']:.0f} TFLOP/s forward and {ours['bwd TFLOP/s']:.0f} backward" in README
     faster = (f"{stored('alone')[f'{way}_speedup']:.1f}" for way in ("forward", "backward"))
     assert " and ".join(faster) + " times as fast" in " ".join(README.split())
+
+
+def test_the_forward_times_of_the_float32_layer_are_a_line_in_its_operations() -> None:
+    """The page says that a chunk costs what the host needs to launch it."""
+    [layer] = [each for each in stored("gpu_layer")["scenarios"] if each["scenario"]["dtype"] == "float32"]
+    times = [row["fwd ms"] for row in layer["rows"] if row["layer"].endswith("stays")]
+    operations = [93, 122, 160, 244]
+    slope, begin = statistics.linear_regression(operations, times)
+    assert (round(begin, 2), round(slope, 4)) == (0.04, 0.0537)
+    assert round(statistics.correlation(operations, times) ** 2, 3) == 0.998
+    page = " ".join(NUMBERS.split())
+    assert "0.04 ms and 0.0537 ms for each of 93, 122, 160 and 244 operations" in page
+    assert "with r squared 0.998" in page
+
+
+def test_the_page_names_the_slowest_products_of_each_model() -> None:
+    page = " ".join(NUMBERS.split())
+    sums = {"accumulating": list[str](), "gradient of the gated hidden": list[str]()}
+    for model in stored("grouped_gemm")["models"]:
+        for kind, shares in sums.items():
+            found = [row["of dense"] for row in model["rows"] if row["product"].endswith(kind)]
+            shares.append(f"{min(found):.2f}")
+    first, second, third = sums["accumulating"]
+    assert f"reaches {first}, {second} and {third} of dense" in page
+    first, second, third = sums["gradient of the gated hidden"]
+    assert f"gated hidden reaches {first}, {second} and {third}" in page

@@ -26,7 +26,7 @@ OLDEST = (8, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedKernels:
-    """What a device of a compute capability would run for grouped products, and why.
+    """The code that a device of a compute capability would run for grouped products, and the reason.
 
     capability: the compute capability; (9, 0) means 9.0.
     runs: the code that the driver would load, such as "sm_90a"; None if it would load none.
@@ -68,7 +68,7 @@ class ExpectedKernels:
 def expected_kernels(
     capability: tuple[int, int], archs: Sequence[str], loaded: tuple[int, int] | None = None
 ) -> ExpectedKernels:
-    """Returns what a device would run, by its compute capability and by what the extension was compiled for.
+    """Returns what a device would run, by its compute capability and by the compiled architectures.
 
     capability: (major, minor).
     archs: names such as "sm_80", "sm_90a" or "ptx80"; empty without the extension.

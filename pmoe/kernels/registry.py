@@ -403,7 +403,7 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
 def grouped_mm_loops(capability: tuple[int, int]) -> str | None:
     """Returns why PyTorch's grouped_mm is no single launch on a compute capability; None if it is one.
 
-    Its docstring allows 8.0 and later. But torch 2.13 (`_grouped_mm_cuda` of GroupedBlas.cpp) has the launch
+    Its docstring allows 8.0 and later. But torch 2.13 (GroupedBlas.cpp) has the launch
     for 9.x and 10.x only. Elsewhere it copies the offsets to the host and calls a product for each expert,
     which is what the loop does without the copy.
     """

@@ -1,4 +1,6 @@
-"""The runner for a single rank, which computes a forward pass in six or seven launches without the host.
+"""The runner for a single rank, which computes a forward pass in six or seven launches.
+
+The host waits for none of them.
 
     gate's product, routing (2 launches), first product, second product, sum of each token's rows
 

@@ -128,6 +128,8 @@ def test_ranks_of_unlike_clocks_agree_by_the_slowest(
     test: str, first: dict[str, float], second: dict[str, float], choice: str
 ) -> None:
     for report in run(test, {"times": first}, {"times": second}):
+        warned_of_slower = report.told.pop() if choice == "grouped_mm" else "slower"
+        assert "slower" in warned_of_slower
         assert report == Report([choice, choice], 2, 2, [], None)
 
 
@@ -140,6 +142,7 @@ def test_what_all_ranks_know_costs_one_reduction(test: str) -> None:
 def test_where_one_rank_knows_nothing_all_measure(test: str) -> None:
     run(test, {}, {})
     for report in run(test, {"times": SLOWER}, {"times": SLOWER, "forgets": [FORWARD, INPUT]}):
+        assert "slower" in report.told.pop()
         assert report == Report(["grouped_mm", "grouped_mm"], 2, 3, [], None)
     for report in run(test, {}, {}):
         assert report == Report(["grouped_mm", "grouped_mm"], 0, 1, [], None)

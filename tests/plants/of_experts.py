@@ -56,7 +56,7 @@ EXPERTS = (
         name="routing-gradient-without-bias",
         breaks="the gradient of a routing weight lacks <dy, b2>",
         file=STACKED,
-        old="                    grad_weight.addmv_(grad, b2[expert])\n",
+        old="                    grad_weight.addmv_(grad, b2_M[expert])\n",
         new="                    pass\n",
         tests=TESTS,
     ),

@@ -231,9 +231,9 @@ class GradientSum:
         elif method != LOOP:
             self.add(_weight_gradient(method, grad_NO, rows_NI, groups))
         else:
-            if self._first and 0 in groups.counts:
-                self.total.zero_()
             totals = self.total.unbind()
+            if self._first:
+                self._zero_without_rows(groups)
             grads = groups.split(grad_NO.t(), dim=1)
             for expert, grad_On, rows_nI in zip(groups.with_rows, grads, groups.split(rows_NI), strict=True):
                 total = totals[expert]
@@ -266,8 +266,8 @@ class GradientSum:
         if in_one_operation and len(groups.with_rows) > 1:
             self.add(_sums_by_expert(grad_NO, groups))
             return
-        if self._first and 0 in groups.counts:
-            self.total.zero_()
+        if self._first:
+            self._zero_without_rows(groups)
         totals = self.total.unbind()
         for expert, grad_nO in zip(groups.with_rows, groups.split(grad_NO), strict=True):
             total = totals[expert]
@@ -276,6 +276,12 @@ class GradientSum:
             else:
                 total.add_(grad_nO.sum(0, dtype=total.dtype))
         self._first = False
+
+    def _zero_without_rows(self, groups: RowGroups) -> None:
+        """Sets the sums of experts without rows to zero, which no product overwrites."""
+        for expert, count in enumerate(groups.counts):
+            if count == 0:
+                self.total[expert].zero_()
 
     def add(self, contribution: Tensor) -> None:
         """Adds a tensor of the parameter's shape to the sum."""

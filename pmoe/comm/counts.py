@@ -467,14 +467,15 @@ class CountsExchange:
         header = header.to(counts_FE.device, non_blocking=True)
         if isinstance(fault, Tensor):
             header[1] = fault
-        counts_FWX = grid.to_owners(counts_FPX) if grid.is_sharded else counts_FPX
-        by_rank = counts_FWX.transpose(0, 1).reshape(ranks.size, -1)
-        # 32 bits suffice, because a rank has fewer than 2**31 rows.
-        self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
-        self._received = self._sent
+        self._header = header
         self.tokens_W = header[:1]  # this rank's alone, until `finish`
+        self._received: Tensor | None = None  # the messages of all ranks; None on one rank, which sends none
         self._work: dist.Work | None = None
         if ranks.size > 1:
+            counts_FWX = grid.to_owners(counts_FPX) if grid.is_sharded else counts_FPX
+            by_rank = counts_FWX.transpose(0, 1).reshape(ranks.size, -1)
+            # 32 bits suffice, because a rank has fewer than 2**31 rows.
+            self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
             self._received = torch.empty_like(self._sent)
             traffic.counts += self._sent[1:].numel() * self._sent.element_size()
             with at_stage("the exchange of row counts", ranks):
@@ -491,7 +492,7 @@ class CountsExchange:
             device_FWX, on_host = self._to_host()
         else:
             with at_stage("the exchange of row counts", self._ranks):
-                wait_for(self._work, self._ranks.group, self._received.is_cuda)
+                wait_for(self._work, self._ranks.group, self._own_FPX.is_cuda)
                 device_FWX, on_host = self._to_host()
         own, arrived, headers, numbers, *counts = on_host
         max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
@@ -525,24 +526,30 @@ class CountsExchange:
         )
 
     def _to_host(self) -> tuple[Tensor, list[Tensor]]:
-        """Computes on the device all numbers that the host needs, and copies them to the host.
+        """Computes on the device all numbers that the host needs, and copies them to the host from a GPU.
 
         On several ranks it is a collective, after the messages of the other ranks have arrived.
 
         Returns (F, W, X) on the device, the counts that this rank received; and on the host the counts that
         it sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
         """
-        messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
-        device_FWX = messages.transpose(0, 1)
-        if self._grid.is_sharded:
-            device_FWX = self._grid.by_arrival(device_FWX)
-        device_FWX = device_FWX.long()
+        if self._received is None:
+            device_FWX = self._own_FPX
+            headers = self._header.unsqueeze(0)
+        else:
+            messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
+            device_FWX = messages.transpose(0, 1)
+            if self._grid.is_sharded:
+                device_FWX = self._grid.by_arrival(device_FWX)
+            device_FWX = device_FWX.long()
+            headers = self._received[:, :HEADER]
         recv_FWE, _ = self._split(device_FWX)
-        agreed = self._agree(recv_FWE)
+        agreed = self._agree(recv_FWE, headers)
         relayed = self._relay(device_FWX)
-        headers = self._received[:, :HEADER]
-        # All numbers reach the host in one copy, because each copy is a synchronisation.
         on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
+        if device_FWX.device.type == "cpu":
+            return device_FWX, on_device
+        # All numbers reach the host in one copy, because each copy is a synchronisation.
         flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()
         on_host = flat.split([tensor.numel() for tensor in on_device])
         return device_FWX, [values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)]
@@ -585,7 +592,7 @@ class CountsExchange:
         relayed = (dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP))
         return [send_FP.new_empty(send_FP.shape[0], 0) if counts is None else counts for counts in relayed]
 
-    def _agree(self, recv_FWE: Tensor) -> Tensor:
+    def _agree(self, recv_FWE: Tensor, headers: Tensor) -> Tensor:
         """Returns these numbers on the device, each as its maximum over all ranks:
 
             index   0 .. 3    4               5               6            7, 8, ...
@@ -601,8 +608,9 @@ class CountsExchange:
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
+        headers: (W, HEADER), the headers of all ranks.
         """
-        header = self._received[:, :HEADER].amax(0)
+        header = headers.amax(0)
         slots = self._slots
         if slots is None and not self._asks_max_rows:
             return F.pad(header, (0, 3))

@@ -82,7 +82,9 @@ class OneRankCounts:
         """
         modules = call.modules
         replay = call.replay
-        if is_watched(modules.gate):
+        reference = call.reference
+        on_host = reference is not None and reference.device.type not in one_rank.DEVICES
+        if is_watched(modules.gate) or (on_host and not modules.options.fused):
             return None
         x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, modules.options.d_model)

@@ -124,11 +124,12 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
     # have no exchange.
     checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
-    if checks and routing.logits is not None and routing.logits.numel() and call.checks_values:
-        # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
-        # the host waits.
-        finite = routing.logits.detach().abs().amax().isfinite().long()  # amax of a NaN is NaN
-        fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
+    if checks and routing.logits is not None and call.checks_values:
+        # 0 * x is 0 if x is finite, else NaN. Arithmetic instead of torch.where: a number that becomes a
+        # tensor is a copy to the device, for which the host waits.
+        finite = (0 * routing.logits.detach()).sum().isfinite()
+        bad = finite.logical_not() * int(Fault.NOT_FINITE)
+        fault = bad if fault is Fault.NONE else bad + finite * fault
     has_changed = None
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing

@@ -16,6 +16,7 @@ from torch import Tensor
 from pmoe.comm.failures import backward_pass
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
+from pmoe.gates.base import without_autocast
 
 Path = Literal["pipeline", "one rank", "fused", "fused forward", "persistent", "whole graph"]
 """The implementation that computed a call:
@@ -106,7 +107,7 @@ class _Experts(torch.autograd.Function):
         wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
         if ctx.inputs.compare is not None:
             ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
-        with torch.autocast(grad_TM.device.type, enabled=False):
+        with without_autocast(grad_TM.device.type):
             return *(None,) * NOT_DIFFERENTIATED, *ctx.backward_from(tensors, wanted, grad_TM)
 
 

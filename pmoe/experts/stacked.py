@@ -413,11 +413,13 @@ class StackedExperts(Experts):
                 if in_place:
                     active_bH.copy_(block_bH)
         if b2 is not None and not self.shard.index:
-            for expert, (grad, grad_weight) in groups.parts(grad_NM, grad_weight_N):
+            b2_M = b2.unbind()
+            pairs = zip(groups.split(grad_NM), groups.split(grad_weight_N), strict=True)
+            for expert, (grad, grad_weight) in zip(groups.with_rows, pairs, strict=True):
                 if grad_weight.dtype == grad.dtype:
-                    grad_weight.addmv_(grad, b2[expert])
+                    grad_weight.addmv_(grad, b2_M[expert])
                 else:
-                    grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))
+                    grad_weight.add_((grad @ b2_M[expert]).to(grad_weight.dtype))
         out = expert_rows.new("dT_DI", w1.shape[2]) if expert_rows.out is None else expert_rows.out
         expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
         return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
@@ -456,9 +458,11 @@ def _first(tensor: Tensor, count: int, dim: int) -> Tensor:
 
 def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Yields blocks of at most ``size`` rows: each time a tuple with the same rows of every tensor."""
-    if 0 < rows[0].shape[0] <= size:
-        return [rows]
-    return zip(*(tensor.split(size) for tensor in rows), strict=True) if rows[0].shape[0] else ()
+    num_rows = rows[0].shape[0]
+    if num_rows <= size:
+        return [rows] if num_rows else ()
+    sizes = [min(size, num_rows - start) for start in range(0, num_rows, size)]
+    return zip(*(tensor.split_with_sizes(sizes) for tensor in rows), strict=True)
 
 
 def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:

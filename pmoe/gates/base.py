@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -244,6 +245,17 @@ def draw_router_weight(weight: nn.Parameter) -> None:
     """Initialises a weight uniformly within +-1 / sqrt(number of columns), like torch.nn.Linear."""
     bound = 1 / math.sqrt(weight.shape[1])
     nn.init.uniform_(weight, -bound, bound)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Returns a context in which autocast is off for a type of device ("cuda", "cpu").
+
+    If autocast is off already, the context does nothing. Entering and leaving `torch.autocast` takes as long
+    as ten small operations.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def scaled(weight_TK: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.arguments import check_count, check_kind, check_not_negative, check_positive, plain_int
-from pmoe.gates.base import KeptType, Routing, TopKRouter
+from pmoe.gates.base import KeptType, Routing, TopKRouter, without_autocast
 from pmoe.gates.logits import router_logits, router_z_loss
 from pmoe.gates.sigmoid import sigmoid_shares
 from pmoe.kernels.route import top_indices
@@ -114,7 +114,7 @@ class DeepSeekGate(TopKRouter):
         self.load.zero_()
 
     def forward(self, x_TM: Tensor) -> Routing:
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device.type):
             logits_TE = router_logits(x_TM, self.weight)
             expert_TK = top_indices(self._biased(logits_TE.detach().sigmoid()), self.top_k)
             chosen_TK = logits_TE.gather(-1, expert_TK)

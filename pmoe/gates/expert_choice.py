@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_one_of, check_place, check_positive
-from pmoe.gates.base import Gate, PartitionName, Routing, check_sizes, draw_router_weight
+from pmoe.gates.base import Gate, PartitionName, Routing, check_sizes, draw_router_weight, without_autocast
 from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
 
@@ -92,7 +92,7 @@ class ExpertChoiceGate(Gate):
     def forward(self, x_TM: Tensor) -> Routing:
         num_experts = self.weight.shape[0]
         rows = self.rows_an_expert(x_TM.shape[0])
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device.type):
             logits_TE = router_logits(x_TM, self.weight)
             if self.normalize_over == "experts":
                 score_TE = logits_TE.softmax(-1)

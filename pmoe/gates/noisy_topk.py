@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pmoe.gates.base import Routing, TopKRouter
+from pmoe.gates.base import Routing, TopKRouter, without_autocast
 from pmoe.gates.logits import router_logits, router_loss
 from pmoe.kernels.route import top_indices
 
@@ -51,7 +51,7 @@ class NoisyTopKGate(TopKRouter):
         nn.init.zeros_(self.noise_weight)
 
     def forward(self, x_TM: Tensor) -> Routing:
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device.type):
             logits_TE = self._logits(x_TM)
             probability_TE = logits_TE.softmax(-1)
             expert_TK = top_indices(logits_TE, self.top_k)

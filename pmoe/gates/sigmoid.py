@@ -6,11 +6,10 @@ experts.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.gates.base import Routing, TopKRouter
+from pmoe.gates.base import Routing, TopKRouter, without_autocast
 from pmoe.gates.logits import router_logits, router_loss
 from pmoe.kernels.route import top_indices
 
@@ -44,7 +43,7 @@ class SigmoidGate(TopKRouter):
     saved_scores = 3
 
     def forward(self, x_TM: Tensor) -> Routing:
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device.type):
             logits_TE = router_logits(x_TM, self.weight)
             expert_TK = top_indices(logits_TE, self.top_k)
             chosen_TK = logits_TE.gather(-1, expert_TK)

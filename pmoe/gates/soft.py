@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_place
-from pmoe.gates.base import Gate, Mix, PartitionName, Routing, check_sizes
+from pmoe.gates.base import Gate, Mix, PartitionName, Routing, check_sizes, without_autocast
 from pmoe.gates.logits import router_logits
 
 SHORTEST = 1e-6
@@ -82,7 +82,7 @@ class SoftGate(Gate):
 
     def forward(self, x_TM: Tensor) -> Routing:
         num_slots = self.weight.shape[0] * self.weight.shape[1]
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device.type):
             logits_TS = self._logits(x_TM)
             mix = Mix(dispatch=logits_TS.softmax(0), combine=logits_TS.softmax(-1))
         slot_S1 = torch.arange(num_slots, device=x_TM.device).unsqueeze(1)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from pmoe.gates.base import Routing, TopKRouter, scaled
+from pmoe.gates.base import Routing, TopKRouter, scaled, without_autocast
 from pmoe.gates.logits import router_logits, router_loss
 from pmoe.kernels.route import top_indices
 
@@ -27,7 +26,7 @@ class TopKGate(TopKRouter):
     """
 
     def forward(self, x_TM: Tensor) -> Routing:
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device.type):
             logits_TE = router_logits(x_TM, self.weight)
             probability_TE = logits_TE.softmax(-1)
             expert_TK = top_indices(logits_TE, self.top_k)

@@ -21,7 +21,7 @@ from pmoe.arguments import (
     check_place,
     check_positive,
 )
-from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, scaled
+from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, scaled, without_autocast
 from pmoe.gates.logits import router_logits, router_loss
 from pmoe.gates.soft import inverse_length
 from pmoe.kernels.route import top_indices
@@ -111,7 +111,7 @@ class XMoEGate(Gate):
         nn.init.constant_(self.log_temperature, math.log(self.first_temperature))
 
     def forward(self, x_TM: Tensor) -> Routing:
-        with torch.autocast(x_TM.device.type, enabled=False):
+        with without_autocast(x_TM.device.type):
             cosine_TE = self._cosine(x_TM)
             logits_TE = cosine_TE / self.log_temperature.to(cosine_TE.dtype).exp()
             expert_TK = top_indices(cosine_TE, self.top_k)

@@ -135,7 +135,7 @@ def sort_rows(
     expert = expert_TK.reshape(-1)
     chunk = _chunks(expert_TK, n, tokens)
     block: Tensor | None = chunk
-    if local:
+    if local and (len(local) < num_experts or m < n):  # else all rows stay, in the order of their chunks
         stays = (expert >= local.start) & (expert < local.stop)
         if m == n:
             block = stays.long() if chunk is None else 2 * chunk + stays
@@ -195,9 +195,5 @@ class SortedOrder(Order):
             chosen = rows_NM.index_select(0, row_SK.view(-1)).view(*row_SK.shape, rows_NM.shape[1])
             torch.sum(chosen, dim=1, out=out)
         else:
-            # A choice at a time: each copy is a K-th as large, and is added while it is in the cache. Numbers
-            # of two bytes would be rounded after each addition, so they are summed together above.
-            first_S, *others = row_SK.unbind(1)
-            torch.index_select(rows_NM, 0, first_S, out=out)
-            for row_S in others:
-                out.add_(rows_NM.index_select(0, row_S))
+            # One operation reads each row once, and adds the rows of a token in the order of its choices.
+            out.copy_(F.embedding_bag(row_SK, rows_NM, mode="sum"))

@@ -43,6 +43,12 @@ from pmoe.warn import warn_once
 
 V = TypeVar("V")
 
+DEVICES = ("cuda", "meta")
+"""Types of devices of the parameters with which the kernels may run.
+
+Parameters on the meta device have no values until another library loads them to a GPU.
+"""
+
 _checked: dict[tuple[KernelCase, int, bool], str | None] = {}
 """Results of `one_rank_mismatch` by its arguments."""
 

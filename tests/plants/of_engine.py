@@ -93,8 +93,8 @@ ENGINE = (
         name="held-host-blocks-handed-out",
         breaks="memory that a graph still holds goes to the next pass",
         file="pmoe/engine/buffers/host_pool.py",
-        old="            if holders > _NONE:\n",
-        new="            if holders > _NONE + 2:\n",
+        old="            if _holders(block) > _NONE:\n",
+        new="            if _holders(block) > _NONE + 2:\n",
         tests="tests/unit/test_pool.py -k graph",
     ),
     Plant(

@@ -14,8 +14,8 @@ RANKS = (
         name="fault-flag-forgotten",
         breaks="a fault is known to the rank that has it, and the others go on",
         file=COUNTS,
-        old="        header = self._received[:, :HEADER].amax(0)\n",
-        new="        header = self._received[self._ranks.rank, :HEADER]\n",
+        old="        header = headers.amax(0)\n",
+        new="        header = headers[self._ranks.rank]\n",
         tests="tests/gloo/test_faults.py -k fault",
     ),
     Plant(

@@ -28,8 +28,8 @@ REFERENCES = (
         name="route-ties-to-the-last",
         breaks="of equal scores the last expert is taken",
         file="pmoe/kernels/route/reference.py",
-        old="        return left_TE.argmax(-1, keepdim=True)\n",
-        new="        return left_TE.shape[1] - 1 - left_TE.flip(-1).argmax(-1, keepdim=True)\n",
+        old="left_TE.max(-1, keepdim=True).indices",
+        new="left_TE.shape[1] - 1 - left_TE.flip(-1).max(-1, keepdim=True).indices",
         tests="tests/unit/test_gates_selection.py",
     ),
     Plant(

@@ -81,7 +81,10 @@ def fused_by_plain_steps() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def one_rank_by_kernels() -> Iterator[list[str]]:
     """One rank's runner, by the kernels' plain definitions."""
-    with mock.patch.object(one_rank, "kernel_refusal", lambda *_, **__: None):
+    with (
+        mock.patch.object(one_rank, "DEVICES", ("cpu",)),
+        mock.patch.object(one_rank, "kernel_refusal", lambda *_, **__: None),
+    ):
         yield []
 
 

@@ -35,6 +35,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("alone")
         return forward(*args, **kwargs)
 
+    monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
     monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
     return calls

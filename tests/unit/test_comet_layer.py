@@ -375,6 +375,7 @@ def test_on_one_rank_it_wins_over_the_kernels_of_one_rank_unless_refused(
         alone_calls.append("alone")
         return forward(*args, **kwargs)
 
+    monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
     monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
     layer = make()

@@ -391,6 +391,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def alone_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Lets the runner for one rank (`pmoe.runners.one_rank`) take any layer on the CPU."""
+    patch.setattr(one_rank, "DEVICES", ("cpu",))
     patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
 
 

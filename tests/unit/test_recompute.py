@@ -140,6 +140,7 @@ def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pyte
 
     monkeypatch.setattr(one_rank.OneRankRunner, "forward", counted)
     monkeypatch.setattr(one_rank, "route_tokens", lambda *args: (calls.append("route"), route(*args))[1])
+    monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
     monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     block = Block(build())
     expected = step(block, block)

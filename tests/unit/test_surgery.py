@@ -247,6 +247,7 @@ def test_what_experts_and_gate_are_when_a_call_begins_computes_and_gets_gradient
 def test_kernels_of_one_rank_take_values_by_name(
     surgery: Callable[[pmoe.MoELayer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
     monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     layer = build()
     surgery(layer)

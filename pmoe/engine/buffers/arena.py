@@ -37,13 +37,17 @@ class Arena:
 
     def __init__(self, pool: DevicePool, schedule: Schedule, sizes: BufferSizes, like: Tensor) -> None:
         self._pool = pool
+        self.buffers: dict[str, Tensor] = {}
+        self._memory: Tensor | None = None
+        if not schedule.slots:  # every buffer has memory of its own
+            self._memory = pool.take(0, like, self)
+            return
         spans, total = arena_elements(slot_elements(schedule, sizes), like.element_size())
-        self._memory: Tensor | None = pool.take(total, like, self)
+        self._memory = pool.take(total, like, self)
         # unsafe_split gives each slot a version counter of its own. With other views, autograd would take a
         # write to one slot for a change of all of them.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
         of_slot = dict(zip(spans, pieces, strict=True))
-        self.buffers: dict[str, Tensor] = {}
         for name, turns in schedule.turns.items():
             rows, columns = sizes.of(name)
             for buffer, chunk, slot in turns:
@@ -203,6 +207,8 @@ def pool(device: torch.device | str = "cpu") -> Pool:
     kept_bytes. The attribute ``host.limit_bytes`` may be set. The method ``trim()`` gives free memory back to
     the operating system.
     """
+    if isinstance(device, torch.device) and device in _pools:
+        return _pools[device]
     device = check_place(device, None)  # "cuda" becomes the current GPU
     if device not in _pools:
         _pools[device] = Pool(device)

@@ -168,9 +168,8 @@ class HostPool:
         Steps of a training run need the same sizes again and again, so most tensors get such a storage. That
         takes a third of the time of a new block.
         """
-        blocks = self._blocks_of_size.get(wanted, ())
-        for block, holders in zip(blocks, _holders(blocks), strict=True):
-            if holders == _NONE:
+        for block in self._blocks_of_size.get(wanted, ()):
+            if _holders(block) == _NONE:
                 return block[0]
         return None
 
@@ -271,8 +270,8 @@ class HostPool:
         """Frees the blocks whose storage no tensor refers to any more."""
         blocks_in_use: list[_Block] = []
         self._blocks_of_size = {}
-        for block, holders in zip(self._blocks, _holders(self._blocks), strict=True):
-            if holders > _NONE:
+        for block in self._blocks:
+            if _holders(block) > _NONE:
                 blocks_in_use.append(block)
                 self._blocks_of_size.setdefault(block[0].nbytes(), []).append(block)
             else:
@@ -286,9 +285,9 @@ def _error(text: str) -> HostMemoryError:
     return HostMemoryError(f"host memory for offloading: {text}")
 
 
-def _holders(blocks: Sequence[_Block]) -> list[int]:
-    """Returns for each block the number of references to its storage, from tensors and from Python."""
-    return [_use_count(block[0]._cdata) + sys.getrefcount(block[0]) for block in blocks]
+def _holders(block: _Block) -> int:
+    """Returns the number of references to a block's storage, from tensors and from Python."""
+    return int(_use_count(block[0]._cdata) + sys.getrefcount(block[0]))
 
 
 def _available_bytes() -> int:
@@ -300,5 +299,5 @@ def _available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-_NONE = _holders([(torch.empty(1).untyped_storage(), _Segment(None, 0, 0, []), 0, 0)])[0]
+_NONE = _holders((torch.empty(1).untyped_storage(), _Segment(None, 0, 0, []), 0, 0))
 """The number of references to a storage that belongs to the pool and that no tensor uses."""

@@ -94,10 +94,10 @@ class Backward(Pass):
         self.weight = weight.reshape(-1)
         # Zeros, because a dropped (token, choice) pair has no row, and no task writes its gradient.
         self.grad_weight = weight.new_zeros(weight.numel())
-        self.grad_weight_rows = weight.new_empty(self.pass_plan.num_received)
-        self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.pass_plan)
         self.chunks_done = 0
         if self.pass_plan.weights is not None:
+            self.grad_weight_rows = weight.new_empty(self.pass_plan.num_received)
+            self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.pass_plan)
             received = saved.weight_received
             assert received is not None
             if plan.joined is not None:
@@ -207,7 +207,7 @@ class Backward(Pass):
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
         weight_N = self.weight.index_select(0, slot)
         grad_weight_N = self._input_gradient(unit, grad_NM, weight_N, self.home_rows(j, piece.rows))
-        self.grad_weight[slot] = grad_weight_N.to(self.grad_weight.dtype)
+        self.grad_weight.scatter_(0, slot, grad_weight_N.to(self.grad_weight.dtype))
 
     def compute(self, i: int) -> None:
         """Computes the gradients of the rows received in chunk i, and of their routing weights (task C).

@@ -283,7 +283,8 @@ class Pass:
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
-        for i, chunk in enumerate(pass_plan.chunks):
+        # Without other ranks no rows are sent, and chunks have no buffers for them.
+        for i, chunk in enumerate(pass_plan.chunks if self.stages.remote else ()):
             if not rotates:
                 self.make_buffers(i)
             if not rotates or (self.sizes.keeps_what_arrives and not self.sizes.extent.regrouped[i]):

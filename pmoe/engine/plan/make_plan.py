@@ -236,20 +236,6 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     bypass_local = modules.stages.local
     rank = grid.all.rank
     shared = bins if bins.send.shape[0] == n else bins.joined(n)
-    travelling_counts = shared.travelling(rank) if bypass_local else shared
-    send = travelling_counts.send
-    recv = travelling_counts.recv
-    recv_device = travelling_counts.recv_device
-    bins_device = recv_device if shared is bins else bins.recv_device
-    if bypass_local and shared is not bins:
-        bins_device = without_own(bins_device, rank)
-    come_rows = travelling_counts.received_rows
-    sent_by_chunk = travelling_counts.sent_rows.tolist()
-    come_by_chunk = come_rows.tolist()
-    are_several = _are_several(come_rows)
-    by_expert = recv.sum(1).tolist()
-    # For all chunks at once, because on a GPU a loop over chunks would launch several kernels for each.
-    received_ends = _ends(recv_device)
     local_counts: list[list[int]] = []
     local_ends: Sequence[Tensor | None] = ()
     if bypass_local:
@@ -258,17 +244,39 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
+    # A single rank sends nothing, so these stay.
+    sent_by_chunk = come_by_chunk = [[0]] * n
+    by_expert = [[0] * shared.send.shape[2]] * n
+    received_ends: Sequence[Tensor | None] = [None] * n
+    regroups: list[Tensor | None] = [None] * n
+    weights = None
+    once = None
+    if modules.stages.remote:
+        counts = shared.travelling(rank) if bypass_local else shared
+        sent_by_chunk = counts.sent_rows.tolist()
+        come_by_chunk = counts.received_rows.tolist()
+        by_expert = counts.recv.sum(1).tolist()
+        # For all chunks at once, because on a GPU a loop over chunks would launch several kernels for each.
+        received_ends = _ends(counts.recv_device)
+        bins_device = counts.recv_device if shared is bins else bins.recv_device
+        if bypass_local and shared is not bins:
+            bins_device = without_own(bins_device, rank)
+        # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
+        # order.
+        fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
+        if shared.sent_once is None:
+            for i, are_several in enumerate(_are_several(counts.received_rows)):
+                if are_several:
+                    regroups[i] = _regroup(fine[:, i].flatten(1), come_by_chunk[i])
+        kept = slots.slot[: int(shared.send.sum())]
+        weights = _weight_journey(kept, orders.expert_TK, counts.send, counts.recv, fine, modules)
+        once = orders.number_rows(n, weights, shared, fine)
     chunks = []
     pieces = []
     first_row = 0
-    # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this order.
-    fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
         send_rows = sent_by_chunk[i]
         recv_rows, gathered = _by_place(come_by_chunk[i], grid)
-        regroup = None
-        if shared.sent_once is None and are_several[i]:
-            regroup = _regroup(fine[:, i].flatten(1), come_by_chunk[i])
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
@@ -277,7 +285,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
                 send_rows=tuple(send_rows),
                 recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
-                regroup=regroup,
+                regroup=regroups[i],
                 relayed=[() if counts is None else tuple(counts[i].tolist()) for counts in shared.relayed],
                 gathered=gathered,
             )
@@ -291,12 +299,6 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
             pieces.append(LocalChunk(rows=slice(first_row, end), groups=groups))
             first_row = end
-    weights = None
-    once = None
-    if modules.stages.remote:
-        kept = slots.slot[: int(shared.send.sum())]
-        weights = _weight_journey(kept, orders.expert_TK, send, recv, fine, modules)
-        once = orders.number_rows(n, weights, shared, fine)
     travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
     token = row_slot if top_k == 1 else row_slot // top_k
@@ -404,5 +406,7 @@ def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
 
     counts_nE: (n, E) rows by chunk and expert.
     """
+    if m == counts_nE.shape[0]:
+        return counts_nE
     joined = counts_nE.shape[0] - m + 1
     return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])

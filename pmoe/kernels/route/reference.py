@@ -156,16 +156,15 @@ def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
     # A copy in which chosen scores become negative infinity. Clamping makes all other scores finite, so that
     # none is chosen twice.
     left_TE = score_TE.detach().clamp(min=torch.finfo(score_TE.dtype).min)
-    if top_k == 1:
-        return left_TE.argmax(-1, keepdim=True)
     if top_k > ROUNDS:
         return left_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
-    chosen_TK = torch.empty(score_TE.shape[0], top_k, dtype=torch.int64, device=score_TE.device)
-    for choice in range(top_k):
-        best_T1 = left_TE.argmax(-1, keepdim=True)
-        left_TE.scatter_(-1, best_T1, -math.inf)
-        chosen_TK[:, choice : choice + 1] = best_T1
-    return chosen_TK
+    chosen: list[Tensor] = []
+    for _ in range(top_k):
+        if chosen:
+            left_TE.scatter_(-1, chosen[-1], -math.inf)
+        # max is faster than argmax on a CPU. Both return the first of equal scores.
+        chosen.append(left_TE.max(-1, keepdim=True).indices)
+    return torch.cat(chosen, -1)
 
 
 def route(

@@ -14,7 +14,7 @@ from torch import Tensor
 from bench import permutes
 from pmoe.kernels import extension, grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots, launch, products
-from pmoe.kernels.grouped_gemm.launch import SPARE, beside_communication
+from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, SPARE, TileCounters, beside_communication
 
 BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
 
@@ -132,6 +132,21 @@ def test_beside_communication_multiprocessors_are_left_free_and_tiles_are_counte
     (_, beside), (_, alone) = recorder.calls
     assert (beside["spare"], beside["next_tile"]) == (SPARE, "zero") and SPARE > 0
     assert "spare" not in alone and "next_tile" not in alone
+
+
+def test_each_product_of_a_pass_has_a_counter_of_its_own_and_few_launches_zero_them(
+    recorder: Recorder, given: Operands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory: list[Tensor] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **how: memory.append(zeros(*size, **how)) or memory[-1])
+    counters = TileCounters()
+    for _ in range(NUM_COUNTERS + 1):
+        with beside_communication(counters=counters):
+            grouped_gemm.product(given.rows, given.weight, given.ends)
+    addresses = [fields["next_tile"] for _, fields in recorder.calls]
+    assert addresses == [one.data_ptr() for counter in memory for one in counter][: len(addresses)]
+    assert len(memory) == 2 and all(not each.any() for each in memory)
 
 
 @pytest.mark.parametrize("keep", [True, False])

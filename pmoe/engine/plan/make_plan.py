@@ -391,7 +391,7 @@ def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
 
     counts_nWE: (n, W, E_local) rows by n chunks, W source ranks and E_local experts of this rank.
     """
-    if counts_nWE.device.type != "cuda":
+    if not counts_nWE.is_cuda:
         return [None] * counts_nWE.shape[0]
     return counts_nWE.sum(1).cumsum(1).int().unbind(0)
 

@@ -3,8 +3,9 @@
     python bench/bench_device_calls.py [--ranks 1 2 8] [--chunks 1 4 8] [--where]
 
 It runs on the CPU, and counts what the branches for CUDA would do. pmoe's kernels are taken, and a launch is
-noted in place of a kernel. Streams and events are stand-ins that count. One of W ranks exists, with a stand-in
-for its group (`bench.links.alike`). The layer: 8 experts, top-2, SwiGLU without biases, bfloat16, dropless, S4.
+noted in place of a kernel. Streams and events are stand-ins that count. One of W ranks exists, with a
+stand-in for its group (`bench.links.alike`). The layer has 8 experts, top-2, SwiGLU without biases, bfloat16,
+no capacity, and the restore pair S4.
 
     operators    torch operators that launch something; no views, no allocations, nothing on host tensors
     launches     launches of pmoe's kernels
@@ -15,7 +16,7 @@ for its group (`bench.links.alike`). The layer: 8 experts, top-2, SwiGLU without
     syncs        copies to the host, for which the host waits
     Python, C    calls of Python functions and of C functions, as `sys.setprofile` sees them
 
-A torch operator may be several launches on a GPU (a stable sort, for example), so the counts are lower bounds.
+A torch operator may be several launches on a GPU (a stable sort, for example): counts are lower bounds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from bench.links import alike
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.experts.stacked import StackedExperts
-from pmoe.kernels import extension
+from pmoe.kernels import extension, permute
 from pmoe.kernels.grouped_gemm import products
 from pmoe.kernels.permute import operators as permute_operators
 from pmoe.kernels.registry import PMOE, PRODUCTS
@@ -94,13 +95,21 @@ class Calls:
 class Device(TorchDispatchMode):
     """A stand-in for CUDA that counts calls; `calls` has those of the current pass.
 
-    A tensor that was copied to the host, and what is computed from it, has the attribute ``on_host``.
+    It knows the storages of tensors that were copied to the host, and of what was computed from them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = Calls()
         self.is_counting = True
+        self._host: dict[int, object] = {}
+
+    def on_host(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._host
+
+    def take_to_host(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._host[storage._cdata] = storage  # kept, so that no other storage gets this key
 
     def note(self, name: str, what: str) -> None:
         """Counts one call. name: a field of `Calls`. what: the operator or kernel."""
@@ -122,11 +131,10 @@ class Device(TorchDispatchMode):
         if not self.is_counting:
             return result
         tensors = [each for each in _flat((args, kwargs or {})) if isinstance(each, Tensor)]
-        on_host = bool(tensors) and all(getattr(each, "on_host", False) for each in tensors)
-        if on_host:
+        if tensors and all(map(self.on_host, tensors)):
             for each in _flat(result):
                 if isinstance(each, Tensor):
-                    each.on_host = True  # type: ignore[attr-defined]
+                    self.take_to_host(each)
             return result
         returns = [value.alias_info for value in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in returns)
@@ -214,8 +222,12 @@ class Event:
 
 
 @contextlib.contextmanager
-def as_cuda() -> Iterator[Device]:
-    """In the block layers on the CPU take the branches for CUDA, and their calls are counted."""
+def as_cuda(*, computes: bool = False) -> Iterator[Device]:
+    """In the block layers on the CPU take the branches for CUDA, and their calls are counted.
+
+    computes: whether PyTorch expressions compute what the kernels would. Without it only routing has values,
+        and launches are counted.
+    """
     device = Device()
     compute = Stream(device)
 
@@ -228,7 +240,7 @@ def as_cuda() -> Iterator[Device]:
         device.calls.syncs += 1
         with device.quiet():
             copy = tensor.clone()
-        copy.on_host = True  # type: ignore[attr-defined]
+        device.take_to_host(copy)
         return copy
 
     make = torch.tensor
@@ -246,6 +258,11 @@ def as_cuda() -> Iterator[Device]:
             for memory, value in zip(out, computed, strict=True):
                 memory.copy_(value)
 
+    def pinned(tensor: Tensor) -> Tensor:
+        device.note("operators", "copy of a pinned tensor")
+        with device.quiet():
+            return tensor.clone()
+
     def collective(start: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **options: Any) -> Any:
             device.note("collectives", start.__name__)
@@ -253,6 +270,20 @@ def as_cuda() -> Iterator[Device]:
                 return start(*args, **options)
 
         return noted
+
+    def moved(
+        kernel: str, position_TK: Tensor, weight: None, num_rows: int, *, first_row: int, **rows: Tensor
+    ) -> None:
+        assert position_TK.dtype == torch.int32 and position_TK.is_contiguous() and weight is None
+        assert not position_TK.numel() or int(position_TK.min()) >= first_row, "a row before the memory"
+        place_TK = position_TK.long() - first_row
+        place_TK[place_TK >= num_rows - first_row] = -1
+        if kernel == "permute":
+            token, choice = (place_TK >= 0).nonzero(as_tuple=True)
+            rows["rows"][place_TK[token, choice]] = rows["x"][token]
+            return
+        with_zero = torch.cat([rows["rows"], rows["rows"].new_zeros(1, rows["rows"].shape[1])])
+        rows["y"].copy_(with_zero[place_TK].sum(1))
 
     def lanes(rows: Tensor, schedule: Any, ranks: Any, in_steps: bool = False) -> CudaLanes:
         return CudaLanes(schedule, ranks, rows.device)
@@ -276,14 +307,16 @@ def as_cuda() -> Iterator[Device]:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for target, name, value in (
-            (Tensor, "is_cuda", property(lambda self: not getattr(self, "on_host", False))),
+            (Tensor, "is_cuda", property(lambda self: not device.on_host(self))),
             (Tensor, "cpu", to_host),
+            (Tensor, "pin_memory", pinned),
+            (Tensor, "record_stream", lambda self, stream: None),
             (torch, "tensor", tensor),
             (torch, "mm", product),
             (dist, "all_to_all_single", collective(dist.all_to_all_single)),
             (dist, "all_reduce", collective(dist.all_reduce)),
             (extension, "load", lambda: kernels),
-            (products, "path_for", lambda device, dtype, **columns: "sm_90a"),
+            (permute, "refusal", lambda *args: None),
             (permute_operators, "refusal", lambda *args: None),
             (route_operators, "refusal", lambda *args: None),
             (route_operators, "launch_route", route),
@@ -293,6 +326,10 @@ def as_cuda() -> Iterator[Device]:
             (StackedExperts, "_activates_in_place", lambda self, device_type: self.hidden_factor == 1),
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=name == "is_cuda"))
+        if computes:
+            stack.enter_context(mock.patch.object(permute, "launch", moved))
+        else:
+            stack.enter_context(mock.patch.object(products, "path_for", lambda *args, **columns: "sm_90a"))
         stack.enter_context(PRODUCTS.forcing(PMOE))
         yield device
 

@@ -78,6 +78,8 @@ class ExpertRows:
         inputs of the layer's autograd function.
     space: a function that returns uninitialised memory, by name, rows and columns; None allocates it.
     out: (N, M), memory for the result; None takes memory from ``space``.
+    grad_weight_N: (N,) of the routing weights' dtype, memory for their gradient, which `input_gradient` may
+        use for its result; None lets it allocate the result.
     """
 
     rows_NM: Tensor
@@ -85,6 +87,7 @@ class ExpertRows:
     parameters: Sequence[Tensor]
     space: Allocate | None = None
     out: Tensor | None = None
+    grad_weight_N: Tensor | None = None
 
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.

@@ -369,7 +369,7 @@ class StackedExperts(Experts):
         may be overwritten, the result is written over T_M, block of rows by block. A chunk then needs only
         two buffers of T_M's size: T_M itself and its gradient dT_M.
 
-        grad_NM: (N, M), the gradient of the output. It is overwritten.
+        grad_NM: (N, M), the gradient of the output. It may be overwritten.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         hidden: T_M, and whether it may be overwritten.
@@ -383,17 +383,23 @@ class StackedExperts(Experts):
         active_NH = _first(hidden_NG, num_hidden, 1) if in_place else expert_rows.new("active", num_hidden)
         scale_N1 = weight_N.unsqueeze(1)
         fused = self._fused("input", grad_NM, w2, groups)
+        # The gradient of w2 is (weight * grad)^T active = grad^T (weight * active). The kernel can store the
+        # second form, which saves a pass over grad. The gradient of b2 needs weight * grad.
+        weighs_active = fused is not None and b2 is None
+        grad_weight_N = expert_rows.grad_weight_N
+        if grad_weight_N is None:
+            grad_weight_N = torch.empty_like(weight_N)
         if fused is not None:
             # active may overlap T_M: each thread reads its elements of T_M before it overwrites them.
             *_, grad_weight_N = grouped_gemm.hidden_gradient(
-                grad_NM, w2, hidden_NG, scale_of(weight_N, grad_NM), groups.ends_E,
-                activation=fused, out=grad_hidden_NG, active=active_NH,
+                grad_NM, w2, hidden_NG, scale_of(weight_N, grad_NM), groups.ends_E, activation=fused,
+                weighs_active=weighs_active, out=grad_hidden_NG, active=active_NH,
+                dots=grad_weight_N if grad_weight_N.dtype == torch.float32 else None,
             )  # fmt: skip
             grad_weight_N = grad_weight_N.to(weight_N.dtype)
         else:
             grad_active_NH = _first(grad_hidden_NG, num_hidden, 1)
             expert_input_gradient(grad_NM, w2, groups, out=grad_active_NH)
-            grad_weight_N = torch.empty_like(weight_N)
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
                 scratch = expert_rows.new("scratch", num_hidden, min(rows, grad_NM.shape[0]))
@@ -420,7 +426,9 @@ class StackedExperts(Experts):
                     grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))
         out = expert_rows.new("dT_DI", w1.shape[2]) if expert_rows.out is None else expert_rows.out
         expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
-        return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
+        if not weighs_active:
+            grad_NM.mul_(scale_N1)
+        return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM)
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]

@@ -518,7 +518,7 @@ def test_lanes_wait_for_a_least_set_of_tasks_with_the_same_partial_order() -> No
     for schedule in many_schedules():
         lane_of = {task.name: task.lane for task in schedule.tasks}
         order = ended_before(schedule, lambda task: task.waits)
-        assert ended_before(schedule, lambda task: schedule.lane_waits[task.name]) == order
+        assert ended_before(schedule, lambda task: schedule.lane_waits[task.name]) == order  # noqa: B023
         assert schedule.awaited == {name for names in schedule.lane_waits.values() for name in names}
         for task in schedule.tasks:
             across = [name for name in task.waits if lane_of[name] is not task.lane]

@@ -40,6 +40,7 @@ class Forward(Pass):
 
     inputs: the tensors of the call.
     weight: (T * K,), the routing weights of T tokens with K choices each.
+    weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set if some of them stay.
     saved: the state for backward, which tasks fill while they run.
     scalars: the messages with one number for each row. The first one carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
@@ -55,6 +56,7 @@ class Forward(Pass):
     inputs: Inputs
     parameters: Sequence[Tensor]
     weight: Tensor
+    weight_sorted: Tensor
     saved: ForwardState
     weight_of_chunk: tuple[Tensor, ...]
 
@@ -64,6 +66,8 @@ class Forward(Pass):
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
+        if self.pass_plan.pieces:
+            self.weight_sorted = self.weight.index_select(0, self.pass_plan.row_slot)
         self.scalars: list[Scalars] = []
         if self.pass_plan.weights is not None:
             self.make_scalars()
@@ -103,10 +107,9 @@ class Forward(Pass):
 
         The results are written to the buffer in which combine puts the results from other ranks.
         """
-        piece = self.pass_plan.pieces[j]
-        weight_N = self.weight.index_select(0, self.pass_plan.slot[piece.rows])
+        rows = self.pass_plan.pieces[j].rows
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
-        self._compute((j, "_L"), rows_NM, weight_N, self.home_rows(j, piece.rows))
+        self._compute((j, "_L"), rows_NM, self.weight_sorted[rows], self.home_rows(j, rows))
 
     def compute(self, i: int) -> None:
         """Lets the experts compute the rows that this rank received in chunk i (task C)."""

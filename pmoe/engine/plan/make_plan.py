@@ -28,10 +28,12 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, cuts, without_own
 from pmoe.comm.grid import Grid
+from pmoe.engine.lanes.run import is_captured
 from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
 from pmoe.engine.plan.regroup_chunks import join_chunks
 from pmoe.experts.products import RowGroups
-from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
+from pmoe.kernels import permute
+from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import local_pieces
@@ -235,26 +237,22 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     grid = modules.grid
     bypass_local = modules.stages.local
     rank = grid.all.rank
-    shared = bins if bins.send.shape[0] == n else bins.joined(n)
+    # Counts on the device are only needed where rows must be sorted, by bin. All other numbers are sums of
+    # the counts on the host, because a sum on a GPU is a launch.
+    shared = bins if bins.sent_once is not None else bins.on_host()
+    shared = shared if shared.send.shape[0] == n else shared.joined(n)
     travelling_counts = shared.travelling(rank) if bypass_local else shared
     send = travelling_counts.send
     recv = travelling_counts.recv
-    recv_device = travelling_counts.recv_device
-    bins_device = recv_device if shared is bins else bins.recv_device
-    if bypass_local and shared is not bins:
-        bins_device = without_own(bins_device, rank)
     come_rows = travelling_counts.received_rows
     sent_by_chunk = travelling_counts.sent_rows.tolist()
     come_by_chunk = come_rows.tolist()
     are_several = _are_several(come_rows)
     by_expert = recv.sum(1).tolist()
-    # For all chunks at once, because on a GPU a loop over chunks would launch several kernels for each.
-    received_ends = _ends(recv_device)
     local_counts: list[list[int]] = []
-    local_ends: Sequence[Tensor | None] = ()
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
-        local_ends = _ends(_by_piece(shared.recv_device[:, rank], num_pieces).unsqueeze(1))
+    received_ends, local_ends = _ends(bins, n, num_pieces, rank if bypass_local else None)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
@@ -262,6 +260,9 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     pieces = []
     first_row = 0
     # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this order.
+    bins_device = bins.recv_device
+    if bypass_local and _are_several(recv.sum((0, 2))):
+        bins_device = without_own(bins_device, rank)
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
         send_rows = sent_by_chunk[i]
@@ -294,8 +295,9 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     weights = None
     once = None
     if modules.stages.remote:
-        kept = slots.slot[: int(shared.send.sum())]
-        weights = _weight_journey(kept, orders.expert_TK, send, recv, fine, modules)
+        pieces_rows = [sum(counts) for counts in local_counts]
+        message_slot = _by_destination(slots.slot, send.sum(2).tolist(), pieces_rows)
+        weights = _weight_journey(message_slot, send, recv, fine, modules)
         once = orders.number_rows(n, weights, shared, fine)
     travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
@@ -306,38 +308,72 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         weights=weights,
         slot=slots.slot,
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
-        position=travelling.position,
+        position=travelling.position.int() if _takes_positions(orders) else travelling.position,
         has_drops=orders.keep_TK is not None or once is not None,
         once=once,
     )
 
 
+def _takes_positions(orders: SortedSlots) -> bool:
+    """Returns whether the passes may copy and sum rows by the kernels of `pmoe.kernels.permute`.
+
+    These read positions as int32. They copy a row for each choice of a token, so `DeduplicatedSlots` and
+    tokens with different numbers of choices are not for them.
+    """
+    expert_TK = orders.expert_TK
+    is_plain = type(orders) is SortedSlots and orders.tokens.of_slot is None
+    if not (is_plain and expert_TK.is_cuda and isinstance(orders.modules.order, SortedOrder)):
+        return False
+    return permute.refusal(expert_TK.device, torch.bfloat16, expert_TK.shape[1]) is None
+
+
+def _by_destination(slot: Tensor, rows_nP: list[list[int]], pieces_rows: list[int]) -> Tensor:
+    """Returns the slots whose weights are sent, (S,), sorted by destination rank, then chunk, then expert.
+
+    slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert. Slots whose rows
+        stay follow in pieces, as `pmoe.ordering.sorted` says; dropped ones are last.
+    rows_nP: for each of n chunks, the rows that it sends to each of P ranks.
+    pieces_rows: the rows of each piece, which stay.
+
+    The slots of a chunk for a rank are contiguous, and the host knows where. So one operation joins them.
+    """
+    n = len(rows_nP)
+    starts_nP = []
+    first_row = 0
+    for i, rows_P in enumerate(rows_nP):
+        starts_nP.append(list(itertools.accumulate(rows_P, initial=first_row)))
+        first_row = starts_nP[-1].pop()
+        if len(pieces_rows) == n:
+            first_row += pieces_rows[i]
+    runs = [
+        slot[starts_nP[i][rank] : starts_nP[i][rank] + rows_nP[i][rank]]
+        for rank in range(len(rows_nP[0]))
+        for i in range(n)
+        if rows_nP[i][rank]
+    ]
+    return torch.cat(runs) if runs else slot[:0]
+
+
 def _weight_journey(
-    slot: Tensor, expert_TK: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: PassModules
+    slot: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: PassModules
 ) -> WeightMessage:
     """Plans the message that carries the routing weights of all chunks.
 
     There are n chunks, P ranks over which experts are distributed, W ranks from which rows come, and E_local
     experts on a rank.
 
-    slot: (rows,) int64, the kept (token, choice) pairs in sorted order.
-    expert_TK: (T, K) int64, the global expert of each pair, for T tokens with K choices each.
+    slot: (S,) int64, the (token, choice) pairs whose weights are sent, in the order of the message.
     send: (n, P, E_local) rows that this rank sends to each rank, on the host.
     recv: (n, W, E_local) rows that each rank sends to this one, on the host.
     fine: (W, n, E_local, bins of a chunk) rows that arrive, on the device of the rows. A bin is a range of
         tokens; a chunk has several.
     """
-    destination = expert_TK.reshape(-1)[slot] // send.shape[2]
-    if modules.stages.local:
-        # Weights of rows that stay on this rank are not sent. A destination beyond all ranks sorts them
-        # behind all others, and the slice below leaves them out.
-        destination = torch.where(destination == modules.grid.all.rank, send.shape[1], destination)
     come_rows = recv.sum((0, 2))
     send_rows = send.sum((0, 2)).tolist()
     come_by_source = come_rows.tolist()
     recv_rows, gathered = _by_place(come_by_source, modules.grid)
     return WeightMessage(
-        slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
+        slot=slot,
         send=tuple(send_rows),
         recv=recv_rows,
         regroup=_regroup(fine.flatten(1), come_by_source) if _are_several(come_rows) else None,
@@ -384,16 +420,33 @@ def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     return rows.argsort(stable=True)
 
 
-def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
-    """Returns for each chunk where each expert's rows end, (E_local,) int32, the offsets of ``grouped_mm``.
+def _ends(
+    bins: RankCounts, n: int, num_pieces: int, rank: int | None
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Returns where each expert's rows end: for n chunks of received rows, and for the rows that stay.
 
-    Returns None for each chunk on the CPU, where a loop over the experts needs no offsets.
+    An entry is (E_local,) int32, the offsets of ``grouped_mm``. It is None on the CPU, where a loop over the
+    experts needs no offsets. One copy brings all of them to the device, so that no sum is a launch.
 
-    counts_nWE: (n, W, E_local) rows by n chunks, W source ranks and E_local experts of this rank.
+    bins: the row counts of the bins (ranges of tokens) of which the chunks consist.
+    num_pieces: the number of blocks of rows that stay.
+    rank: this rank, if rows from it to itself stay; None if they are received like all others.
     """
-    if not counts_nWE.is_cuda:
-        return [None] * counts_nWE.shape[0]
-    return counts_nWE.sum(1).cumsum(1).int().unbind(0)
+    on_device = bins.recv_device
+    if not on_device.is_cuda:
+        return [None] * n, [None] * num_pieces
+    # A CUDA graph would read memory of the host again at each replay, so its offsets are computed.
+    computes = is_captured(on_device.device)
+    counts_nWE = (on_device if computes else bins.recv).unflatten(0, (n, -1)).sum(1)
+    counts_nE = counts_nWE.sum(1)
+    if rank is not None:
+        own_nE = counts_nWE[:, rank]
+        counts_nE = torch.cat([counts_nE - own_nE, _by_piece(own_nE, num_pieces)])
+    ends = counts_nE.cumsum(1).int()
+    if not computes:  # from pinned memory, because the host waits for any other copy
+        ends = ends.pin_memory().to(on_device.device, non_blocking=True)
+    rows = ends.unbind(0)
+    return rows[:n], rows[n:]
 
 
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:

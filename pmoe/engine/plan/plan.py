@@ -159,7 +159,8 @@ class PassPlan:
     row_token: (rows,) int64, the token of each sorted row, whether it is sent or not.
     position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
         to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
-        without a row has a number beyond the last row.
+        without a row has a number beyond the last row. It is int32 if the kernels of `pmoe.kernels.permute`
+        may read it.
     has_drops: whether some slots may have no row.
     once: where the receiver finds the row of each routing weight, if a token is sent only once to each rank
         (`pmoe.engine.variants.send_once`); else None. Slots then share rows, and one result returns for
@@ -174,6 +175,14 @@ class PassPlan:
     position: Tensor
     has_drops: bool
     once: DeduplicatedRows | None = None
+
+    @property
+    def row_slot(self) -> Tensor:
+        """The slot of each sorted row, whether it is sent or not: (rows,) int64. Dropped slots have no row.
+
+        With ``send_once=True`` slots share rows, and this property has no meaning.
+        """
+        return self.slot[: self.row_token.shape[0]]
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:

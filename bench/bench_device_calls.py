@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.links import alike
+from pmoe.decide import route as decide_route
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.experts.stacked import StackedExperts
@@ -131,7 +132,8 @@ class Device(TorchDispatchMode):
         if not self.is_counting:
             return result
         tensors = [each for each in _flat((args, kwargs or {})) if isinstance(each, Tensor)]
-        if tensors and all(map(self.on_host, tensors)):
+        whole = [each for each in tensors if each.dim()] or tensors  # a number may be a tensor of its own
+        if tensors and all(map(self.on_host, whole)):
             for each in _flat(result):
                 if isinstance(each, Tensor):
                     self.take_to_host(each)
@@ -318,7 +320,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             (extension, "load", lambda: kernels),
             (permute, "refusal", lambda *args: None),
             (permute_operators, "refusal", lambda *args: None),
-            (route_operators, "refusal", lambda *args: None),
+            (decide_route, "refusal", lambda *args: None),
             (route_operators, "launch_route", route),
             (lanes_run, "lanes_for", lanes),
             (CudaLanes, "_streams", {}),
@@ -330,6 +332,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             stack.enter_context(mock.patch.object(permute, "launch", moved))
         else:
             stack.enter_context(mock.patch.object(products, "path_for", lambda *args, **columns: "sm_90a"))
+            stack.enter_context(mock.patch.object(route_operators, "refusal", lambda *args: None))
         stack.enter_context(PRODUCTS.forcing(PMOE))
         yield device
 

@@ -20,11 +20,14 @@ class CheckedRouting:
     fault      the `Fault` of this rank's input or routing, such as NaN in the gate's logits; or its number as
                an int64 scalar, if the fault was found on the device
     is_again   whether activation checkpointing has routed the same tokens before
+    counts_FE  (F, E) int32, the rows of each of F bins (equal ranges of tokens) for each of E experts, if
+               the kernel that routed has counted them; else None
     """
 
     routing: Routing
     fault: Tensor | Fault = Fault.NONE
     is_again: bool = False
+    counts_FE: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -463,7 +463,8 @@ class CountsExchange:
             ranks.count_exchange()
             mode += ranks.record.life * LIFE
         # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
-        header = torch.tensor([num_tokens, fault_number, mode, kind], pin_memory=counts_FE.is_cuda)
+        numbers = [num_tokens, fault_number, mode, kind]
+        header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
         header = header.to(counts_FE.device, non_blocking=True)
         if isinstance(fault, Tensor):
             header[1] = fault

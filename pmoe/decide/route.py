@@ -6,6 +6,7 @@ exchanges the number of a `Fault` together with its row counts, and all ranks ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,10 @@ from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
+from pmoe.gates.logits import router_logits
+from pmoe.gates.switch import SwitchGate
+from pmoe.gates.topk import TopKGate
+from pmoe.kernels.route import refusal, route
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
@@ -113,7 +118,8 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """
     modules = call.modules
     options = call.modules.options
-    routing = _routing(call, x_TM)
+    by_kernels = _route_by_kernels(call, x_TM)
+    routing, counts_FE = by_kernels or (_routing(call, x_TM), None)
     fault: Tensor | Fault = Fault.NONE
     if not modules.trusts_gate:
         from pmoe.decide.custom_gate import check_routing, clamped_with_fault
@@ -127,8 +133,13 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     if checks and routing.logits is not None and routing.logits.numel() and call.checks_values:
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
-        finite = routing.logits.detach().abs().amax().isfinite().long()  # amax of a NaN is NaN
-        fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
+        if by_kernels is not None:
+            # Four launches in place of ten. The norm of a NaN is NaN, which is not less than infinity.
+            is_finite = torch.linalg.vector_norm(routing.logits.detach(), math.inf) < math.inf
+            fault = is_finite * -int(Fault.NOT_FINITE) + int(Fault.NOT_FINITE)
+        else:
+            finite = routing.logits.detach().abs().amax().isfinite().long()  # amax of a NaN is NaN
+            fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
     has_changed = None
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing
@@ -145,7 +156,12 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         token=routing.token,
         mix=routing.mix,
     )
-    return CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
+    return CheckedRouting(
+        routing=checked_routing,
+        fault=fault,
+        is_again=has_changed is not None,
+        counts_FE=counts_FE if keep is None else None,
+    )
 
 
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -166,6 +182,42 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
     capacity = expert_capacity(options.capacity_factor, x_TM.shape[0], top_k, options.num_experts)
     used_E = torch.zeros(options.num_experts, dtype=torch.int64, device=x_TM.device)
     return within_capacity(routing.expert, capacity, used_E)[0]
+
+
+def _route_by_kernels(call: Call, x_TM: Tensor) -> tuple[Routing, Tensor | None] | None:
+    """Routes by the kernels of `pmoe.kernels.route`, in place of the gate's forward; None if they cannot.
+
+    Also returns the number of rows of each bin for each expert, (F, E) int32, or None if there are too many
+    bins for the kernels. Bins are the equal ranges of tokens in which row counts are exchanged.
+
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    """
+    modules = call.modules
+    gate = modules.gate
+    if not x_TM.is_cuda or type(gate) not in (TopKGate, SwitchGate) or is_watched(gate):
+        return None
+    assert isinstance(gate, TopKGate)
+    options = modules.options
+    check_num_experts(modules, gate.weight.shape[0])
+    dtype = torch.promote_types(x_TM.dtype, torch.float32)
+    like = x_TM.new_empty(0, options.num_experts, dtype=dtype)
+    if refusal(like, gate.top_k) is not None:
+        return None
+    num_bins = 1 if options.solves or options.pad_to_capacity else modules.num_bins
+    counts_bins = refusal(like, gate.top_k, num_bins) is None
+    with torch.autocast(x_TM.device.type, enabled=False):
+        logits_TE = router_logits(x_TM, gate.weight)
+        routes = route(
+            logits_TE,
+            gate.top_k,
+            normalize=gate.normalize,
+            num_chunks=num_bins if counts_bins else 1,
+            z_loss_weight=gate.z_loss_weight,
+        )
+    routing = Routing(
+        expert=routes.expert_TK.long(), weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE
+    )
+    return routing, routes.counts_nE if counts_bins else None
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:

@@ -73,14 +73,12 @@ class ExactCounts:
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
+            self.orders.take_routes(self.routed.gated.kernel_routes, self.routed.gated.sorted_for)
             if not call.replay.is_replay:
                 self._degrees = degrees or modules.options.degrees
                 bins = modules.bins_for(degrees) if degrees else modules.num_bins
                 self._once_FP = self.orders.count_once(bins)
-                counted_FE = self.routed.gated.counts_FE
-                if counted_FE is None or counted_FE.shape[0] != bins:
-                    counted_FE = self.orders.count(bins)
-                self._counts_FE = counted_FE
+                self._counts_FE = self.orders.count(bins)
                 self.fuses = self.kernels_may_take_it()
                 self._exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
             self.sort_early()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     modules = call.modules
     options = call.modules.options
     by_kernels = _route_by_kernels(call, x_TM)
-    routing, counts_FE = by_kernels or (_routing(call, x_TM), None)
+    routing = _routing(call, x_TM) if by_kernels is None else by_kernels.routing
     fault: Tensor | Fault = Fault.NONE
     if not modules.trusts_gate:
         from pmoe.decide.custom_gate import check_routing, clamped_with_fault
@@ -156,12 +157,10 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         token=routing.token,
         mix=routing.mix,
     )
-    return CheckedRouting(
-        routing=checked_routing,
-        fault=fault,
-        is_again=has_changed is not None,
-        counts_FE=counts_FE if keep is None else None,
-    )
+    checked = CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
+    if by_kernels is None or keep is not None:  # the kernels have also counted and sorted what is dropped
+        return checked
+    return replace(checked, kernel_routes=by_kernels.kernel_routes, sorted_for=by_kernels.sorted_for)
 
 
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -184,11 +183,12 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
     return within_capacity(routing.expert, capacity, used_E)[0]
 
 
-def _route_by_kernels(call: Call, x_TM: Tensor) -> tuple[Routing, Tensor | None] | None:
+def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
     """Routes by the kernels of `pmoe.kernels.route`, in place of the gate's forward; None if they cannot.
 
-    Also returns the number of rows of each bin for each expert, (F, E) int32, or None if there are too many
-    bins for the kernels. Bins are the equal ranges of tokens in which row counts are exchanged.
+    The kernels also count the rows of each bin, and sort the slots for the number of chunks that the options
+    fix. Bins are the equal ranges of tokens in which row counts are exchanged. If there are too many bins for
+    the kernels, they count for one bin and their order is not used.
 
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
@@ -204,20 +204,28 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> tuple[Routing, Tensor | None]
     if refusal(like, gate.top_k) is not None:
         return None
     num_bins = 1 if options.solves or options.pad_to_capacity else modules.num_bins
-    counts_bins = refusal(like, gate.top_k, num_bins) is None
+    n = modules.options.fixed_degree
+    if refusal(like, gate.top_k, num_bins) is not None:
+        num_bins = 1
+        n = None
+    stages = modules.stages
+    if n is None or num_bins % n or (stages.local and not modules.rotates and n > 2):
+        n = None  # the rows that stay would lie behind those of all chunks
     with torch.autocast(x_TM.device.type, enabled=False):
         logits_TE = router_logits(x_TM, gate.weight)
         routes = route(
             logits_TE,
             gate.top_k,
             normalize=gate.normalize,
-            num_chunks=num_bins if counts_bins else 1,
+            num_chunks=num_bins,
             z_loss_weight=gate.z_loss_weight,
+            sorted_chunks=1 if n is None else num_bins // n,
+            last=modules.staying,
         )
     routing = Routing(
         expert=routes.expert_TK.long(), weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE
     )
-    return routing, routes.counts_nE if counts_bins else None
+    return CheckedRouting(routing=routing, kernel_routes=routes, sorted_for=n)
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:

@@ -298,7 +298,7 @@ def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
     call, (problem, *given) = recorder.calls[0]
-    assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5]
+    assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5, 1, 0, 0]
     assert given[:8] == ["logits", *places] and given[9] == 36  # given[8]: the workspace's address
     backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
     assert recorder.calls[1:] == [

@@ -33,6 +33,7 @@ from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan
 from pmoe.engine.plan.regroup_chunks import join_chunks
 from pmoe.experts.products import RowGroups
 from pmoe.kernels import permute
+from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
@@ -73,6 +74,18 @@ class SortedSlots:
         self._sorted: dict[int, SortedRows] = {}
         self._counted: dict[int, Tensor] = {}
 
+    def take_routes(self, routes: Routes | None, n: int | None) -> None:
+        """Takes the counts and the order that the routing kernels have computed, so that neither is computed.
+
+        routes: the result of the kernels, or None.
+        n: the number of chunks for which they have sorted the slots; None if not in the order of `slots`.
+        """
+        if routes is None:
+            return
+        self._counted[routes.counts_nE.shape[0]] = routes.counts_nE
+        if n is not None and isinstance(self.modules.order, SortedOrder):
+            self._sorted[n] = SortedRows(slot=routes.slot_N, position=routes.position_TK.view(-1))
+
     def slots(self, n: int) -> SortedRows:
         """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped ones last."""
         if n not in self._sorted:
@@ -106,7 +119,7 @@ class SortedSlots:
         return self.slots(n)
 
     def count(self, bins: int) -> Tensor:
-        """Returns the number of kept (token, choice) pairs for each bin and each expert, (bins, E) int64.
+        """Returns the number of kept (token, choice) pairs for each bin and each expert, (bins, E) integers.
 
         E is the number of experts of all ranks.
 

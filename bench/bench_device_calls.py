@@ -120,12 +120,14 @@ class Device(TorchDispatchMode):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        before = self.is_counting
+        before = self.is_counting, sys.getprofile()
         self.is_counting = False
+        sys.setprofile(None)
         try:
             yield
         finally:
-            self.is_counting = before
+            self.is_counting = before[0]
+            sys.setprofile(before[1])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -442,11 +442,14 @@ class Experts(nn.Module, abc.ABC):
         space: gives memory for the result; None allocates it.
         """
 
-    def reads_tokens(self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor]) -> bool:
+    def reads_tokens(
+        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
+    ) -> bool:
         """Returns whether `compute` can read rows from the tokens, by ``ExpertRows.slots``, and is faster so.
 
         like_NM: (N, M), a tensor of the shape, dtype and device that the N rows would have.
         groups, parameters: as in `ExpertRows`.
+        top_k: K, the number of choices of a token.
         """
         return False
 

@@ -24,6 +24,7 @@ from pmoe.experts.products import (
     scale_of,
 )
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.grouped_gemm.launch import gathers_in_load, path_for
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.kernels.registry import PMOE, Form
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -32,13 +33,6 @@ V = TypeVar("V")
 
 OPERANDS = ("w1", "w2", "b1", "b2")
 """Names of the weights and biases, in the order in which kernels take them. Experts have both biases or none.
-"""
-
-MOST_GATHERED_COLUMNS = 1280
-"""Hidden columns of an expert up to which its first product reads rows from the tokens.
-
-Each column of tiles reads the rows again, and reading them one by one is slower. With more columns a copy of
-the rows costs less (bench_grouped_gemm on an H200: 7 and 10 % of the product with 10,752 and 6,400 columns).
 """
 
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
@@ -331,11 +325,14 @@ class StackedExperts(Experts):
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
 
-    def reads_tokens(self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor]) -> bool:
+    def reads_tokens(
+        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
+    ) -> bool:
         w1, _, b1, _ = self.weights(parameters)
-        if not like_NM.is_cuda or self.num_hidden > MOST_GATHERED_COLUMNS:
+        if not like_NM.is_cuda or self._fused("forward", like_NM, w1, groups, b1) is None:
             return False
-        return self._fused("forward", like_NM, w1, groups, b1) is not None
+        kernels = path_for(like_NM.device, like_NM.dtype)
+        return gathers_in_load(kernels or "sm_80", w1.shape[1], top_k)
 
     def _fused(
         self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None

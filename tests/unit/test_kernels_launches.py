@@ -274,6 +274,22 @@ def test_permutes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_rows_that_are_a_part_of_the_sorted_rows_are_addressed_from_before_their_memory(
+    recorder: Recorder,
+) -> None:
+    """A kernel adds position * stride to the address. The first position of these rows is 7."""
+    x, rows = recorder.tensor("x", 3, 16, dtype=FLOAT), recorder.tensor("rows", 5, 16, dtype=FLOAT)
+    position = recorder.tensor("position", 3, 2, dtype=INT)
+    permute.launch("permute", position, None, 12, first_row=7, x=x, rows=rows)
+    permute.launch("unpermute", position, None, 12, first_row=7, rows=rows, y=x)
+    before = rows.data_ptr() - 7 * 64
+    moving = [None, 7, 0, 3, 2, 12, 64, "position", 0, 0]
+    assert recorder.calls == [
+        ("permute", [moving, "x", 64, before, 64]),
+        ("unpermute", [moving, before, 64, "x", 64]),
+    ]
+
+
 def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) -> None:
     position, y = torch.zeros(3, 0, dtype=INT), torch.ones(3, 16)
     permutes.launch_unpermute(torch.ones(0, 16), position, None, y)

@@ -131,7 +131,7 @@ class Forward(Pass):
         if self.kernels is None or self.pass_plan.slot.dtype != torch.int32 or not rows_fit(self.source_TM):
             return False
         groups = self.pass_plan.pieces[j].groups
-        return self.plan.modules.experts.reads_tokens(out_NM, groups, self.parameters)
+        return self.plan.modules.experts.reads_tokens(out_NM, groups, self.parameters, self.plan.top_k)
 
     def compute(self, i: int) -> None:
         """Lets the experts compute the rows that this rank received in chunk i (task C)."""

@@ -277,12 +277,12 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     if bypass_local and _are_several(recv.sum((0, 2))):
         bins_device = without_own(bins_device, rank)
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
+    regroups: Sequence[Tensor | None] = [None] * n
+    if shared.sent_once is None and any(are_several):
+        regroups = _regroup_chunks(fine, come_by_chunk, are_several)
     for i in range(n):
         send_rows = sent_by_chunk[i]
         recv_rows, gathered = _by_place(come_by_chunk[i], grid)
-        regroup = None
-        if shared.sent_once is None and are_several[i]:
-            regroup = _regroup(fine[:, i].flatten(1), come_by_chunk[i])
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
@@ -291,7 +291,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
                 send_rows=tuple(send_rows),
                 recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
-                regroup=regroup,
+                regroup=regroups[i],
                 relayed=[() if counts is None else tuple(counts[i].tolist()) for counts in shared.relayed],
                 gathered=gathered,
             )
@@ -431,6 +431,38 @@ def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     group = torch.arange(num_groups, device=counts_WG.device).repeat(size)
     rows = group.repeat_interleave(counts_WG.reshape(-1), output_size=sum(rows_by_source))
     return rows.argsort(stable=True)
+
+
+def _regroup_chunks(
+    fine: Tensor, come_by_chunk: Sequence[Sequence[int]], are_several: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns for each of n chunks the index that sorts its rows by expert (`Chunk.regroup`), or None.
+
+    On CUDA one sort serves all chunks, because each operator is a launch.
+
+    fine: (W, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin, on the
+        device of the rows. A bin is a range of tokens; a chunk has several.
+    come_by_chunk: (n, W) the same rows by chunk and source rank, on the host.
+    are_several: for each chunk, whether its rows come from several ranks. Others are sorted already.
+    """
+    if not fine.is_cuda:
+        return [
+            _regroup(fine[:, i].flatten(1), come_W) if are_several[i] else None
+            for i, come_W in enumerate(come_by_chunk)
+        ]
+    counts_nWG = fine.transpose(0, 1).flatten(2)
+    n, size, num_groups = counts_nWG.shape
+    group = torch.arange(n * num_groups, device=fine.device).view(n, 1, -1).expand(n, size, num_groups)
+    chunk_rows = [sum(come_W) for come_W in come_by_chunk]
+    rows = group.reshape(-1).repeat_interleave(counts_nWG.reshape(-1), output_size=sum(chunk_rows))
+    of_chunk = rows.argsort(stable=True).split(chunk_rows)
+    # An index counts the rows of all chunks, and must count those of its own chunk only.
+    first_row = 0
+    for index, num_rows, is_needed in zip(of_chunk, chunk_rows, are_several, strict=True):
+        if first_row and is_needed:
+            index.sub_(first_row)
+        first_row += num_rows
+    return [index if is_needed else None for index, is_needed in zip(of_chunk, are_several, strict=True)]
 
 
 def _ends(

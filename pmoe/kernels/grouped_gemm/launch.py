@@ -55,7 +55,6 @@ def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
     return kernels != "sm_90a" or columns <= PERMUTED_COLUMNS * (1 + 1 / top_k)
 
 
-
 class TileCounters:
     """Counters from which thread blocks of products take their next tile: a zero for each product.
 

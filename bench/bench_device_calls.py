@@ -331,7 +331,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=name == "is_cuda"))
         if computes:
-            stack.enter_context(mock.patch.object(permute, "launch", moved))
+            stack.enter_context(mock.patch.object(permute, "launch_move", moved))
         else:
             stack.enter_context(mock.patch.object(products, "path_for", lambda *args, **columns: "sm_90a"))
             stack.enter_context(mock.patch.object(route_operators, "refusal", lambda *args: None))

@@ -119,7 +119,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """
     modules = call.modules
     options = call.modules.options
-    by_kernels = _route_by_kernels(call, x_TM)
+    by_kernels = _route_by_kernels(call, x_TM) if x_TM.is_cuda else None
     routing = _routing(call, x_TM) if by_kernels is None else by_kernels.routing
     fault: Tensor | Fault = Fault.NONE
     if not modules.trusts_gate:
@@ -194,7 +194,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
     """
     modules = call.modules
     gate = modules.gate
-    if not x_TM.is_cuda or type(gate) not in (TopKGate, SwitchGate) or is_watched(gate):
+    if type(gate) not in (TopKGate, SwitchGate) or is_watched(gate):
         return None
     assert isinstance(gate, TopKGate)
     options = modules.options

@@ -60,6 +60,8 @@ class SortedRows:
 
     slot: (T * K,) int64, the numbers of the slots in sorted order, dropped slots last.
     position: (T * K,) int64, the index of each slot in ``slot``: slot[position[s]] = s.
+
+    Both are int32 if the kernels of `pmoe.kernels.route` have sorted the slots.
     """
 
     slot: Tensor
@@ -205,7 +207,7 @@ class SortedOrder(Order):
         """
         if rows_NM.shape[0] and tokens_TM.shape[0]:
             num_rows = first_row + rows_NM.shape[0]
-            permute.launch(
+            permute.launch_move(
                 "permute", position_TK, None, num_rows, first_row=first_row, x=tokens_TM, rows=rows_NM
             )
 
@@ -222,7 +224,7 @@ class SortedOrder(Order):
             out_TM.zero_()
         elif out_TM.shape[0]:
             num_rows = first_row + rows_NM.shape[0]
-            permute.launch(
+            permute.launch_move(
                 "unpermute", position_TK, None, num_rows, first_row=first_row, rows=rows_NM, y=out_TM
             )
 

@@ -178,7 +178,7 @@ class Schedule:
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
-        """For each task, the tasks of other lanes for which its lane must wait before the task starts.
+        """The tasks of other lanes for which a lane must wait before it starts a task, by the task's name.
 
         They are the ``waits`` of other lanes that do not follow from the order of a lane's tasks, or from
         earlier waits. Lanes that wait for these tasks alone run all tasks in the same partial order.

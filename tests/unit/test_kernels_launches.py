@@ -280,8 +280,8 @@ def test_rows_that_are_a_part_of_the_sorted_rows_are_addressed_from_before_their
     """A kernel adds position * stride to the address. The first position of these rows is 7."""
     x, rows = recorder.tensor("x", 3, 16, dtype=FLOAT), recorder.tensor("rows", 5, 16, dtype=FLOAT)
     position = recorder.tensor("position", 3, 2, dtype=INT)
-    permute.launch("permute", position, None, 12, first_row=7, x=x, rows=rows)
-    permute.launch("unpermute", position, None, 12, first_row=7, rows=rows, y=x)
+    permute.launch_move("permute", position, None, 12, first_row=7, x=x, rows=rows)
+    permute.launch_move("unpermute", position, None, 12, first_row=7, rows=rows, y=x)
     before = rows.data_ptr() - 7 * 64
     moving = [None, 7, 0, 3, 2, 12, 64, "position", 0, 0]
     assert recorder.calls == [

@@ -101,7 +101,7 @@ class Backward(Pass):
         new_memory = weight.new_zeros if self.pass_plan.has_drops else weight.new_empty
         self.grad_weight = new_memory(weight.numel())
         if self.pass_plan.pieces:
-            self.weight_sorted = self.weight.index_select(0, self.pass_plan.row_slot)
+            self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
             self.grad_weight_sorted = torch.empty_like(self.weight_sorted)
         self.grad_weight_rows = weight.new_empty(self.pass_plan.num_received)
         self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.pass_plan)
@@ -129,7 +129,7 @@ class Backward(Pass):
             gradients.ends()
         if self.pass_plan.pieces:
             # The gradients for rows that were sent have no values yet. The next lines write them.
-            self.grad_weight[self.pass_plan.row_slot] = self.grad_weight_sorted
+            self.grad_weight[self.pass_plan.slot] = self.grad_weight_sorted
         if self.pass_plan.weights is not None:
             self.grad_weight[self.weight_message.slot] = self.grad_weight_home
         grad_weight_TK = self.grad_weight.view_as(self.saved.inputs.weight_TK)

@@ -269,7 +269,7 @@ class Pass:
         self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in pass_plan.chunks])
         slots = [length(chunk.slots) // plan.top_k for chunk in pass_plan.chunks]
         self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
-        self.kernels = order_kernels(plan, pass_plan, source_TM)
+        self.kernels = order_kernels(plan, pass_plan, source_TM) if source_TM.is_cuda else None
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in pass_plan.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
@@ -521,40 +521,38 @@ class Pass:
         Results of a token are added in the order of its choices, not in the order of arrival, so the sum is
         the same in every run. A shared expert's result is added too. In backward, the results are gradients.
         """
-        out_TM = self.results[i]
-        if self.home is not None:
-            self._sum_rows(i, self.home, 0, out_TM)
-        else:
-            self._sum_rows(i, self.temporary(self.home_name, i), self.pass_plan.home[i].start, out_TM)
-        if self.shared_TM is not None:
-            out_TM.add_(self.shared_TM[self.pass_plan.chunks[i].tokens])
-
-    def _sum_rows(self, i: int, home: Tensor, first_row: int, out_TM: Tensor) -> None:
-        """Sums the results of each token of chunk i into out_TM.
-
-        home: (rows, M), the results on the tokens' rank, with M = d_model columns. If some (token, choice)
-            pairs may have no row, the last row is not a result.
-        first_row: the number of the first of these rows among the sorted rows.
-        out_TM: (T, M), memory for the sums of the chunk's T tokens.
-        """
         pass_plan = self.pass_plan
-        if self.kernels is not None:
-            rows_NM = home[:-1] if pass_plan.has_drops else home
-            self.kernels.sum_placed(rows_NM, self.positions[i], first_row, out_TM)
-            return
+        chunk = self.pass_plan.chunks[i]
         row_SK = self.positions[i]
-        if first_row or self.home is None:
-            row_SK = row_SK - first_row
-        if pass_plan.has_drops:
-            if self.home is None:
-                home[-1].zero_()
-            # Pairs without a row have a number beyond the last row. They read the last row, which is zero.
-            row_SK = row_SK.clamp(max=home.shape[0] - 1)
-        chunk = pass_plan.chunks[i]
-        slot_token = self.plan.slot_token
-        if slot_token is not None:
-            slot_token = slot_token[chunk.slots] - chunk.tokens.start
-        self.plan.modules.order.restore(home, row_SK, out_TM, slot_token)
+        out_TM = self.results[i]
+        home = self.home
+        if self.kernels is not None:
+            self._sum_by_kernels(self.kernels, i, out_TM)
+        else:
+            if home is None:
+                home = self.temporary(self.home_name, i)
+                row_SK = row_SK - pass_plan.home[i].start
+                if pass_plan.has_drops:
+                    home[-1].zero_()
+            if pass_plan.has_drops:
+                # Pairs without a row have a number beyond the last row. They read that row, which is zero.
+                row_SK = row_SK.clamp(max=home.shape[0] - 1)
+            slot_token = self.plan.slot_token
+            if slot_token is not None:
+                slot_token = slot_token[chunk.slots] - chunk.tokens.start
+            self.plan.modules.order.restore(home, row_SK, out_TM, slot_token)
+        if self.shared_TM is not None:
+            out_TM.add_(self.shared_TM[chunk.tokens])
+
+    def _sum_by_kernels(self, kernels: SortedOrder, i: int, out_TM: Tensor) -> None:
+        """Sums the results of each token of chunk i into out_TM by one launch, (T, M) for T tokens."""
+        home = self.home
+        first_row = 0
+        if home is None:
+            home = self.temporary(self.home_name, i)
+            first_row = self.pass_plan.home[i].start
+        rows_NM = home[:-1] if self.pass_plan.has_drops else home
+        kernels.sum_placed(rows_NM, self.positions[i], first_row, out_TM)
 
     # ---- run
 

@@ -69,7 +69,7 @@ class Forward(Pass):
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
         if self.pass_plan.pieces:
-            self.weight_sorted = self.weight.index_select(0, self.pass_plan.row_slot)
+            self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []
         if self.pass_plan.weights is not None:
             self.make_scalars()
@@ -112,8 +112,8 @@ class Forward(Pass):
         rows = self.pass_plan.pieces[j].rows
         weight_N = self.weight_sorted[rows]
         out_NM = self.home_rows(j, rows)
-        if self._reads_tokens(j, out_NM):
-            slots = RowSlots(self.pass_plan.row_slot[rows], self.plan.top_k)
+        if self.kernels is not None and self._reads_tokens(j, out_NM):
+            slots = RowSlots(self.pass_plan.slot[rows], self.plan.top_k)
             self._compute((j, "_L"), self.source_TM, weight_N, out_NM, slots)
             return
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
@@ -128,7 +128,7 @@ class Forward(Pass):
         """
         if self.keep and self.plan.restore.dispatched != "communicate":
             return False
-        if self.kernels is None or self.pass_plan.slot.dtype != torch.int32 or not rows_fit(self.source_TM):
+        if self.pass_plan.slot.dtype != torch.int32 or not rows_fit(self.source_TM):
             return False
         groups = self.pass_plan.pieces[j].groups
         return self.plan.modules.experts.reads_tokens(out_NM, groups, self.parameters, self.plan.top_k)

@@ -74,14 +74,12 @@ class SortedSlots:
         self._sorted: dict[int, SortedRows] = {}
         self._counted: dict[int, Tensor] = {}
 
-    def take_routes(self, routes: Routes | None, n: int | None) -> None:
+    def take_routes(self, routes: Routes, n: int | None) -> None:
         """Takes the counts and the order that the routing kernels have computed, so that neither is computed.
 
-        routes: the result of the kernels, or None.
+        routes: the result of the kernels.
         n: the number of chunks for which they have sorted the slots; None if not in the order of `slots`.
         """
-        if routes is None:
-            return
         self._counted[routes.counts_nE.shape[0]] = routes.counts_nE
         if n is not None and isinstance(self.modules.order, SortedOrder):
             self._sorted[n] = SortedRows(slot=routes.slot_N, position=routes.position_TK.view(-1))
@@ -252,7 +250,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     rank = grid.all.rank
     # Counts on the device are only needed where rows must be sorted, by bin. All other numbers are sums of
     # the counts on the host, because a sum on a GPU is a launch.
-    shared = bins if bins.sent_once is not None else bins.on_host()
+    shared = bins.on_host() if bins.recv_device.is_cuda and bins.sent_once is None else bins
     shared = shared if shared.send.shape[0] == n else shared.joined(n)
     travelling_counts = shared.travelling(rank) if bypass_local else shared
     send = travelling_counts.send
@@ -308,20 +306,26 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     weights = None
     once = None
     if modules.stages.remote:
-        pieces_rows = [sum(counts) for counts in local_counts]
-        message_slot = _by_destination(slots.slot, send.sum(2).tolist(), pieces_rows)
+        staying_rows = [sum(counts) for counts in local_counts] if num_pieces == n else [0] * n
+        sizes = [
+            [*rows_P, staying] for rows_P, staying in zip(send.sum(2).tolist(), staying_rows, strict=True)
+        ]
+        message_slot = _by_destination(slots.slot, sizes)
         weights = _weight_journey(message_slot, send, recv, fine, modules)
         once = orders.number_rows(n, weights, shared, fine)
     travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
     token = row_slot if top_k == 1 else row_slot // top_k
+    position = travelling.position
+    if position.is_cuda and _takes_positions(orders):
+        position = position.int()
     return PassPlan(
         chunks=tuple(chunks),
         pieces=tuple(pieces),
         weights=weights,
-        slot=slots.slot,
+        slot=slots.slot[:first_row],
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
-        position=travelling.position.int() if _takes_positions(orders) else travelling.position,
+        position=position,
         has_drops=orders.keep_TK is not None or once is not None,
         once=once,
     )
@@ -335,36 +339,23 @@ def _takes_positions(orders: SortedSlots) -> bool:
     """
     expert_TK = orders.expert_TK
     is_plain = type(orders) is SortedSlots and orders.tokens.of_slot is None
-    if not (is_plain and expert_TK.is_cuda and isinstance(orders.modules.order, SortedOrder)):
+    if not (is_plain and isinstance(orders.modules.order, SortedOrder)):
         return False
     return permute.refusal(expert_TK.device, torch.bfloat16, expert_TK.shape[1]) is None
 
 
-def _by_destination(slot: Tensor, rows_nP: list[list[int]], pieces_rows: list[int]) -> Tensor:
+def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     """Returns the slots whose weights are sent, (S,), sorted by destination rank, then chunk, then expert.
 
-    slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert. Slots whose rows
-        stay follow in pieces, as `pmoe.ordering.sorted` says; dropped ones are last.
-    rows_nP: for each of n chunks, the rows that it sends to each of P ranks.
-    pieces_rows: the rows of each piece, which stay.
+    slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert.
+    sizes: for each chunk, the rows that it sends to each of P ranks, and behind these the rows that stay.
 
     The slots of a chunk for a rank are contiguous, and the host knows where. So one operation joins them.
     """
-    n = len(rows_nP)
-    starts_nP = []
-    first_row = 0
-    for i, rows_P in enumerate(rows_nP):
-        starts_nP.append(list(itertools.accumulate(rows_P, initial=first_row)))
-        first_row = starts_nP[-1].pop()
-        if len(pieces_rows) == n:
-            first_row += pieces_rows[i]
-    runs = [
-        slot[starts_nP[i][rank] : starts_nP[i][rank] + rows_nP[i][rank]]
-        for rank in range(len(rows_nP[0]))
-        for i in range(n)
-        if rows_nP[i][rank]
-    ]
-    return torch.cat(runs) if runs else slot[:0]
+    width = len(sizes[0])
+    flat = [*itertools.chain.from_iterable(sizes)]
+    runs = slot[: sum(flat)].split_with_sizes(flat)
+    return torch.cat([run for rank in range(width - 1) for run in runs[rank::width]])
 
 
 def _weight_journey(

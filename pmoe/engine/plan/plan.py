@@ -155,7 +155,8 @@ class PassPlan:
     pieces: the rows that are not sent, because their experts are on this rank, in m blocks that are computed
         one by one; () if all rows are sent.
     weights: the message of routing weights; None if all rows of all ranks stay on their rank.
-    slot: (T * K,) int64, the slots in sorted order, dropped ones last (`SortedRows.slot`).
+    slot: (rows,) int64, the slot of each sorted row, whether it is sent or not. It has no meaning with
+        ``send_once=True``, because slots then share rows. It is int32 if kernels have sorted the slots.
     row_token: (rows,) int64, the token of each sorted row, whether it is sent or not.
     position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
         to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
@@ -175,14 +176,6 @@ class PassPlan:
     position: Tensor
     has_drops: bool
     once: DeduplicatedRows | None = None
-
-    @property
-    def row_slot(self) -> Tensor:
-        """The slot of each sorted row, whether it is sent or not: (rows,) int64. Dropped slots have no row.
-
-        With ``send_once=True`` slots share rows, and this property has no meaning.
-        """
-        return self.slot[: self.row_token.shape[0]]
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:

@@ -93,10 +93,10 @@ def move(
         for tensor in (last, *written):
             tensor.zero_()
         return
-    launch(kernel, position_TK, weight_TK, num_rows, *written, first_row=0, **rows)
+    launch_move(kernel, position_TK, weight_TK, num_rows, *written, first_row=0, **rows)
 
 
-def launch(
+def launch_move(
     kernel: str,
     position_TK: Tensor,
     weight_TK: Tensor | None,

@@ -35,7 +35,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_FUNCTIONS = 209
 """Functions of pmoe that a forward and a backward pass of the traced layer execute."""
 
-MOST_LINES = 1152
+MOST_LINES = 1182
 """Lines of pmoe that they execute."""
 
 MOST_CHANGES = 40

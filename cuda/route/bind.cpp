@@ -18,10 +18,14 @@ float* floats(Address data) { return reinterpret_cast<float*>(data); }
 int32_t* ints(Address data) { return reinterpret_cast<int32_t*>(data); }
 
 route::Problem problem(int device, Address stream, int64_t num_tokens, int64_t num_experts, int64_t top_k,
-                       int64_t num_chunks, bool normalize, double z_loss_weight) {
-  return {
-      device,       reinterpret_cast<void*>(stream), num_tokens, num_experts, top_k, num_chunks, normalize,
-      z_loss_weight};
+                       int64_t num_chunks, bool normalize, double z_loss_weight, int64_t sorted_chunks,
+                       int64_t first_last, int64_t num_last) {
+  return {device,     reinterpret_cast<void*>(stream),
+          num_tokens, num_experts,
+          top_k,      num_chunks,
+          normalize,  z_loss_weight,
+          sorted_chunks, first_last,
+          num_last};
 }
 
 void forward(const route::Problem& problem, Address logits, Address weight, Address expert, Address position,
@@ -45,7 +49,8 @@ void bind_route(py::module_& m) {
                              "The arguments that the launches of pmoe.kernels.route share.")
       .def(py::init(&problem), py::arg("device"), py::arg("stream"), py::arg("num_tokens"),
            py::arg("num_experts"), py::arg("top_k"), py::arg("num_chunks"), py::arg("normalize"),
-           py::arg("z_loss_weight"));
+           py::arg("z_loss_weight"), py::arg("sorted_chunks") = 1, py::arg("first_last") = 0,
+           py::arg("num_last") = 0);
   m.def("route_refusal", &route::refusal, py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
         py::arg("num_chunks"),
         "Returns why there is no kernel for these sizes, or an empty string. Does not look at the device.");

@@ -103,13 +103,20 @@ const Chosen<Call>& pick(const Chosen<Call> (&kernels)[kCount], int64_t num_expe
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument("pmoe._cuda: route: " + why); }
 
+std::string outside(const char* name, int64_t value, const std::string& rule) {
+  return std::string(name) + " (" + std::to_string(value) + ") must be " + rule;
+}
+
 void check_sizes(const Problem& p) {
   const std::string why = refusal(p.num_tokens, p.num_experts, p.top_k, p.num_chunks);
   if (!why.empty()) refuse(why);
-}
-
-std::string outside(const char* name, int64_t value, const std::string& rule) {
-  return std::string(name) + " (" + std::to_string(value) + ") must be " + rule;
+  if (p.sorted_chunks < 1 || p.num_chunks % p.sorted_chunks)
+    refuse(outside("sorted_chunks", p.sorted_chunks,
+                   "a divisor of num_chunks (" + std::to_string(p.num_chunks) + ")"));
+  if (p.first_last < 0 || p.num_last < 0 || p.first_last + p.num_last > p.num_experts)
+    refuse("the experts from " + std::to_string(p.first_last) + " to " +
+           std::to_string(p.first_last + p.num_last) + ", whose rows come last, must be among the " +
+           std::to_string(p.num_experts));
 }
 
 Rows rows_of(const void* first, const void* second, const Problem& p) {
@@ -136,8 +143,14 @@ void list(const Chosen<Call> (&kernels)[kCount], std::vector<KernelInfo>& found)
 Sizes sizes_of(const Problem& p) {
   const int experts = static_cast<int>(p.num_experts), chunks = static_cast<int>(p.num_chunks);
   const int block_tokens = pick(kFirst, experts).tokens;
-  return {p.num_tokens, experts, static_cast<int>(p.top_k), chunks,
-          chunk_blocks(p.num_tokens, chunks, block_tokens, multiprocessors(p.device) - 1)};
+  return {p.num_tokens,
+          experts,
+          static_cast<int>(p.top_k),
+          chunks,
+          chunk_blocks(p.num_tokens, chunks, block_tokens, multiprocessors(p.device) - 1),
+          static_cast<int>(p.sorted_chunks),
+          static_cast<int>(p.first_last),
+          static_cast<int>(p.num_last)};
 }
 
 }  // namespace

@@ -13,12 +13,15 @@
 namespace pmoe::route {
 
 // The arguments that both passes have in common.
+//
+// sorted_chunks, first_last, num_last: the order of rows (Sizes in layout.h); not used by backward.
 struct Problem {
   int device;
   void* stream;
   int64_t num_tokens, num_experts, top_k, num_chunks;
   bool normalize;
   double z_loss_weight;
+  int64_t sorted_chunks = 1, first_last = 0, num_last = 0;
 };
 
 struct ForwardTensors {

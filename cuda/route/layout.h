@@ -97,12 +97,25 @@ inline float z_scale(double z_loss_weight, int64_t num_tokens) {
   return static_cast<float>(z_loss_weight / static_cast<double>(larger(num_tokens, int64_t{1})));
 }
 
+// Rows are counted by chunk. They may be sorted by groups of chunks: with sorted_chunks = 2, the rows of chunks
+// 0 and 1 are sorted by expert as if both were one chunk. Within such a group, the rows of the num_last experts
+// from first_last on come after those of all other experts.
 struct Sizes {
   int64_t num_tokens;
   int32_t num_experts;
   int32_t top_k;
   int32_t num_chunks;
-  int32_t chunk_blocks;  // B
+  int32_t chunk_blocks;       // B
+  int32_t sorted_chunks = 1;  // divides num_chunks
+  int32_t first_last = 0;
+  int32_t num_last = 0;
+
+  // Returns the expert whose rows are the i-th of a sorted group.
+  PMOE_HD int32_t expert_at(int32_t i) const {
+    if (i < first_last) return i;
+    const int32_t num_others = num_experts - num_last;
+    return i < num_others ? i + num_last : first_last + (i - num_others);
+  }
 
   PMOE_HD int32_t blocks() const { return num_chunks * chunk_blocks; }  // G
   PMOE_HD int64_t first_token(int64_t warp, int warps) const {

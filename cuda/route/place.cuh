@@ -12,12 +12,15 @@ struct ChunkCounts {
   int32_t* total_E;
 };
 
-// Adds the row counts of a chunk's blocks by expert: of all blocks into total_E, and of the first
+// Adds the row counts of the blocks of a chunk by expert: of all blocks into total_E, and of the first
 // `blocks_before` blocks into before_E.
+//
+// chunk: number of the chunk, or of a group of chunks.
+// blocks: number of its blocks.
 template <class S>
 __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Shared<S>& shared, int chunk,
-                                                   int blocks_before) {
-  const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
+                                                   int blocks_before, int blocks) {
+  const int num_experts = a.sizes.num_experts;
   const int thread = own_thread<S>();
   const ChunkCounts found{shared.ints(0), shared.ints(num_experts)};
   sync<S>();  // before, the area served something else
@@ -43,15 +46,16 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
 }
 
 // Computes the prefix sums of n values; one warp calls it. For each i it calls visit(i, sum of all values
-// before value[i], value[i]).
+// before value(i), value(i)).
 //
 // sum: a number that is added to all prefix sums.
-template <class Visit>
-__device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int32_t sum, Visit visit) {
+template <class Value, class Visit>
+__device__ __forceinline__ void scan_values(const Value& value, int n, int lane, int32_t sum,
+                                            const Visit& visit) {
   PMOE_ROLLED
   for (int begin = 0; begin < n; begin += 32) {
     const int i = begin + lane;
-    const int32_t mine = i < n ? value[i] : 0;
+    const int32_t mine = i < n ? value(i) : 0;
     int32_t up_to = mine;
     PMOE_UNROLL
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -61,6 +65,11 @@ __device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int3
     if (i < n) visit(i, sum + up_to - mine, mine);
     sum += shfl(up_to, 31);
   }
+}
+
+template <class Visit>
+__device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int32_t sum, const Visit& visit) {
+  scan_values([&](int i) { return value[i]; }, n, lane, sum, visit);
 }
 
 // Returns a bit mask of the lanes of the warp whose slots have the same expert as this lane's slot, this lane
@@ -146,22 +155,23 @@ __device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>&
   }
 }
 
-// Computes the position of each row of a block's tokens in the order sorted by chunk and expert.
+// Computes the position of each row of a block's tokens in the order sorted by group of chunks and expert.
 template <class S>
 __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
-  const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
-  const int chunk = at.block / blocks;
+  const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks * a.sizes.sorted_chunks;
+  const int group = at.block / blocks;
   const Slots slots = slots_of_warp<S>(a.sizes, at);
   const auto choice = [&](int64_t slot) { return a.expert_TK[slot]; };
   // The rows of each warp are counted once more, because the first kernel has stored only the counts of whole
   // blocks. The choices are still in the cache.
   count_slots<S>(at, shared, num_experts, slots, choice);
   add_warps<S>(shared, num_experts, [](int, int32_t) {});
-  const ChunkCounts counts = count_chunk<S>(a, shared, chunk, at.block % blocks);
+  const ChunkCounts counts = count_chunk<S>(a, shared, group, at.block % blocks, blocks);
   int32_t* const first_E = counts.before_E;
   if (at.warp == 0)
-    scan(counts.total_E, num_experts, at.lane, static_cast<int32_t>(a.sizes.first_row(chunk)),
-         [&](int e, int32_t first, int32_t) { first_E[e] += first; });
+    scan_values([&](int i) { return counts.total_E[a.sizes.expert_at(i)]; }, num_experts, at.lane,
+                static_cast<int32_t>(a.sizes.first_row(group * a.sizes.sorted_chunks)),
+                [&](int i, int32_t first, int32_t) { first_E[a.sizes.expert_at(i)] += first; });
   sync_block();
   place_slots<S>(at, shared, num_experts, slots, choice, [&](int64_t slot, int32_t expert, int32_t placed) {
     const int32_t position = first_E[expert] + placed;
@@ -196,7 +206,7 @@ __device__ __forceinline__ void add_counts(const Forward& a, const Place<S>& at,
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) load_E[e] = 0;
   PMOE_ROLLED
   for (int chunk = 0; chunk < a.sizes.num_chunks; ++chunk) {
-    const ChunkCounts counts = count_chunk<S>(a, shared, chunk, 0);
+    const ChunkCounts counts = count_chunk<S>(a, shared, chunk, 0, a.sizes.chunk_blocks);
     if (at.warp) continue;
     scan(counts.total_E, num_experts, at.lane, static_cast<int32_t>(a.sizes.first_row(chunk)),
          [&](int e, int32_t first, int32_t rows) {

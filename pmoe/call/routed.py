@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import Fault
 from pmoe.gates.base import Routing
+from pmoe.kernels.route import Routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +21,16 @@ class CheckedRouting:
     fault      the `Fault` of this rank's input or routing, such as NaN in the gate's logits; or its number as
                an int64 scalar, if the fault was found on the device
     is_again   whether activation checkpointing has routed the same tokens before
+    kernel_routes  the result of the kernels, if they have routed; else None
+    sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of
+                   `pmoe.ordering.sorted.sort_rows`; None if that order differs
     """
 
     routing: Routing
     fault: Tensor | Fault = Fault.NONE
     is_again: bool = False
+    kernel_routes: Routes | None = None
+    sorted_for: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,15 +252,16 @@ class Slots:
         for n in self.degrees:
             # In float64, as `slot_rows` does on the host. float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
-            depth = torch.zeros_like(max_tokens)
+            depth: Tensor | None = None
             # Finer chunks never have more rows, and the limit stays. So the first cuts overflow and the later
             # ones fit: the number of those that overflow is the depth. The last cut is not tested, because
             # none is finer.
             for chunks in cuts(n, rows_F.shape[0])[:-1]:
                 if chunks not in largest:
                     largest[chunks] = rows_F.view(chunks, -1).sum(1).max()
-                depth = depth + (largest[chunks] > limit)
-            depths.append(depth)
+                overflows = (largest[chunks] > limit).to(max_tokens.dtype)
+                depth = overflows if depth is None else depth + overflows
+            depths.append(torch.zeros_like(max_tokens) if depth is None else depth)
         return depths
 
 
@@ -463,7 +464,8 @@ class CountsExchange:
             ranks.count_exchange()
             mode += ranks.record.life * LIFE
         # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
-        header = torch.tensor([num_tokens, fault_number, mode, kind], pin_memory=counts_FE.is_cuda)
+        numbers = [num_tokens, fault_number, mode, kind]
+        header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
         header = header.to(counts_FE.device, non_blocking=True)
         if isinstance(fault, Tensor):
             header[1] = fault

@@ -73,6 +73,9 @@ class ExactCounts:
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
+            routes = self.routed.gated.kernel_routes
+            if routes is not None:
+                self.orders.take_routes(routes, self.routed.gated.sorted_for)
             if not call.replay.is_replay:
                 self._degrees = degrees or modules.options.degrees
                 bins = modules.bins_for(degrees) if degrees else modules.num_bins

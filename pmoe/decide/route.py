@@ -6,7 +6,9 @@ exchanges the number of a `Fault` together with its row counts, and all ranks ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +22,10 @@ from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
+from pmoe.gates.logits import router_logits
+from pmoe.gates.switch import SwitchGate
+from pmoe.gates.topk import TopKGate
+from pmoe.kernels.route import refusal, route
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
@@ -113,7 +119,8 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """
     modules = call.modules
     options = call.modules.options
-    routing = _routing(call, x_TM)
+    by_kernels = _route_by_kernels(call, x_TM) if x_TM.is_cuda else None
+    routing = _routing(call, x_TM) if by_kernels is None else by_kernels.routing
     fault: Tensor | Fault = Fault.NONE
     if not modules.trusts_gate:
         from pmoe.decide.custom_gate import check_routing, clamped_with_fault
@@ -125,11 +132,16 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     # have no exchange.
     checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
     if checks and routing.logits is not None and call.checks_values:
-        # 0 * x is 0 if x is finite, else NaN. Arithmetic instead of torch.where: a number that becomes a
-        # tensor is a copy to the device, for which the host waits.
-        finite = (0 * routing.logits.detach()).sum().isfinite()
-        bad = finite.logical_not() * int(Fault.NOT_FINITE)
-        fault = bad if fault is Fault.NONE else bad + finite * fault
+        # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
+        # the host waits.
+        if by_kernels is not None and routing.logits.numel():
+            # Four launches in place of ten. The norm of a NaN is NaN, which is not less than infinity.
+            is_finite = torch.linalg.vector_norm(routing.logits.detach(), math.inf) < math.inf
+            fault = is_finite * -int(Fault.NOT_FINITE) + int(Fault.NOT_FINITE)
+        else:
+            finite = (0 * routing.logits.detach()).sum().isfinite()  # 0 * x is 0 if x is finite, else NaN
+            bad = finite.logical_not() * int(Fault.NOT_FINITE)
+            fault = bad if fault is Fault.NONE else bad + finite * fault
     has_changed = None
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing
@@ -146,7 +158,10 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         token=routing.token,
         mix=routing.mix,
     )
-    return CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
+    checked = CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
+    if by_kernels is None or keep is not None:  # the kernels have also counted and sorted what is dropped
+        return checked
+    return replace(checked, kernel_routes=by_kernels.kernel_routes, sorted_for=by_kernels.sorted_for)
 
 
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -167,6 +182,51 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
     capacity = expert_capacity(options.capacity_factor, x_TM.shape[0], top_k, options.num_experts)
     used_E = torch.zeros(options.num_experts, dtype=torch.int64, device=x_TM.device)
     return within_capacity(routing.expert, capacity, used_E)[0]
+
+
+def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
+    """Routes by the kernels of `pmoe.kernels.route`, in place of the gate's forward; None if they cannot.
+
+    The kernels also count the rows of each bin, and sort the slots for the number of chunks that the options
+    fix. Bins are the equal ranges of tokens in which row counts are exchanged. If there are too many bins for
+    the kernels, they count for one bin and their order is not used.
+
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    """
+    modules = call.modules
+    gate = modules.gate
+    if type(gate) not in (TopKGate, SwitchGate) or is_watched(gate):
+        return None
+    assert isinstance(gate, TopKGate)
+    options = modules.options
+    check_num_experts(modules, gate.weight.shape[0])
+    dtype = torch.promote_types(x_TM.dtype, torch.float32)
+    like = x_TM.new_empty(0, options.num_experts, dtype=dtype)
+    if refusal(like, gate.top_k) is not None:
+        return None
+    num_bins = 1 if options.solves or options.pad_to_capacity else modules.num_bins
+    n = modules.options.fixed_degree
+    if refusal(like, gate.top_k, num_bins) is not None:
+        num_bins = 1
+        n = None
+    stages = modules.stages
+    if n is None or num_bins % n or (stages.local and not modules.rotates and n > 2):
+        n = None  # the rows that stay would lie behind those of all chunks
+    with torch.autocast(x_TM.device.type, enabled=False):
+        logits_TE = router_logits(x_TM, gate.weight)
+        routes = route(
+            logits_TE,
+            gate.top_k,
+            normalize=gate.normalize,
+            num_chunks=num_bins,
+            z_loss_weight=gate.z_loss_weight,
+            sorted_chunks=1 if n is None else num_bins // n,
+            last=modules.staying,
+        )
+    routing = Routing(
+        expert=routes.expert_TK.long(), weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE
+    )
+    return CheckedRouting(routing=routing, kernel_routes=routes, sorted_for=n)
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from pmoe.arguments import check_count, check_int
 from pmoe.experts.operands import read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 if TYPE_CHECKING:
@@ -71,13 +72,18 @@ def fresh(like: Tensor) -> Allocate:
 class ExpertRows:
     """The rows of one chunk (micro-batch), and the parameters and memory that experts compute them with.
 
-    rows_NM: (N, M), the N rows that the experts received for this chunk (T_DI), sorted by expert.
+    rows_NM: (N, M), the N rows that the experts received for this chunk (T_DI), sorted by expert. With
+        ``slots`` the tokens (T, M), of which the rows are copies.
     groups: where each expert's rows begin and end.
     parameters: the tensors that `Experts.operands` returned, of any shape, or under autocast copies of them
         in autocast's dtype. The engine passes them in, because gradients reach the parameters only through
         inputs of the layer's autograd function.
     space: a function that returns uninitialised memory, by name, rows and columns; None allocates it.
     out: (N, M), memory for the result; None takes memory from ``space``.
+    grad_weight_N: (N,) of the routing weights' dtype, memory for their gradient, which `input_gradient` may
+        use for its result; None lets it allocate the result.
+    slots: the (token, choice) pair of each of the N rows, if `compute` is to read the rows from the tokens;
+        else None. Only experts that `reads_tokens` get it.
     """
 
     rows_NM: Tensor
@@ -85,6 +91,8 @@ class ExpertRows:
     parameters: Sequence[Tensor]
     space: Allocate | None = None
     out: Tensor | None = None
+    grad_weight_N: Tensor | None = None
+    slots: RowSlots | None = None
 
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.
@@ -93,7 +101,7 @@ class ExpertRows:
         num_rows: None is N, the number of rows of the chunk.
         """
         space = fresh(self.rows_NM) if self.space is None else self.space
-        return space(name, self.rows_NM.shape[0] if num_rows is None else num_rows, columns)
+        return space(name, self.groups.num_rows if num_rows is None else num_rows, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +441,17 @@ class Experts(nn.Module, abc.ABC):
         num_rows: number of rows of the backward chunk.
         space: gives memory for the result; None allocates it.
         """
+
+    def reads_tokens(
+        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
+    ) -> bool:
+        """Returns whether `compute` can read rows from the tokens, by ``ExpertRows.slots``, and is faster so.
+
+        like_NM: (N, M), a tensor of the shape, dtype and device that the N rows would have.
+        groups, parameters: as in `ExpertRows`.
+        top_k: K, the number of choices of a token.
+        """
+        return False
 
     @abc.abstractmethod
     def input_gradient(

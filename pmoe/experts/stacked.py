@@ -24,6 +24,7 @@ from pmoe.experts.products import (
     scale_of,
 )
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.grouped_gemm.launch import gathers_in_load, path_for
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.kernels.registry import PMOE, Form
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -302,7 +303,8 @@ class StackedExperts(Experts):
         in_place = not keep and self._activates_in_place(rows_NM.device.type)
         # One launch of pmoe's kernels computes T_M and the activated hidden. It needs no memory for a T_M
         # that is not kept.
-        fused = self._fused("forward", rows_NM, w1, groups, b1)
+        like_NM = rows_NM if expert_rows.slots is None or expert_rows.out is None else expert_rows.out
+        fused = self._fused("forward", like_NM, w1, groups, b1)
         hidden_NG = expert_rows.new("T_M", w1.shape[1]) if keep or in_place or fused is None else None
         if in_place and hidden_NG is not None:
             active_NH = _first(hidden_NG, num_hidden, 1)
@@ -310,11 +312,11 @@ class StackedExperts(Experts):
             active_NH = expert_rows.new("active", num_hidden)
         if fused is not None:
             grouped_gemm.hidden(
-                rows_NM, w1, groups.ends_E, activation=fused, bias_EG=b1,
+                rows_NM, w1, groups.ends_E, activation=fused, bias_EG=b1, slots=expert_rows.slots,
                 out=hidden_NG if keep else None, active=active_NH, keep=keep,
             )  # fmt: skip
         else:
-            assert hidden_NG is not None
+            assert hidden_NG is not None and expert_rows.slots is None
             expert_product(rows_NM, w1, groups, b1, out=hidden_NG)
             self.activate(hidden_NG, active_NH)
         if not keep:
@@ -322,6 +324,15 @@ class StackedExperts(Experts):
         out = expert_rows.new("T_DO", w2.shape[1]) if expert_rows.out is None else expert_rows.out
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
+
+    def reads_tokens(
+        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
+    ) -> bool:
+        w1, _, b1, _ = self.weights(parameters)
+        if not like_NM.is_cuda or self._fused("forward", like_NM, w1, groups, b1) is None:
+            return False
+        kernels = path_for(like_NM.device, like_NM.dtype)
+        return gathers_in_load(kernels or "sm_80", w1.shape[1], top_k)
 
     def _fused(
         self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None
@@ -369,7 +380,7 @@ class StackedExperts(Experts):
         may be overwritten, the result is written over T_M, block of rows by block. A chunk then needs only
         two buffers of T_M's size: T_M itself and its gradient dT_M.
 
-        grad_NM: (N, M), the gradient of the output. It is overwritten.
+        grad_NM: (N, M), the gradient of the output. It may be overwritten.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         hidden: T_M, and whether it may be overwritten.
@@ -383,17 +394,23 @@ class StackedExperts(Experts):
         active_NH = _first(hidden_NG, num_hidden, 1) if in_place else expert_rows.new("active", num_hidden)
         scale_N1 = weight_N.unsqueeze(1)
         fused = self._fused("input", grad_NM, w2, groups)
+        # The gradient of w2 is (weight * grad)^T active = grad^T (weight * active). The kernel can store the
+        # second form, which saves a pass over grad. The gradient of b2 needs weight * grad.
+        weighs_active = fused is not None and b2 is None
+        grad_weight_N = expert_rows.grad_weight_N
+        if grad_weight_N is None:
+            grad_weight_N = torch.empty_like(weight_N)
         if fused is not None:
             # active may overlap T_M: each thread reads its elements of T_M before it overwrites them.
             *_, grad_weight_N = grouped_gemm.hidden_gradient(
-                grad_NM, w2, hidden_NG, scale_of(weight_N, grad_NM), groups.ends_E,
-                activation=fused, out=grad_hidden_NG, active=active_NH,
+                grad_NM, w2, hidden_NG, scale_of(weight_N, grad_NM), groups.ends_E, activation=fused,
+                weighs_active=weighs_active, out=grad_hidden_NG, active=active_NH,
+                dots=grad_weight_N if grad_weight_N.dtype == torch.float32 else None,
             )  # fmt: skip
             grad_weight_N = grad_weight_N.to(weight_N.dtype)
         else:
             grad_active_NH = _first(grad_hidden_NG, num_hidden, 1)
             expert_input_gradient(grad_NM, w2, groups, out=grad_active_NH)
-            grad_weight_N = torch.empty_like(weight_N)
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
                 scratch = expert_rows.new("scratch", num_hidden, min(rows, grad_NM.shape[0]))
@@ -422,7 +439,9 @@ class StackedExperts(Experts):
                     grad_weight.add_((grad @ b2_M[expert]).to(grad_weight.dtype))
         out = expert_rows.new("dT_DI", w1.shape[2]) if expert_rows.out is None else expert_rows.out
         expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
-        return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
+        if not weighs_active:
+            grad_NM.mul_(scale_N1)
+        return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM)
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]

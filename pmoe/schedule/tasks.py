@@ -177,6 +177,42 @@ class Schedule:
         return turns
 
     @functools.cached_property
+    def lane_waits(self) -> dict[str, tuple[str, ...]]:
+        """The tasks of other lanes for which a lane must wait before it starts a task, by the task's name.
+
+        They are the ``waits`` of other lanes that do not follow from the order of a lane's tasks, or from
+        earlier waits. Lanes that wait for these tasks alone run all tasks in the same partial order.
+
+        Example: with S0 and S1 in one lane, a task that waits for both waits for S1 only. If the task before
+        it in its own lane has waited for S1, it waits for nothing.
+        """
+        place = {task.name: place for place, task in enumerate(self.tasks)}
+        # For each lane, and for each task when it ends: the last task of every lane that has surely ended.
+        ended_before: dict[Lane, dict[Lane, int]] = {lane: {} for lane in self.lanes}
+        ended_at_end: dict[str, dict[Lane, int]] = {}
+        waits: dict[str, tuple[str, ...]] = {}
+        for task in self.tasks:
+            ended = ended_before[task.lane]
+            needed = []
+            # The newest first: waiting for it may imply older tasks, and an older task never implies it.
+            for earlier in sorted(map(place.__getitem__, task.waits), reverse=True):
+                awaited = self.tasks[earlier]
+                if awaited.lane is task.lane or ended.get(awaited.lane, -1) >= earlier:
+                    continue
+                needed.append(awaited.name)
+                for lane, last in ended_at_end[awaited.name].items():
+                    ended[lane] = max(ended.get(lane, -1), last)
+            waits[task.name] = tuple(needed)
+            ended[task.lane] = place[task.name]
+            ended_at_end[task.name] = ended.copy()
+        return waits
+
+    @functools.cached_property
+    def awaited(self) -> frozenset[str]:
+        """The names of the tasks for which another lane waits (`lane_waits`)."""
+        return frozenset(name for names in self.lane_waits.values() for name in names)
+
+    @functools.cached_property
     def num_weight_gradients(self) -> int:
         """The number of tasks that add to the gradients of the experts' parameters."""
         return sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.tasks)

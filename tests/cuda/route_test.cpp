@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <limits>
 #include <numeric>
+#include <tuple>
 
 #include "emulator.h"
 #include "route/backward.cuh"
@@ -72,9 +73,13 @@ struct Case {
   bool normalize, whole_words;
   float z_weight;
   Values values;
+  int sorted_chunks = 1, first_last = 0, num_last = 0;
 
   int slots() const { return tokens * top_k; }
-  Sizes sizes() const { return {tokens, experts, top_k, chunks, chunk_blocks}; }
+  Sizes sizes() const {
+    return {tokens, experts, top_k, chunks, chunk_blocks, sorted_chunks, first_last, num_last};
+  }
+  bool is_last(int expert) const { return expert >= first_last && expert < first_last + num_last; }
   Rows rows() const { return {tokens, experts, whole_words}; }
   float balance() const {
     const double t = std::max(tokens, 1);
@@ -85,7 +90,8 @@ struct Case {
     return "T=" + std::to_string(tokens) + " E=" + std::to_string(experts) + " K=" + std::to_string(top_k) +
            " n=" + std::to_string(chunks) + " B=" + std::to_string(chunk_blocks) +
            " normalize=" + std::to_string(normalize) + " values=" + std::to_string(static_cast<int>(values)) +
-           " words=" + std::to_string(whole_words);
+           " words=" + std::to_string(whole_words) + " sorted=" + std::to_string(sorted_chunks) +
+           " last=" + std::to_string(first_last) + "+" + std::to_string(num_last);
   }
 };
 
@@ -176,7 +182,11 @@ void check_places(const Case& c, const Found& found) {
   std::vector<int> order(c.slots()), counts(c.chunks * c.experts);
   std::iota(order.begin(), order.end(), 0);
   const auto key = [&](int slot) { return chunk_of(c, slot / c.top_k) * c.experts + found.expert[slot]; };
-  std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return key(i) < key(j); });
+  const auto place = [&](int slot) {
+    const int expert = found.expert[slot];
+    return std::make_tuple(chunk_of(c, slot / c.top_k) / c.sorted_chunks, c.is_last(expert), expert);
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return place(i) < place(j); });
   for (int i = 0; i < c.slots(); ++i) {
     ++counts[key(i)];
     expect(found.slot[i] == order[i], "slot of row " + std::to_string(i));
@@ -403,6 +413,9 @@ Case draw_case(int most_tokens, int least_experts, int most_experts) {
   c.z_weight = draw(0, 1) ? 0.0f : 0.25f;
   c.values = static_cast<Values>(draw(0, 2));
   c.whole_words = c.experts % 4 == 0 && draw(0, 1);
+  c.sorted_chunks = draw(0, 1) ? c.chunks : c.chunks % 2 ? 1 : 2;
+  c.first_last = draw(0, c.experts);
+  c.num_last = draw(0, 2) ? draw(0, c.experts - c.first_last) : 0;
   return c;
 }
 

@@ -38,8 +38,8 @@ RANKS = (
         name="chunks-cut-at-the-limit",
         breaks="a chunk that just fits its slot is cut again",
         file=COUNTS,
-        old="                depth = depth + (largest[chunks] > limit)\n",
-        new="                depth = depth + (largest[chunks] >= limit)\n",
+        old="(largest[chunks] > limit).to(",
+        new="(largest[chunks] >= limit).to(",
         tests="tests/gloo/test_reuse.py -k skew",
     ),
     Plant(

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.kernels.grouped_gemm import launch
+from pmoe.schedule.restore import STRATEGIES
+from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Lane, Stages
 
@@ -40,7 +42,15 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
         for chunk in range(chunks)
     ]
     lanes = CudaLanes(
-        cast(Any, SimpleNamespace(tasks=tasks, lanes={task.lane for task in tasks})),
+        cast(
+            Any,
+            SimpleNamespace(
+                tasks=tasks,
+                lanes={task.lane for task in tasks},
+                lane_waits={task.name: () for task in tasks},
+                awaited=(),
+            ),
+        ),
         cast(Any, SimpleNamespace(size=ranks)),
         torch.device("cuda", 0),
     )
@@ -71,8 +81,27 @@ def test_an_error_that_a_collective_tells_late_has_the_stage_at_which_it_was_see
             return LateWork()
         return LateWork().wait()
 
-    task = next(each for each in schedule.tasks if each.name == "S1")
+    *earlier, task = schedule.tasks[: [each.name for each in schedule.tasks].index("S1") + 1]
+    for each in earlier:
+        lanes.run(each, lambda: None)
     said = r"rank 0 of 2 failed in dispatch \(S1\) of chunk 1, forward of MoELayer 1; .*aborted on rank 1"
     with pytest.raises(RuntimeError, match=said) as raised:
         lanes.run(task, action)
     assert isinstance(raised.value.__cause__, dist.DistBackendError)
+
+
+@pytest.mark.parametrize(("direction", "waits"), [("forward", 16), ("backward", 24)])
+def test_streams_wait_only_for_what_no_earlier_wait_implies(direction: str, waits: int) -> None:
+    """Also, tasks of the compute lane run without a stream context: their stream is the current one."""
+    restore = STRATEGIES["S4"]
+    schedule = rotating(direction, 4, Stages(local=True, remote=True), restore=restore)
+    ranks = Ranks.single()
+    ranks.size = 2
+    lanes = CudaLanes(schedule, ranks, torch.device("cuda", 0))
+    for task in schedule.tasks:
+        lanes.run(task, lambda: None)
+    streams = lanes._stream.values()
+    assert sum(cast(Any, stream).wait_event.call_count for stream in streams) == waits
+    others = [task for task in schedule.tasks if task.lane is not Lane.COMPUTE]
+    assert cast(Any, torch.cuda.stream).call_count == len(others)
+    assert cast(Any, torch.cuda.Event).call_count == len(schedule.awaited)

@@ -14,7 +14,7 @@ from torch import Tensor
 from bench import permutes
 from pmoe.kernels import extension, grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots, launch, products
-from pmoe.kernels.grouped_gemm.launch import SPARE, beside_communication
+from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, SPARE, TileCounters, beside_communication
 
 BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
 
@@ -132,6 +132,21 @@ def test_beside_communication_multiprocessors_are_left_free_and_tiles_are_counte
     (_, beside), (_, alone) = recorder.calls
     assert (beside["spare"], beside["next_tile"]) == (SPARE, "zero") and SPARE > 0
     assert "spare" not in alone and "next_tile" not in alone
+
+
+def test_each_product_of_a_pass_has_a_counter_of_its_own_and_few_launches_zero_them(
+    recorder: Recorder, given: Operands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory: list[Tensor] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **how: memory.append(zeros(*size, **how)) or memory[-1])
+    counters = TileCounters()
+    for _ in range(NUM_COUNTERS + 1):
+        with beside_communication(counters=counters):
+            grouped_gemm.product(given.rows, given.weight, given.ends)
+    addresses = [fields["next_tile"] for _, fields in recorder.calls]
+    assert addresses == [one.data_ptr() for counter in memory for one in counter][: len(addresses)]
+    assert len(memory) == 2 and all(not each.any() for each in memory)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -259,6 +274,22 @@ def test_permutes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_rows_that_are_a_part_of_the_sorted_rows_are_addressed_from_before_their_memory(
+    recorder: Recorder,
+) -> None:
+    """A kernel adds position * stride to the address. The first position of these rows is 7."""
+    x, rows = recorder.tensor("x", 3, 16, dtype=FLOAT), recorder.tensor("rows", 5, 16, dtype=FLOAT)
+    position = recorder.tensor("position", 3, 2, dtype=INT)
+    permute.launch_move("permute", position, None, 12, first_row=7, x=x, rows=rows)
+    permute.launch_move("unpermute", position, None, 12, first_row=7, rows=rows, y=x)
+    before = rows.data_ptr() - 7 * 64
+    moving = [None, 7, 0, 3, 2, 12, 64, "position", 0, 0]
+    assert recorder.calls == [
+        ("permute", [moving, "x", 64, before, 64]),
+        ("unpermute", [moving, before, 64, "x", 64]),
+    ]
+
+
 def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) -> None:
     position, y = torch.zeros(3, 0, dtype=INT), torch.ones(3, 16)
     permutes.launch_unpermute(torch.ones(0, 16), position, None, y)
@@ -283,7 +314,7 @@ def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
     call, (problem, *given) = recorder.calls[0]
-    assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5]
+    assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5, 1, 0, 0]
     assert given[:8] == ["logits", *places] and given[9] == 36  # given[8]: the workspace's address
     backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
     assert recorder.calls[1:] == [

@@ -349,3 +349,32 @@ def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
             fours = {"512": 4, "1024": 8}.get(name.split(".")[1], 2)
             assert count(code, "LDG.E.128") == fours * (1 if backward else 2), (arch, name)
             assert count(code, "STG.E.128") == (fours if backward else 0), (arch, name)
+
+
+@pytest.mark.parametrize(("sorted_chunks", "last"), [(1, range(2, 4)), (3, range(0)), (6, range(0, 2))])
+def test_rows_can_be_sorted_by_groups_of_chunks_with_some_experts_last(
+    sorted_chunks: int, last: range
+) -> None:
+    """The order is that of `sort_rows`, in which rows for experts on the own rank follow the others."""
+    logits = torch.randn(25, 5, generator=torch.Generator().manual_seed(0))
+    options = {"normalize": True, "num_chunks": 6}
+    plain = route(logits, 2, **options)
+    found = route(logits, 2, **options, sorted_chunks=sorted_chunks, last=last)
+    n = 6 // sorted_chunks
+    rows = sort_rows(plain.expert_TK.long(), None, n, 5, last, n if last else 0)
+    assert torch.equal(found.slot_N.long(), rows.slot)
+    assert torch.equal(found.position_TK.view(-1).long(), rows.position)
+    for name in ("weight_TK", "expert_TK", "counts_nE", "ends_nE", "l_aux"):
+        assert torch.equal(getattr(found, name), getattr(plain, name)), name
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ({"sorted_chunks": 4}, r"sorted_chunks \(4\) must divide num_chunks \(6\)"),
+        ({"last": range(3, 6)}, r"last \(range\(3, 6\)\) must be a range of the 5 experts"),
+    ],
+)
+def test_an_order_that_does_not_fit_is_refused(order: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        route(torch.randn(4, 5), 2, normalize=True, num_chunks=6, **order)

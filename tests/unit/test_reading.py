@@ -32,10 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pmoe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MOST_FUNCTIONS = 209
+MOST_FUNCTIONS = 204
 """Functions of pmoe that a forward and a backward pass of the traced layer execute."""
 
-MOST_LINES = 1152
+MOST_LINES = 1151
 """Lines of pmoe that they execute."""
 
 MOST_CHANGES = 40

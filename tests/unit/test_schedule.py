@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
+from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import (
     Kind,
@@ -479,3 +481,61 @@ def test_bad_arguments_are_refused_by_name_and_value(build: type) -> None:
         build(-3, Stages(local=True, remote=True))
     with pytest.raises(ValueError, match=r"local \(False\) or remote \(False\)"):
         build(2, Stages(local=False, remote=False))
+
+
+# ---- waits between lanes
+
+
+def ended_before(schedule: Schedule, waits: Callable[[Task], Iterable[str]]) -> dict[str, set[str]]:
+    """Returns, for each task, the tasks that have surely ended when it starts.
+
+    Lanes run their tasks in order, and wait for the tasks that ``waits`` returns.
+    """
+    ended: dict[str, set[str]] = {}
+    last: dict[Lane, str] = {}
+    for task in schedule.tasks:
+        names = [*waits(task), *([last[task.lane]] if task.lane in last else [])]
+        ended[task.name] = set().union(*({name} | ended[name] for name in names))
+        last[task.lane] = task.name
+    return ended
+
+
+def many_schedules() -> Iterator[Schedule]:
+    both = (False, True)
+    for direction, n, local, remote in itertools.product(("forward", "backward"), (1, 2, 4, 5), both, both):
+        if not (local or remote):
+            continue
+        for sharded, shared in itertools.product((False, remote), both):
+            stages = Stages(local=local and not sharded, remote=remote, sharded=sharded, shared=shared)
+            build = forward_schedule if direction == "forward" else backward_schedule
+            yield build(n, stages)
+            for restore in ALL_PAIRS:
+                yield rotating(direction, n, stages, restore=restore, rearranged=n == 4)
+
+
+def test_lanes_wait_for_a_least_set_of_tasks_with_the_same_partial_order() -> None:
+    num_waits = num_lane_waits = 0
+    for schedule in many_schedules():
+        lane_of = {task.name: task.lane for task in schedule.tasks}
+        order = ended_before(schedule, lambda task: task.waits)
+        assert ended_before(schedule, lambda task: schedule.lane_waits[task.name]) == order  # noqa: B023
+        assert schedule.awaited == {name for names in schedule.lane_waits.values() for name in names}
+        for task in schedule.tasks:
+            across = [name for name in task.waits if lane_of[name] is not task.lane]
+            kept = schedule.lane_waits[task.name]
+            assert set(kept) <= set(across)
+            num_waits += len(across)
+            num_lane_waits += len(kept)
+    assert num_lane_waits < 0.7 * num_waits
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_no_wait_between_lanes_can_be_left_out(direction: str) -> None:
+    schedule = rotating(direction, 3, Stages(local=True, remote=True), restore=STRATEGIES["S1"])
+    order = ended_before(schedule, lambda task: task.waits)
+    for without in schedule.awaited:
+        for task in schedule.tasks:
+            if without in schedule.lane_waits[task.name]:
+                left = {**schedule.lane_waits}
+                left[task.name] = tuple(name for name in left[task.name] if name != without)
+                assert ended_before(schedule, lambda task: left[task.name]) != order  # noqa: B023

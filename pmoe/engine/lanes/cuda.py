@@ -5,13 +5,11 @@ A task that must wait for a task of another lane makes its stream wait for an ev
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.base import Action, Lanes
-from pmoe.kernels.grouped_gemm.launch import beside_communication
+from pmoe.kernels.grouped_gemm.launch import TileCounters, beside_communication
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 
@@ -40,34 +38,42 @@ class CudaLanes(Lanes):
             # The pass reads tensors that the caller computes on the current stream.
             self._stream[lane].wait_stream(compute)
         self._await_readers_of_the_host(device)
-        lane_of = {task.name: task.lane for task in schedule.tasks}
-        self._awaited = {
-            name for task in schedule.tasks for name in task.waits if lane_of[name] is not task.lane
-        }
-        self._events: dict[str, tuple[Lane, torch.cuda.Event]] = {}
-        travels = ranks.size > 1 and any(task.chunk > 0 for task in schedule.tasks)
-        self._beside = beside_communication if travels else contextlib.nullcontext
+        self._waits = schedule.lane_waits
+        self._awaited = schedule.awaited
+        self._events: dict[str, torch.cuda.Event] = {}
+        self._travels = ranks.size > 1 and any(task.chunk > 0 for task in schedule.tasks)
+        self._counters = TileCounters()
 
     def run(self, task: Task, action: Action) -> None:
         stream = self._stream[task.lane]
-        for name in task.waits:
-            if name in self._events and self._events[name][0] is not task.lane:
-                stream.wait_event(self._events[name][1])
-        with torch.cuda.stream(stream):
-            if task.lane not in (Lane.COMMUNICATE, Lane.INTRA_NODE):
-                with self._beside():
-                    action()
-            else:
-                try:
-                    work = action()
-                    if work is not None:
-                        work.wait()  # the lane's stream waits for the collective's own; the host does not
-                except RuntimeError as error:
-                    self.fail(task, error)
-            if task.name in self._awaited:
-                event = torch.cuda.Event()
-                event.record(stream)
-                self._events[task.name] = (task.lane, event)
+        for name in self._waits[task.name]:
+            stream.wait_event(self._events[name])
+        if task.lane is Lane.COMPUTE:
+            self._compute(action)  # its stream is the current one
+        elif task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
+            with torch.cuda.stream(stream):
+                self._communicate(task, action)
+        else:
+            with torch.cuda.stream(stream):
+                action()
+        if task.name in self._awaited:
+            event = self._events[task.name] = torch.cuda.Event()
+            event.record(stream)
+
+    def _compute(self, action: Action) -> None:
+        if not self._travels:
+            action()
+            return
+        with beside_communication(counters=self._counters):
+            action()
+
+    def _communicate(self, task: Task, action: Action) -> None:
+        try:
+            work = action()
+            if work is not None:
+                work.wait()  # the lane's stream waits for the collective's own; the host does not
+        except RuntimeError as error:
+            self.fail(task, error)
 
     def _await_readers_of_the_host(self, device: torch.device) -> None:
         """Makes this pass's copies to the host wait for earlier passes' copies to the device.

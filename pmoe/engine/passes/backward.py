@@ -9,6 +9,7 @@ the parameters, which no rank waits for: it runs while the gradients of rows are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ class Backward(Pass):
         chunks; None for a parameter that needs no gradient.
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows, sorted by expert.
+    weight_sorted, grad_weight_sorted: (rows,), the routing weights of this rank's sorted rows and their
+        gradients. Only the parts for rows that stay are used, and only if some rows stay.
     grad_weight: (T * K,), the gradients of the routing weights. Those for received rows return to the tokens'
         ranks in one message, by way of these tensors:
 
         grad_weight_rows       (N,)  as the chunks compute them, sorted by expert
-        grad_weight_gathered   (N,)  in the order in which rows arrived
+        grad_weight_gathered   (N,)  in the order in which rows arrived; the same tensor if they were sorted
         grad_weight_leaving          the numbers to send: after a reduce-scatter if experts are sharded, else
                                      the same tensor as grad_weight_gathered
         grad_weight_home       (S,)  the S numbers that return to this rank
@@ -65,6 +68,8 @@ class Backward(Pass):
     sums: list[GradientSum | None]
     shared_sums: list[GradientSum | None]
     weight: Tensor
+    weight_sorted: Tensor
+    grad_weight_sorted: Tensor
     grad_weight: Tensor
     grad_weight_rows: Tensor
     grad_weight_of_chunk: tuple[Tensor, ...]
@@ -92,8 +97,12 @@ class Backward(Pass):
         self.pending: dict[Unit, Any] = {}
         weight = saved.inputs.weight_TK
         self.weight = weight.reshape(-1)
-        # Zeros, because a dropped (token, choice) pair has no row, and no task writes its gradient.
-        self.grad_weight = weight.new_zeros(weight.numel())
+        # Zeros if a (token, choice) pair may be dropped: it has no row, and no task writes its gradient.
+        new_memory = weight.new_zeros if self.pass_plan.has_drops else weight.new_empty
+        self.grad_weight = new_memory(weight.numel())
+        if self.pass_plan.pieces:
+            self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
+            self.grad_weight_sorted = torch.empty_like(self.weight_sorted)
         self.chunks_done = 0
         if self.pass_plan.weights is not None:
             self.grad_weight_rows = weight.new_empty(self.pass_plan.num_received)
@@ -103,8 +112,11 @@ class Backward(Pass):
             if plan.joined is not None:
                 received = received.index_select(0, plan.joined.weight_map)
             self.weight_of_chunk = split_by_chunk(received, self.pass_plan)
+            self.grad_weight_gathered = self.grad_weight_rows
+            if self.weight_message.regroup is not None:
+                self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
             # One tensor, unless experts are sharded: `ShardedBackward` then replaces grad_weight_leaving.
-            self.grad_weight_leaving = self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
+            self.grad_weight_leaving = self.grad_weight_gathered
             self.grad_weight_home = weight.new_empty(self.weight_message.slot.shape[0])
 
     def run(self) -> list[Tensor | None]:
@@ -115,6 +127,9 @@ class Backward(Pass):
         self.run_schedule()
         if gradients is not None:
             gradients.ends()
+        if self.pass_plan.pieces:
+            # The gradients for rows that were sent have no values yet. The next lines write them.
+            self.grad_weight[self.pass_plan.slot] = self.grad_weight_sorted
         if self.pass_plan.weights is not None:
             self.grad_weight[self.weight_message.slot] = self.grad_weight_home
         grad_weight_TK = self.grad_weight.view_as(self.saved.inputs.weight_TK)
@@ -201,13 +216,15 @@ class Backward(Pass):
 
         They are the gradients of the rows and of their routing weights, not those of parameters.
         """
-        piece = self.pass_plan.pieces[j]
-        unit = (j, "_L")
-        slot = self.pass_plan.slot[piece.rows]
+        rows = self.pass_plan.pieces[j].rows
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
-        weight_N = self.weight.index_select(0, slot)
-        grad_weight_N = self._input_gradient(unit, grad_NM, weight_N, self.home_rows(j, piece.rows))
-        self.grad_weight.scatter_(0, slot, grad_weight_N.to(self.grad_weight.dtype))
+        self._input_gradient(
+            (j, "_L"),
+            grad_NM,
+            self.weight_sorted[rows],
+            self.home_rows(j, rows),
+            self.grad_weight_sorted[rows],
+        )
 
     def compute(self, i: int) -> None:
         """Computes the gradients of the rows received in chunk i, and of their routing weights (task C).
@@ -216,14 +233,15 @@ class Backward(Pass):
         """
         out_NM = self.result_of(i)
         grad_NM = self.in_expert_order("dT_DO", i, self.arrived(i))
-        grad_weight_N = self._input_gradient((i, ""), grad_NM, self.weight_of_chunk[i], out_NM)
+        self._input_gradient((i, ""), grad_NM, self.weight_of_chunk[i], out_NM, self.grad_weight_of_chunk[i])
         self.in_source_order(i, out_NM)
-        self.grad_weight_of_chunk[i].copy_(grad_weight_N)
         self.chunks_done += 1
         if self.chunks_done == len(self.pass_plan.chunks):
             self._weights_in_source_order()
 
-    def _input_gradient(self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> Tensor:
+    def _input_gradient(
+        self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor, grad_weight_N: Tensor
+    ) -> None:
         """Computes the gradients of the experts' inputs for one task: of N rows and of their routing weights.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
@@ -231,14 +249,14 @@ class Backward(Pass):
         grad_NM: (N, M), the gradient of the experts' output, with M = d_model columns.
         weight_N: (N,), the routing weights.
         out_NM: (N, M), memory for the gradient of the rows.
-
-        Returns the gradient of the routing weights, (N,).
+        grad_weight_N: (N,), memory for the gradient of the routing weights.
         """
-        expert_rows = self.for_experts(unit, self.rows_of(unit), out_NM)
-        _, grad_weight_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
+        expert_rows = replace(self.for_experts(unit, self.rows_of(unit), out_NM), grad_weight_N=grad_weight_N)
+        _, computed_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
             grad_NM, expert_rows, weight_N, self.hidden_of(unit)
         )
-        return grad_weight_N
+        if computed_N.data_ptr() != grad_weight_N.data_ptr():
+            grad_weight_N.copy_(computed_N)
 
     def _weights_in_source_order(self) -> None:
         """Puts the gradients of the routing weights into the order of arrival, in which they are sent back.
@@ -247,9 +265,7 @@ class Backward(Pass):
         gradients.
         """
         regroup = self.weight_message.regroup
-        if regroup is None:
-            self.grad_weight_gathered.copy_(self.grad_weight_rows)
-        else:
+        if regroup is not None:
             self.grad_weight_gathered.index_copy_(0, regroup, self.grad_weight_rows)
 
     def weights(self, _: int) -> dist.Work | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine.passes.base import ForwardState, Inputs, Pass, SavedUnit, Unit, split_by_chunk
+from pmoe.engine.passes.base import ForwardState, Inputs, Pass, SavedUnit, Unit, rows_fit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
+from pmoe.kernels.grouped_gemm import RowSlots
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Forward(Pass):
 
     inputs: the tensors of the call.
     weight: (T * K,), the routing weights of T tokens with K choices each.
+    weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set if some of them stay.
     saved: the state for backward, which tasks fill while they run.
     scalars: the messages with one number for each row. The first one carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
@@ -55,6 +58,7 @@ class Forward(Pass):
     inputs: Inputs
     parameters: Sequence[Tensor]
     weight: Tensor
+    weight_sorted: Tensor
     saved: ForwardState
     weight_of_chunk: tuple[Tensor, ...]
 
@@ -64,6 +68,8 @@ class Forward(Pass):
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
+        if self.pass_plan.pieces:
+            self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []
         if self.pass_plan.weights is not None:
             self.make_scalars()
@@ -103,10 +109,29 @@ class Forward(Pass):
 
         The results are written to the buffer in which combine puts the results from other ranks.
         """
-        piece = self.pass_plan.pieces[j]
-        weight_N = self.weight.index_select(0, self.pass_plan.slot[piece.rows])
+        rows = self.pass_plan.pieces[j].rows
+        weight_N = self.weight_sorted[rows]
+        out_NM = self.home_rows(j, rows)
+        if self.kernels is not None and self._reads_tokens(j, out_NM):
+            slots = RowSlots(self.pass_plan.slot[rows], self.plan.top_k)
+            self._compute((j, "_L"), self.source_TM, weight_N, out_NM, slots)
+            return
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
-        self._compute((j, "_L"), rows_NM, weight_N, self.home_rows(j, piece.rows))
+        self._compute((j, "_L"), rows_NM, weight_N, out_NM)
+
+    def _reads_tokens(self, j: int, out_NM: Tensor) -> bool:
+        """Returns whether the experts read the rows of block j, which stay on this rank, from the tokens.
+
+        They then need no copy. Backward must not need one that forward has kept.
+
+        out_NM: (N, M), memory for the results of the block's N rows, with M = d_model columns.
+        """
+        if self.keep and self.plan.restore.dispatched != "communicate":
+            return False
+        if self.pass_plan.slot.dtype != torch.int32 or not rows_fit(self.source_TM):
+            return False
+        groups = self.pass_plan.pieces[j].groups
+        return self.plan.modules.experts.reads_tokens(out_NM, groups, self.parameters, self.plan.top_k)
 
     def compute(self, i: int) -> None:
         """Lets the experts compute the rows that this rank received in chunk i (task C)."""
@@ -125,7 +150,9 @@ class Forward(Pass):
         regroup = self.weight_message.regroup
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
-    def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
+    def _compute(
+        self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor, slots: RowSlots | None = None
+    ) -> None:
         """Computes the experts' output for the rows of one task, and saves what backward needs.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
@@ -133,6 +160,8 @@ class Forward(Pass):
         rows_NM: (N, M), the N rows (T_DI) with M = d_model columns, sorted by expert.
         weight_N: (N,), the routing weight of each row.
         out_NM: (N, M), memory for the result (T_DO).
+        slots: the (token, choice) pair of each row, if rows_NM are the tokens from which the experts read the
+            rows; else None.
         """
         experts = self.plan.modules.experts
         restore = self.plan.restore
@@ -140,7 +169,10 @@ class Forward(Pass):
         recipe = experts.recipe(rows_NM.device) if remakes else None
         version = rows_NM._version if recipe is not None else 0
         keeps = self.keep and restore.hidden != "recompute"
-        _, hidden = experts.compute(self.for_experts(unit, rows_NM, out_NM), weight_N, keep=keeps)
+        expert_rows = self.for_experts(unit, rows_NM, out_NM)
+        if slots is not None:
+            expert_rows = replace(expert_rows, slots=slots)
+        _, hidden = experts.compute(expert_rows, weight_N, keep=keeps)
         if self.keep:
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":

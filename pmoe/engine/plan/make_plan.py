@@ -28,10 +28,13 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, cuts, without_own
 from pmoe.comm.grid import Grid
+from pmoe.engine.lanes.run import is_captured
 from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
 from pmoe.engine.plan.regroup_chunks import join_chunks
 from pmoe.experts.products import RowGroups
-from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
+from pmoe.kernels import permute
+from pmoe.kernels.route import Routes
+from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import local_pieces
@@ -71,6 +74,16 @@ class SortedSlots:
         self._sorted: dict[int, SortedRows] = {}
         self._counted: dict[int, Tensor] = {}
 
+    def take_routes(self, routes: Routes, n: int | None) -> None:
+        """Takes the counts and the order that the routing kernels have computed, so that neither is computed.
+
+        routes: the result of the kernels.
+        n: the number of chunks for which they have sorted the slots; None if not in the order of `slots`.
+        """
+        self._counted[routes.counts_nE.shape[0]] = routes.counts_nE
+        if n is not None and isinstance(self.modules.order, SortedOrder):
+            self._sorted[n] = SortedRows(slot=routes.slot_N, position=routes.position_TK.view(-1))
+
     def slots(self, n: int) -> SortedRows:
         """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped ones last."""
         if n not in self._sorted:
@@ -104,7 +117,7 @@ class SortedSlots:
         return self.slots(n)
 
     def count(self, bins: int) -> Tensor:
-        """Returns the number of kept (token, choice) pairs for each bin and each expert, (bins, E) int64.
+        """Returns the number of kept (token, choice) pairs for each bin and each expert, (bins, E) integers.
 
         E is the number of experts of all ranks.
 
@@ -235,20 +248,21 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     grid = modules.grid
     bypass_local = modules.stages.local
     rank = grid.all.rank
-    shared = bins if bins.send.shape[0] == n else bins.joined(n)
+    # Counts on the device are only needed where rows must be sorted, by bin. All other numbers are sums of
+    # the counts on the host, because a sum on a GPU is a launch.
+    shared = bins.on_host() if bins.recv_device.is_cuda and bins.sent_once is None else bins
+    shared = shared if shared.send.shape[0] == n else shared.joined(n)
     local_counts: list[list[int]] = []
-    local_ends: Sequence[Tensor | None] = ()
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
-        local_ends = _ends(_by_piece(shared.recv_device[:, rank], num_pieces).unsqueeze(1))
+    received_ends, local_ends = _ends(bins, n, num_pieces, rank if bypass_local else None)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
     # A single rank sends nothing, so these stay.
     sent_by_chunk = come_by_chunk = [[0]] * n
     by_expert = [[0] * shared.send.shape[2]] * n
-    received_ends: Sequence[Tensor | None] = [None] * n
-    regroups: list[Tensor | None] = [None] * n
+    regroups: Sequence[Tensor | None] = [None] * n
     weights = None
     once = None
     if modules.stages.remote:
@@ -256,20 +270,22 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         sent_by_chunk = counts.sent_rows.tolist()
         come_by_chunk = counts.received_rows.tolist()
         by_expert = counts.recv.sum(1).tolist()
-        # For all chunks at once, because on a GPU a loop over chunks would launch several kernels for each.
-        received_ends = _ends(counts.recv_device)
-        bins_device = counts.recv_device if shared is bins else bins.recv_device
-        if bypass_local and shared is not bins:
+        bins_device = bins.recv_device
+        if bypass_local and _are_several(counts.recv.sum((0, 2))):
             bins_device = without_own(bins_device, rank)
         # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
         # order.
         fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
-        if shared.sent_once is None:
-            for i, are_several in enumerate(_are_several(counts.received_rows)):
-                if are_several:
-                    regroups[i] = _regroup(fine[:, i].flatten(1), come_by_chunk[i])
-        kept = slots.slot[: int(shared.send.sum())]
-        weights = _weight_journey(kept, orders.expert_TK, counts.send, counts.recv, fine, modules)
+        are_several = _are_several(counts.received_rows)
+        if shared.sent_once is None and any(are_several):
+            regroups = _regroup_chunks(fine, come_by_chunk, are_several)
+        staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
+        sizes = [
+            [*rows_P, staying]
+            for rows_P, staying in zip(counts.send.sum(2).tolist(), staying_rows, strict=True)
+        ]
+        message_slot = _by_destination(slots.slot, sizes)
+        weights = _weight_journey(message_slot, counts.send, counts.recv, fine, modules)
         once = orders.number_rows(n, weights, shared, fine)
     chunks = []
     pieces = []
@@ -302,44 +318,68 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
     token = row_slot if top_k == 1 else row_slot // top_k
+    position = travelling.position
+    if position.is_cuda and _takes_positions(orders):
+        position = position.int()
     return PassPlan(
         chunks=tuple(chunks),
         pieces=tuple(pieces),
         weights=weights,
-        slot=slots.slot,
+        slot=slots.slot[:first_row],
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
-        position=travelling.position,
+        position=position,
         has_drops=orders.keep_TK is not None or once is not None,
         once=once,
     )
 
 
+def _takes_positions(orders: SortedSlots) -> bool:
+    """Returns whether the passes may copy and sum rows by the kernels of `pmoe.kernels.permute`.
+
+    These read positions as int32. They copy a row for each choice of a token, so `DeduplicatedSlots` and
+    tokens with different numbers of choices are not for them.
+    """
+    expert_TK = orders.expert_TK
+    is_plain = type(orders) is SortedSlots and orders.tokens.of_slot is None
+    if not (is_plain and isinstance(orders.modules.order, SortedOrder)):
+        return False
+    return permute.refusal(expert_TK.device, torch.bfloat16, expert_TK.shape[1]) is None
+
+
+def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
+    """Returns the slots whose weights are sent, (S,), sorted by destination rank, then chunk, then expert.
+
+    slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert.
+    sizes: for each chunk, the rows that it sends to each of P ranks, and behind these the rows that stay.
+
+    The slots of a chunk for a rank are contiguous, and the host knows where. So one operation joins them.
+    """
+    width = len(sizes[0])
+    flat = [*itertools.chain.from_iterable(sizes)]
+    runs = slot[: sum(flat)].split_with_sizes(flat)
+    return torch.cat([run for rank in range(width - 1) for run in runs[rank::width]])
+
+
 def _weight_journey(
-    slot: Tensor, expert_TK: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: PassModules
+    slot: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: PassModules
 ) -> WeightMessage:
     """Plans the message that carries the routing weights of all chunks.
 
     There are n chunks, P ranks over which experts are distributed, W ranks from which rows come, and E_local
     experts on a rank.
 
-    slot: (rows,) int64, the kept (token, choice) pairs in sorted order.
-    expert_TK: (T, K) int64, the global expert of each pair, for T tokens with K choices each.
+    slot: (S,) int64, the (token, choice) pairs whose weights are sent, in the order of the message.
     send: (n, P, E_local) rows that this rank sends to each rank, on the host.
     recv: (n, W, E_local) rows that each rank sends to this one, on the host.
     fine: (W, n, E_local, bins of a chunk) rows that arrive, on the device of the rows. A bin is a range of
         tokens; a chunk has several.
     """
-    destination = expert_TK.reshape(-1)[slot] // send.shape[2]
-    if modules.stages.local:
-        # Weights of rows that stay on this rank are not sent. A destination beyond all ranks sorts them
-        # behind all others, and the slice below leaves them out.
-        destination = torch.where(destination == modules.grid.all.rank, send.shape[1], destination)
     come_rows = recv.sum((0, 2))
     send_rows = send.sum((0, 2)).tolist()
     come_by_source = come_rows.tolist()
     recv_rows, gathered = _by_place(come_by_source, modules.grid)
     return WeightMessage(
-        slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
+        slot=slot,
         send=tuple(send_rows),
         recv=recv_rows,
         regroup=_regroup(fine.flatten(1), come_by_source) if _are_several(come_rows) else None,
@@ -386,16 +426,65 @@ def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     return rows.argsort(stable=True)
 
 
-def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
-    """Returns for each chunk where each expert's rows end, (E_local,) int32, the offsets of ``grouped_mm``.
+def _regroup_chunks(
+    fine: Tensor, come_by_chunk: Sequence[Sequence[int]], are_several: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns for each of n chunks the index that sorts its rows by expert (`Chunk.regroup`), or None.
 
-    Returns None for each chunk on the CPU, where a loop over the experts needs no offsets.
+    On CUDA one sort serves all chunks, because each operator is a launch.
 
-    counts_nWE: (n, W, E_local) rows by n chunks, W source ranks and E_local experts of this rank.
+    fine: (W, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin, on the
+        device of the rows. A bin is a range of tokens; a chunk has several.
+    come_by_chunk: (n, W) the same rows by chunk and source rank, on the host.
+    are_several: for each chunk, whether its rows come from several ranks. Others are sorted already.
     """
-    if counts_nWE.device.type != "cuda":
-        return [None] * counts_nWE.shape[0]
-    return counts_nWE.sum(1).cumsum(1).int().unbind(0)
+    if not fine.is_cuda:
+        return [
+            _regroup(fine[:, i].flatten(1), come_W) if are_several[i] else None
+            for i, come_W in enumerate(come_by_chunk)
+        ]
+    counts_nWG = fine.transpose(0, 1).flatten(2)
+    n, size, num_groups = counts_nWG.shape
+    group = torch.arange(n * num_groups, device=fine.device).view(n, 1, -1).expand(n, size, num_groups)
+    chunk_rows = [sum(come_W) for come_W in come_by_chunk]
+    rows = group.reshape(-1).repeat_interleave(counts_nWG.reshape(-1), output_size=sum(chunk_rows))
+    of_chunk = rows.argsort(stable=True).split(chunk_rows)
+    # An index counts the rows of all chunks, and must count those of its own chunk only.
+    first_row = 0
+    for index, num_rows, is_needed in zip(of_chunk, chunk_rows, are_several, strict=True):
+        if first_row and is_needed:
+            index.sub_(first_row)
+        first_row += num_rows
+    return [index if is_needed else None for index, is_needed in zip(of_chunk, are_several, strict=True)]
+
+
+def _ends(
+    bins: RankCounts, n: int, num_pieces: int, rank: int | None
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Returns where each expert's rows end: for n chunks of received rows, and for the rows that stay.
+
+    An entry is (E_local,) int32, the offsets of ``grouped_mm``. It is None on the CPU, where a loop over the
+    experts needs no offsets. One copy brings all of them to the device, so that no sum is a launch.
+
+    bins: the row counts of the bins (ranges of tokens) of which the chunks consist.
+    num_pieces: the number of blocks of rows that stay.
+    rank: this rank, if rows from it to itself stay; None if they are received like all others.
+    """
+    on_device = bins.recv_device
+    if not on_device.is_cuda:
+        return [None] * n, [None] * num_pieces
+    # A CUDA graph would read memory of the host again at each replay, so its offsets are computed.
+    computes = is_captured(on_device.device)
+    counts_nWE = (on_device if computes else bins.recv).unflatten(0, (n, -1)).sum(1)
+    counts_nE = counts_nWE.sum(1)
+    if rank is not None:
+        own_nE = counts_nWE[:, rank]
+        counts_nE = torch.cat([counts_nE - own_nE, _by_piece(own_nE, num_pieces)])
+    ends = counts_nE.cumsum(1).int()
+    if not computes:  # from pinned memory, because the host waits for any other copy
+        ends = ends.pin_memory().to(on_device.device, non_blocking=True)
+    rows = ends.unbind(0)
+    return rows[:n], rows[n:]
 
 
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:

@@ -155,11 +155,13 @@ class PassPlan:
     pieces: the rows that are not sent, because their experts are on this rank, in m blocks that are computed
         one by one; () if all rows are sent.
     weights: the message of routing weights; None if all rows of all ranks stay on their rank.
-    slot: (T * K,) int64, the slots in sorted order, dropped ones last (`SortedRows.slot`).
+    slot: (rows,) int64, the slot of each sorted row, whether it is sent or not. It has no meaning with
+        ``send_once=True``, because slots then share rows. It is int32 if kernels have sorted the slots.
     row_token: (rows,) int64, the token of each sorted row, whether it is sent or not.
     position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
         to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
-        without a row has a number beyond the last row.
+        without a row has a number beyond the last row. It is int32 if the kernels of `pmoe.kernels.permute`
+        may read it.
     has_drops: whether some slots may have no row.
     once: where the receiver finds the row of each routing weight, if a token is sent only once to each rank
         (`pmoe.engine.variants.send_once`); else None. Slots then share rows, and one result returns for

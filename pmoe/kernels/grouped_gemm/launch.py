@@ -55,24 +55,56 @@ def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
     return kernels != "sm_90a" or columns <= PERMUTED_COLUMNS * (1 + 1 / top_k)
 
 
+class TileCounters:
+    """Counters from which thread blocks of products take their next tile: a zero for each product.
+
+    One launch sets `NUM_COUNTERS` of them to zero, so a pass of a layer seldom needs a second one. All
+    products that take a counter must run on the stream that was current when the first was taken.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+        self._num_left = 0
+
+    def take(self, device: torch.device) -> int:
+        """Returns the address of a counter on ``device`` that is zero and that no product has had before.
+
+        The object owns the counter's memory, so it must live until the product has been launched.
+        """
+        if not self._num_left:
+            self._memory.append(torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device))
+            self._num_left = NUM_COUNTERS
+        counters = self._memory[-1]
+        address = counters.data_ptr() + (NUM_COUNTERS - self._num_left) * counters.element_size()
+        self._num_left -= 1
+        return address
+
+
+NUM_COUNTERS = 128
+"""The number of counters that `TileCounters` sets to zero at a time."""
+
 _spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
+_counters: ContextVar[TileCounters | None] = ContextVar("counters of this thread's products", default=None)
 
 
 @contextlib.contextmanager
-def beside_communication(spare: int = SPARE) -> Iterator[None]:
+def beside_communication(spare: int = SPARE, counters: TileCounters | None = None) -> Iterator[None]:
     """Makes products in a with-block leave multiprocessors free for communication kernels.
 
     spare: number of multiprocessors to leave free.
+    counters: the counters that the products take; None makes new ones for this block.
 
     Inside the block, each thread block of a product takes its next tile from a shared counter. So a thread
     block that starts late, because a communication kernel has its multiprocessor, takes fewer tiles and
     delays none.
     """
-    token = _spare.set(spare)
+    spare_before = _spare.set(spare)
+    counters_before = _counters.set(TileCounters() if counters is None else counters)
     try:
         yield
     finally:
-        _spare.reset(token)
+        _spare.reset(spare_before)
+        _counters.reset(counters_before)
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
@@ -118,8 +150,9 @@ def launch(
     fields: the other arguments, by their names in cuda/grouped_gemm/bind.cpp.
     """
     if spare := _spare.get():
-        next_tile = torch.zeros(1, dtype=torch.int32, device=like.device)
-        fields |= {"spare": spare, "next_tile": next_tile.data_ptr()}
+        counters = _counters.get()
+        assert counters is not None
+        fields |= {"spare": spare, "next_tile": counters.take(like.device)}
     extension.module().grouped_gemm(
         device=like.device.index,
         stream=torch.cuda.current_stream(like.device).cuda_stream,

@@ -161,6 +161,7 @@ def hidden_gradient(
     weighs_active: bool = False,
     out: Tensor | None = None,
     active: Tensor | None = None,
+    dots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradient of an expert's hidden activation, with two tensors that backward also needs.
 
@@ -174,6 +175,7 @@ def hidden_gradient(
     weighs_active: whether the second result is multiplied by the routing weights.
     out, active: memory for the first two results; None allocates it. To save memory, out may be hidden_NG
         itself, or active may be the first H columns of hidden_NG, but not both.
+    dots: (N,) float32, memory for the third result; None allocates it. PyTorch expressions do not use it.
 
     Returns three tensors:
 
@@ -205,15 +207,20 @@ def hidden_gradient(
     )
     _check_scale_memory(scale_N)
     parts = extension.module().row_dot_parts(kernels == "sm_90a", width)
-    dots = torch.empty(parts, num_rows, dtype=torch.float32, device=grad_NM.device)
+    if dots is not None:
+        check_tensor("dots", dots, shape=(num_rows,), dtypes=[torch.float32], contiguous=True)
+    if parts == 1 and dots is not None:
+        partial = dots.unsqueeze(0)
+    else:
+        partial = torch.empty(parts, num_rows, dtype=torch.float32, device=grad_NM.device)
     if num_rows:
         launch(
             kernels, INPUT, grad_NM, ends_E, None, HIDDEN_GRADIENT, activation=code,
             **at(a=grad_NM, d=out, active=active, hidden=hidden_NG),
             a_rows=num_rows, b=weight_EMH.data_ptr(), rows=num_rows, n=width, k=num_model,
-            weight=scale_N.data_ptr(), row_dots=dots.data_ptr(), weighs_active=weighs_active,
+            weight=scale_N.data_ptr(), row_dots=partial.data_ptr(), weighs_active=weighs_active,
         )  # fmt: skip
-    return out, active, dots[0] if parts == 1 else dots.sum(0)
+    return out, active, partial[0] if parts == 1 else torch.sum(partial, 0, out=dots)
 
 
 def weight_gradient(

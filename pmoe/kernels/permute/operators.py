@@ -88,13 +88,34 @@ def move(
         shape = (num_rows if name.endswith("rows") else tokens, first.shape[1])
         check_tensor(name, tensor, shape=shape, dtypes=[first.dtype], device=position_TK.device)
     check_tensor("rows", first, dtypes=TYPES)
-    size = first.element_size()
-    row_bytes = first.shape[1] * size
     written = [] if d_weight_TK is None else [d_weight_TK]
-    if not tokens or not top_k or not row_bytes:  # nothing to launch; sums over no rows are 0
+    if not tokens or not top_k or not first.shape[1]:  # nothing to launch; sums over no rows are 0
         for tensor in (last, *written):
             tensor.zero_()
         return
+    launch_move(kernel, position_TK, weight_TK, num_rows, *written, first_row=0, **rows)
+
+
+def launch_move(
+    kernel: str,
+    position_TK: Tensor,
+    weight_TK: Tensor | None,
+    num_rows: int,
+    *written: Tensor,
+    first_row: int = 0,
+    **rows: Tensor,
+) -> None:
+    """Launches one of the kernels of `move` on tensors that have been checked and are not empty.
+
+    position_TK, weight_TK, num_rows, rows: the arguments of `move`.
+    written: d_weight_TK of `move`, if it is needed.
+    first_row: the position of the first row of the tensors whose names end with "rows": they hold the rows
+        from first_row up to but not including num_rows. No position may be smaller.
+    """
+    first = next(iter(rows.values()))
+    tokens, top_k = position_TK.shape
+    size = first.element_size()
+    row_bytes = first.shape[1] * size
     moving = extension.module().Moving(
         first.device.index,
         torch.cuda.current_stream(first.device).cuda_stream,
@@ -107,7 +128,12 @@ def move(
         address(weight_TK),
         PARTS,
     )
-    places = [number for tensor in rows.values() for number in (tensor.data_ptr(), tensor.stride(0) * size)]
+    places = []
+    for name, tensor in rows.items():
+        stride_bytes = tensor.stride(0) * size
+        # The kernel adds position * stride to the address, which then lies in the tensor's memory.
+        before = first_row * stride_bytes if name.endswith("rows") else 0
+        places += [tensor.data_ptr() - before, stride_bytes]
     getattr(extension.module(), kernel)(moving, *places, *map(address, written))
 
 

@@ -17,6 +17,7 @@ from pmoe.kernels.route import reference
 from pmoe.kernels.route.reference import (
     Routes,
     check_logits_memory,
+    check_order,
     check_route,
     check_route_backward,
     empty_routes,
@@ -25,7 +26,14 @@ from pmoe.warn import warn_once
 
 
 def route(
-    logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+    num_chunks: int = 1,
+    z_loss_weight: float = 0.0,
+    sorted_chunks: int = 1,
+    last: range = range(0),
 ) -> Routes:
     """Routes each token to the top_k experts with the largest logits, with softmax weights.
 
@@ -35,6 +43,9 @@ def route(
     num_chunks: n, the number of chunks of consecutive tokens. Rows are sorted by chunk before they are sorted
         by expert.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
+    sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk; it divides
+        num_chunks. Counts are still those of each chunk.
+    last: experts whose rows come after those of all other experts of a chunk.
 
     Returns `Routes`. Only four tensors are saved for backward: logits, expert, weight and counts.
 
@@ -47,7 +58,8 @@ def route(
     """
     if logits_TE.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"logits are on {logits_TE.device}, and must be on a CPU or CUDA device")
-    return Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, num_chunks, z_loss_weight))
+    order = (sorted_chunks, last.start, len(last))
+    return Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, num_chunks, z_loss_weight, True, *order))
 
 
 class DeferredRouting(NamedTuple):
@@ -142,13 +154,25 @@ def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
 
 @torch.library.custom_op("pmoe::route", mutates_args=(), device_types=("cpu", "cuda"))
 def _route(
-    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float, writes: bool = True
+    logits_TE: Tensor,
+    top_k: int,
+    normalize: bool,
+    num_chunks: int,
+    z_loss_weight: float,
+    writes: bool = True,
+    sorted_chunks: int = 1,
+    first_last: int = 0,
+    num_last: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
+    last = range(first_last, first_last + num_last)
+    check_order(logits_TE, num_chunks, sorted_chunks, last)
     check_logits_memory(logits_TE, top_k)
     if not writes:
         return empty_routes(logits_TE, top_k)
-    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
+    options: dict[str, Any] = {
+        "normalize": normalize, "z_loss_weight": z_loss_weight, "sorted_chunks": sorted_chunks, "last": last
+    }  # fmt: skip
     if _runs_kernel(logits_TE, top_k, num_chunks):
         routes = empty_routes(logits_TE, top_k, num_chunks)
         launch_route(logits_TE, routes, **options)
@@ -200,7 +224,7 @@ def route_backward(
 
 @_route.register_fake
 def _(
-    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float, *_: bool
+    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float, *_: int
 ) -> tuple[Tensor, ...]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
     return empty_routes(logits_TE, top_k, num_chunks)
@@ -212,7 +236,7 @@ def _(logits_TE: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits_TE, _, ctx.normalize, _, ctx.z_loss_weight, _ = inputs
+    logits_TE, _, ctx.normalize, _, ctx.z_loss_weight, *_ = inputs
     routes = Routes(*output)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits_TE, routes.expert_TK, routes.weight_TK, routes.counts_nE)
@@ -229,7 +253,7 @@ def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | 
             grad_weight_TK=None if grad_weight_TK is None else grad_weight_TK.contiguous(),
             grad_l_aux=grad_l_aux,
         )
-    return grad_logits_TE, *[None] * 5
+    return grad_logits_TE, *[None] * 8
 
 
 _route.register_autograd(_differentiate_route, setup_context=_save_route)
@@ -238,26 +262,37 @@ _route.register_autograd(_differentiate_route, setup_context=_save_route)
 # ---- launches on the current stream. The callers have checked the tensors
 
 
-def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weight: float = 0.0) -> None:
+def launch_route(
+    logits_TE: Tensor,
+    out: Routes,
+    *,
+    normalize: bool,
+    z_loss_weight: float = 0.0,
+    sorted_chunks: int = 1,
+    last: range = range(0),
+) -> None:
     """Launches the routing kernels on the current stream. They write all tensors of ``out``.
 
     logits_TE: (T, E), which must have been checked.
     out: the result of `empty_routes`.
-    normalize, z_loss_weight: arguments of `route`.
+    normalize, z_loss_weight, sorted_chunks, last: arguments of `route`.
     """
     num_chunks, num_experts = out.counts_nE.shape
     module = extension.module()
-    problem = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight)
+    order = (sorted_chunks, last.start, len(last))
+    problem = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight, *order)
     num_bytes = module.route_workspace_bytes(problem)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=logits_TE.device)
     module.route(problem, *(tensor.data_ptr() for tensor in (logits_TE, *out, workspace)), num_bytes)
 
 
-def _problem(logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float) -> Any:
+def _problem(
+    logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float, *order: int
+) -> Any:
     """Returns the arguments that forward and backward launches share, with the current stream."""
     num_tokens, num_experts = logits_TE.shape
     device = cuda_index(logits_TE.device)
     stream = torch.cuda.current_stream(device).cuda_stream
     return extension.module().RouteProblem(
-        device, stream, num_tokens, num_experts, top_k, num_chunks, normalize, z_loss_weight
+        device, stream, num_tokens, num_experts, top_k, num_chunks, normalize, z_loss_weight, *order
     )

@@ -28,6 +28,10 @@ class Routes(NamedTuple):
     counts_nE: (n, E) int32, number of rows of each chunk for each of E experts.
     ends_nE: (n, E) int32, running sum of the counts over all chunks and experts. With n = 1 grouped products
         take it as ``ends``.
+
+    The arguments ``sorted_chunks`` and ``last`` of `route` change the order of the rows, and neither counts
+    nor ends.
+
     l_aux: scalar with a gradient, the auxiliary loss E * sum_e f_e P_e + z_loss_weight * mean_t
         logsumexp(logits_t)^2. f_e is the share of slots that went to expert e, P_e the mean probability of e.
         Without tokens it is 0.
@@ -86,6 +90,18 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
         )
     if not 0 <= z_loss_weight < math.inf:
         raise ValueError(f"z_loss_weight ({z_loss_weight}) must be a number of at least 0")
+
+
+def check_order(logits_TE: Tensor, num_chunks: int, sorted_chunks: int, last: range) -> None:
+    """Raises ValueError for an order of rows that `route` does not know.
+
+    logits_TE: (T, E), the logits of T tokens for E experts.
+    num_chunks, sorted_chunks, last: arguments of `route`.
+    """
+    if sorted_chunks < 1 or num_chunks % sorted_chunks:
+        raise ValueError(f"sorted_chunks ({sorted_chunks}) must divide num_chunks ({num_chunks})")
+    if last.start < 0 or last.stop > logits_TE.shape[1]:
+        raise ValueError(f"last ({last}) must be a range of the {logits_TE.shape[1]} experts")
 
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
@@ -168,7 +184,14 @@ def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
 
 
 def route(
-    logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+    num_chunks: int = 1,
+    z_loss_weight: float = 0.0,
+    sorted_chunks: int = 1,
+    last: range = range(0),
 ) -> Routes:
     """Computes `Routes` with PyTorch expressions, which autograd can differentiate.
 
@@ -177,6 +200,8 @@ def route(
     normalize: whether a token's weights are divided by their sum.
     num_chunks: number of chunks of consecutive tokens, by which rows are sorted first.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
+    sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
+    last: experts whose rows come after those of all other experts of a chunk.
     """
     num_tokens, num_experts = logits_TE.shape
     probability_TE = logits_TE.softmax(-1)
@@ -191,7 +216,13 @@ def route(
     key_N = (chunk_T.unsqueeze(1) * num_experts + expert_TK).reshape(-1)
     counts = torch.zeros(num_chunks * num_experts, dtype=torch.int64, device=logits_TE.device)
     counts.scatter_add_(0, key_N, torch.ones_like(key_N))
-    slot_N = key_N.argsort(stable=True)  # stable, so that equal keys stay in token order
+    order_N = key_N
+    if sorted_chunks > 1 or last:
+        place_TK = expert_TK
+        if last:
+            place_TK = place_TK + num_experts * ((expert_TK >= last.start) & (expert_TK < last.stop))
+        order_N = ((chunk_T // sorted_chunks).unsqueeze(1) * (2 * num_experts) + place_TK).reshape(-1)
+    slot_N = order_N.argsort(stable=True)  # stable, so that equal keys stay in token order
     position_N = torch.empty_like(slot_N)
     position_N[slot_N] = torch.arange(slot_N.numel(), device=logits_TE.device)
 

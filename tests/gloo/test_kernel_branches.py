@@ -1,0 +1,62 @@
+"""The branches for CUDA of the layer of several ranks, on the CPU: its plan and its passes.
+
+Streams are stand-ins, and PyTorch expressions compute what the kernels would (`bench.bench_device_calls`).
+The result must be that of the CPU's own branches, which other tests compare to the plain definition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.bench_device_calls import as_cuda
+from pmoe.schedule.restore import ALL_PAIRS
+from tests.gloo.kit import backward, build, one_step
+from tests.kit import tokens
+from tests.pool import ranks
+from tests.reference import relative_error
+
+LIMIT = 1e-12
+
+
+def both_branches(rank: int, world: int, options: dict[str, Any]) -> dict[str, float]:
+    """Returns the relative difference of each result between the two branches."""
+
+    def step() -> dict[str, Any]:
+        layer = build(**options)
+        if options.get("pad_to_capacity"):  # all ranks have equally many tokens
+            return backward(layer, tokens(8, 10 + rank).requires_grad_(), tokens(8, 20 + rank))
+        return one_step(layer, rank, world)
+
+    on_cpu = step()
+    with as_cuda(computes=True):
+        on_cuda = step()
+    assert on_cuda.keys() == on_cpu.keys()
+    assert all(torch.isfinite(value).all() for value in on_cuda.values())
+    return {name: float(relative_error(on_cuda[name], value)) for name, value in on_cpu.items()}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "separate buffers": {"pipeline": 2},
+    "one chunk": {"pipeline": 1},
+    "other chunks in backward": {"pipeline": 4, "pipeline_backward": 2, "memory_reuse": "S4"},
+    "dropped": {"pipeline": 2, "capacity_factor": 0.6, "memory_reuse": "S4"},
+    "dropped, separate buffers": {"pipeline": 2, "capacity_factor": 0.6},
+    "gated": {"pipeline": 2, "expert": "swiglu", "memory_reuse": "S4"},
+    "gated without biases": {"pipeline": 2, "expert": "swiglu", "bias": False, "memory_reuse": "S4"},
+    "all rows are sent": {"pipeline": 2, "bypass_local": False, "memory_reuse": "S4"},
+    "a shared expert": {"pipeline": 2, "shared_expert": 6, "memory_reuse": "S4"},
+    "einsum": {"pipeline": 2, "order": "einsum", "memory_reuse": "S4"},
+    "sent once": {"pipeline": 2, "send_once": True},
+    "padded": {"pipeline": 2, "pad_to_capacity": True, "capacity_factor": 1.0},
+    **{f"{pair.dispatched}, {pair.hidden}": {"pipeline": 3, "memory_reuse": pair} for pair in ALL_PAIRS},
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_branches_for_cuda_give_the_results_of_the_cpu(case: str, world: int) -> None:
+    for found in ranks(world).run(both_branches, CASES[case]):
+        assert max(found.values()) <= LIMIT, found

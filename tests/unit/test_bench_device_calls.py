@@ -1,0 +1,48 @@
+"""How many calls reach the device in a pass of several ranks: the counts of docs/gpu.md, pinned.
+
+`bench/bench_device_calls.py` counts them on the CPU, in the branches for CUDA. A change that adds a launch, a
+collective, a wait or a synchronisation to a pass fails here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fresh
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+COLUMNS = ("device calls", "operators", "launches", "collectives", "records", "waits", "syncs")
+
+
+def counted(num_ranks: int) -> list[dict[str, Any]]:
+    program = (
+        "import json\n"
+        "from bench.bench_device_calls import rows\n"
+        f"print(json.dumps(rows({num_ranks}, [1, 4, 8])))"
+    )
+    return json.loads(fresh.run(program).splitlines()[-1])
+
+
+def shown() -> dict[tuple[int, int, str], tuple[int, ...]]:
+    """Returns the numbers of the table of docs/gpu.md, by ranks, n and pass."""
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- device calls -->\n")
+    table: dict[tuple[int, int, str], tuple[int, ...]] = {}
+    for line in rest.partition("\n\n")[0].splitlines()[2:]:
+        ranks, n, name, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+        table[int(ranks), int(n), name] = tuple(int(each.split()[0]) for each in numbers)
+    return table
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_the_page_shows_the_calls_of_each_pass(num_ranks: int) -> None:
+    table = shown()
+    rows = counted(num_ranks)
+    assert len(rows) == 6
+    for row in rows:
+        assert table[row["ranks"], row["n"], row["pass"]] == tuple(row[name] for name in COLUMNS), row

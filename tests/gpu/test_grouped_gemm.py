@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.grouped_gemm import RowSlots, launch
 from tests.gpu.grouped import (
     ACTIVATE,
     DTYPES,
@@ -184,6 +185,28 @@ def test_blocks_that_compute_many_tiles(random: torch.Generator, dtype: torch.dt
     check_hidden_gradient(case(), 1024, 1408, "swiglu", weighs_active=True)
     check_weight_gradient(case(), 1024, 1408)
     check_weight_gradient(case(), 1024, 1408, wide=True, accumulate=True)
+
+
+@by_dtype
+@pytest.mark.parametrize("width", [64, 2048])
+def test_permuted_rows_give_the_same_bits_as_gathered_ones(
+    random: torch.Generator, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule gathers with 64 hidden columns, and permutes with 2048 on Hopper: either is forced here."""
+    tokens, top_k, experts = 500, 2, 4
+    x_TM = torch.randn(tokens, 128, generator=random).to(DEVICE, dtype)
+    w1 = torch.randn(experts, 2 * width, 128, generator=random).to(DEVICE, dtype)
+    position_TK = torch.randperm(tokens * top_k, generator=random).view(tokens, top_k)
+    slots = RowSlots(position_TK.view(-1).argsort().int().to(DEVICE), top_k, position_TK.int().to(DEVICE))
+    ends_E = torch.tensor([300, 300, 431, tokens * top_k], dtype=torch.int32).to(DEVICE)
+    found = []
+    for forced in (True, False, None):
+        monkeypatch.setattr(launch, "GATHERING", forced)
+        poison_memory()
+        found.append(grouped_gemm.hidden(x_TM, w1, ends_E, activation="swiglu", slots=slots))
+    for hidden_NG, active_NH in found[1:]:
+        assert found[0][0] is not None and hidden_NG is not None
+        assert torch.equal(hidden_NG, found[0][0]) and torch.equal(active_NH, found[0][1])
 
 
 def test_a_row_of_nan_spoils_no_other_expert(random: torch.Generator) -> None:

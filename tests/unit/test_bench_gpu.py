@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import pmoe
-from bench import bench_alone, bench_flashdmoe, bench_gpu_memory, device
+from bench import (
+    bench_alone,
+    bench_flashdmoe,
+    bench_gpu_memory,
+    bench_grouped_gemm,
+    device,
+    grouped_gemm_cases,
+)
 from bench.plain import GROUPED, PlainMoE
 from pmoe.kernels.grouped_gemm import launch
 from tests.reference import relative_error
@@ -95,6 +102,24 @@ def test_all_three_ways_of_bench_alone_are_compared(monkeypatch: pytest.MonkeyPa
         step.plain.experts.w2.mul_(1.1)
     with pytest.raises(SystemExit, match="y of plain differs by 0.09"):
         bench_alone.check(step)
+
+
+def test_every_product_of_bench_grouped_gemm_is_right_before_it_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The permuted first product is among them: the stored files do not have it yet."""
+    monkeypatch.setattr(grouped_gemm_cases, "DEVICE", torch.device("cpu"))
+    torch.manual_seed(0)
+    model = grouped_gemm_cases.Model("tiny", 4, 64, 32, 2)
+    routed = grouped_gemm_cases.Routed(model, 64)
+    tile = (128, 256, 64)
+    cases = [
+        *grouped_gemm_cases.plain_cases(routed, "up", 64, 32, tile),
+        *grouped_gemm_cases.fused_cases(routed, model, tile),
+    ]
+    assert "gated hidden, permuted first" in [case.name for case in cases]
+    for case in cases:
+        assert bench_grouped_gemm.check(case) <= bench_grouped_gemm.LIMIT
 
 
 def test_kernels_are_summed_in_milliseconds() -> None:

@@ -29,8 +29,9 @@ RANKS ?=
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 
-# Python,torch,transformers: each is tested in an environment of its own, .venv-versions/.
-VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
+# Python,torch,transformers, the oldest and the newest that were had: each is tested in an environment of its own,
+# .venv-versions/. pythonX.Y is looked for on PATH. The releases in it are those of pmoe.warn.TESTED.
+VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.24.0
 
 # One thread per process: the ranks of a test or of a training run share the cores. Compiled modules are kept:
 # where they are not, each of some hundred processes compiles all of pmoe, an eighth of the tests' time.

@@ -50,7 +50,7 @@ TAKEN: dict[str, dict[str, set[str]]] = {
     "report": {"run_dir": set(), "--out": set()},  # of no run
 }
 
-ALSO = {"plan": "no profile fits"}
+ALSO = {"plan": "no profile fits", "report": "RUN_DIR"}
 """Another error that a command may report: something that it needs before it looks at the argument."""
 
 

@@ -447,7 +447,7 @@ def test_without_matplotlib_the_report_says_what_to_install(
 ) -> None:
     write_run(tmp_path, steps=[1])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "matplotlib draws the charts (pip install 'pmoe[report]')" in refused(
+    assert "matplotlib draws the charts (pip install '.[report]' in pmoe's folder)" in refused(
         capsys, "report", str(tmp_path)
     )
     assert not (tmp_path / "report.html").exists()

@@ -46,7 +46,7 @@ TAKEN: dict[str, dict[str, set[str]]] = {
         "--out": NAMES,
     },
     "simulate": {"experiment": set(), "--contention": set(), "--draw": set()},  # which is for comet
-    "kernels": {},
+    "kernels": {"--capability": {"0.5"}, "--archs": set()},  # which needs --capability
     "report": {"run_dir": set(), "--out": set()},  # of no run
 }
 

@@ -5,6 +5,7 @@
 # make fuzz            10,000 random layers, called in random ways, beside the definition
 # make soak            10,000 steps that change, and what they leave in memory (5 minutes)
 # make test-versions   a part of them with the oldest and the newest Python, torch and transformers
+# make wheel   a wheel without CUDA kernels in dist/, installed into an empty environment and used there
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
 # make gpu-ladder PYTHON=...        its first part: small steps that name what is wrong, and one report
@@ -29,14 +30,15 @@ RANKS ?=
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 
-# Python,torch,transformers: each is tested in an environment of its own, .venv-versions/.
-VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
+# Python,torch,transformers, the oldest and the newest that were had: each is tested in an environment of its own,
+# .venv-versions/. pythonX.Y is looked for on PATH. The releases in it are those of pmoe.warn.TESTED.
+VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.24.0
 
 # One thread per process: the ranks of a test or of a training run share the cores. Compiled modules are kept:
 # where they are not, each of some hundred processes compiles all of pmoe, an eighth of the tests' time.
 OMP := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: help setup extension browser docs train test test-all test-nightly fuzz soak test-versions lint format bench clean FORCE
+.PHONY: help setup extension browser docs train wheel test test-all test-nightly fuzz soak test-versions lint format bench clean FORCE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -137,6 +139,9 @@ soak: $(STAMP) $(WANTED_EXTENSION)
 test-versions:
 	@bash tests/versions.sh $(VERSIONS)
 
+wheel:
+	@TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/wheel.sh "$(PYTHON)"
+
 # One more at a time than there are cores: many of the slow ones wait for a peer that is dead.
 test-all test-nightly: PYTEST_ARGS = -n 3
 test-all: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
@@ -167,7 +172,7 @@ bench: $(STAMP)
 	@$(OMP) $(BIN)/python bench/bench_overlap.py --link modelled $(ARGS)
 
 clean:
-	rm -rf .venv .venv-convert .venv-fairseq .venv-gpu .venv-versions build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-convert .venv-fairseq .venv-gpu .venv-versions .venv-wheel build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	rm -f pmoe/_cuda.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

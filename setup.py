@@ -415,7 +415,7 @@ REPORT = ["jinja2>=3.1", "matplotlib>=3.9"]
 TRAIN = [*REPORT, "tqdm"]
 TENSORBOARD = ["tensorboard>=2.20"]
 # 5.23 is the first with expert parallelism; its Trainer needs accelerate.
-TRANSFORMERS = ["transformers>=5.23,<6", "accelerate>=1.15"]
+TRANSFORMERS = ["transformers>=5.23", "accelerate>=1.15"]
 DOCS = ["furo>=2025.9", "myst-parser>=4", "sphinx>=8.1,<10"]
 DISASSEMBLERS = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
@@ -429,11 +429,25 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         author="pmoe authors",
         license="MIT",
         license_files=["LICENSE"],
+        keywords=[
+            "mixture of experts",
+            "MoE",
+            "PyTorch",
+            "expert parallelism",
+            "all-to-all",
+            "distributed training",
+            "CUDA",
+        ],
         classifiers=[
             "Development Status :: 3 - Alpha",
             "Intended Audience :: Science/Research",
             "Operating System :: POSIX :: Linux",
             "Programming Language :: Python :: 3",
+            "Programming Language :: Python :: 3 :: Only",
+            "Programming Language :: Python :: 3.10",
+            "Programming Language :: Python :: 3.11",
+            "Programming Language :: Python :: 3.12",
+            "Programming Language :: Python :: 3.13",
             "Topic :: Scientific/Engineering :: Artificial Intelligence",
             "Typing :: Typed",
         ],
@@ -452,8 +466,9 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
             "console_scripts": ["pmoe = pmoe.cli:main"],
             "torch_dynamo_backends": ["pmoe = pmoe.graph.backend:backend"],
         },
-        # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
-        install_requires=["torch>=2.13,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4", TOMLI],
+        # No upper bounds: pmoe warns at run time of a newer torch or transformers than was tested
+        # (pmoe.warn.TESTED). No pins: which build of torch fits depends on the machine (CPU, CUDA version).
+        install_requires=["torch>=2.13", "numpy", "scipy>=1.15", "sortedcontainers>=2.4", TOMLI],
         extras_require={
             "report": REPORT,
             "tensorboard": TENSORBOARD,

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.bench_alone import device_work
 from bench.timing import OUT, Told, table, write_json
+from pmoe.cli.arguments import dtype_name
 from pmoe.comm.ranks import Ranks
 from pmoe.layer.predict_memory import memory_shape
 from pmoe.measure.rates import measure
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--d-hidden", type=int, default=8192)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--n", type=int, default=8)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", type=dtype_name, choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=OUT)
     sizes = parser.parse_args()

@@ -98,7 +98,7 @@ def draw_scaling(path: Path) -> None:
     """Tokens a second by ranks, weak scaling beside strong, as `pmoe simulate scale` prints them."""
     found = json.loads(printed("simulate", "scale", "--json"))
     ring: Any = {"ls": "", "marker": "o", "ms": 14, "mfc": "none", "mec": LIGHT["bad"], "mew": 2}
-    titles = {"weak": "8,192 tokens a rank", "strong": "4.2 million tokens a step"}
+    titles = {"weak": "8,192 tokens on each rank", "strong": "4.2 million tokens a step in all"}
     with rc_context(LOOK):
         figure = Figure(figsize=(10, 6), layout="constrained")
         for axis, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
@@ -125,6 +125,7 @@ def draw_scaling(path: Path) -> None:
             axis.set_yscale("log" if strong else "linear")
             axis.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4096"])
         figure.axes[0].set_ylim(bottom=0)
+        figure.suptitle("Training steps of three models, simulated: no such run was made", x=0.01, ha="left")
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
 

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pmoe.comm.base import Combine, Dispatch
 from pmoe.engine.buffers.arena import pool
 from pmoe.experts.base import Experts
@@ -10,6 +12,7 @@ from pmoe.gates import Gate, Routing
 from pmoe.layer import MoELayer
 from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
+from pmoe.warn import warn_of_untested_release
 
 if TYPE_CHECKING:
     # `import pmoe` loads these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from pmoe.training.upcycling import copy_into_experts
 
 __version__ = "0.1.0"
+
+warn_of_untested_release("torch", torch.__version__)
 
 _LATER = {
     "Callback": "pmoe.engine.plan.callbacks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 
@@ -41,6 +42,29 @@ def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_r
     if start not in GIVEN:
         GIVEN.add(start)
         warnings.warn(f"pmoe: {message}", category, stacklevel=2)
+
+
+TESTED = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 23), (5, 24))}
+"""The oldest and the newest release, major and minor number, with which pmoe's tests ran. By package name.
+
+`make test-versions` installs these. A newer release is allowed, and pmoe warns of it once.
+"""
+
+
+def warn_of_untested_release(package: str, version: str) -> None:
+    """Issues a warning, once in a process, if the version of a package is newer than the tested ones.
+
+    package: a name in `TESTED`.
+    version: the version that is installed, such as "2.15.0+cpu".
+    """
+    _, newest = TESTED[package]
+    release = re.match(r"(\d+)\.(\d+)", version)
+    if release is not None and tuple(map(int, release.groups())) > newest:
+        known = ".".join(map(str, newest))
+        warn_once(
+            f"{package} {version} is newer than {known}, the newest release with which pmoe was tested: if "
+            f'something fails, pip install "{package}=={known}.*"'
+        )
 
 
 def warn_of_old_name(old: str, new: str) -> None:

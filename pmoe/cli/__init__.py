@@ -22,6 +22,7 @@ from types import ModuleType
 
 from pmoe import __version__
 from pmoe.cli import kernels, memory, plan, profile, report, simulate
+from pmoe.cli.parser import Parser
 
 COMMANDS: Mapping[str, ModuleType] = {
     "memory": memory,
@@ -52,15 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if output is not None:
                 print(json.dumps(dict(output.fields)) if args.json else "\n".join(output.lines))
         except ValueError as error:
-            args.parser.error(str(error))
+            args.parser.refuse(str(error))
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command, with a subparser for each subcommand."""
-    parser = argparse.ArgumentParser(
-        prog="pmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="pmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"pmoe {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar=" | ".join(COMMANDS))
     for name, module in COMMANDS.items():

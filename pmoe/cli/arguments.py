@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,28 @@ def at_least_1(kind: type[Number], name: str, text: str) -> Number:
 
 whole_number: Callable[[str], int] = partial(at_least_1, int, "whole number")
 slack: Callable[[str], float] = partial(at_least_1, float, "number")
+
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+"""Other names of dtypes that options take, and the names in `DTYPES` that they stand for."""
+
+
+def dtype_name(text: str) -> str:
+    """Returns the name in `DTYPES` of a dtype, for argparse. Any other text is returned as it is.
+
+    Examples: "bf16", "torch.bfloat16" and "bfloat16" -> "bfloat16".
+    """
+    name = text.removeprefix("torch.")
+    return DTYPE_NAMES.get(name, name)
+
+
+def add_dtype(add: Callable[..., object], **options: Any) -> None:
+    """Adds the option --dtype to a command. Its value is a name in `DTYPES`.
+
+    add: the method add_argument of a parser or of a group of arguments.
+    options: further arguments of this method, such as ``default``.
+    """
+    add("--dtype", type=dtype_name, choices=list(DTYPES), **options)
 
 
 def byte_count(text: str) -> int:

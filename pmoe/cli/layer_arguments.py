@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pmoe.cli.arguments import DTYPES, slack, whole_number
+from pmoe.cli.arguments import DTYPES, add_dtype, slack, whole_number
 from pmoe.cli.output import plural
 from pmoe.experts import STACKED
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
@@ -29,7 +29,7 @@ def add_layer_sizes(command: argparse.ArgumentParser) -> None:
     add("--top-k", type=whole_number, default=1, metavar="K", help="experts of each token")
     add("--expert", choices=list(STACKED), default="ffn")
     add("--bias", action=argparse.BooleanOptionalAction, default=True)
-    add("--dtype", choices=list(DTYPES), default="float32")
+    add_dtype(add, default="float32", help="or bf16, fp16, fp32, fp64")
     add("--slack", type=slack, default=SLACK, help="rows of a ring slot, over the balanced share")
 
 

@@ -221,7 +221,7 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
         )
         for candidate in advice.candidates
     ]
-    title = "numbers: n; ringed: the decision" + "; dashed: the budget" * (budget is not None)
+    title = "simulated; numbers: n; ringed: the decision" + "; dashed: the budget" * (budget is not None)
     return scatter_figure(points, title, budget)
 
 

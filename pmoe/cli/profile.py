@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pmoe.cli import profile_kernels
-from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
+from pmoe.cli.arguments import DTYPES, add_dtype, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
 from pmoe.cli.output import Output
 from pmoe.measure.bench import identity
@@ -36,7 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     inside = "number of ranks of a node that share each expert (default: torchrun's ranks per node)"
     add("--inside", type=whole_number, metavar="L", help=inside)
-    add("--dtype", choices=list(DTYPES), help="default float32, and bfloat16 with --kernels")
+    add_dtype(add, help="or bf16, fp16, fp32, fp64; default float32, and bfloat16 with --kernels")
     add("--device", help="cpu or cuda (default: cuda if there is one)")
     add("--folder", type=Path, help="folder to store the profile in (default $PMOE_CACHE, ~/.cache/pmoe)")
     add("--out", type=Path, metavar="FILE", help="store the profile in this file instead")

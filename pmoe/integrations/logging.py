@@ -58,7 +58,8 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
+                "tensorboard (True) must be False, or installed "
+                f"(pip install '.[tensorboard]' in pmoe's folder): {error}"
             ) from None
         self._made = functools.partial(SummaryWriter, str(folder))
         self._writer: SummaryWriter | None = None

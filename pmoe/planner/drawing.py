@@ -140,7 +140,7 @@ VARIABLES = {colour: f"var(--{name})" for name, (colour, _) in THEME.items()} | 
 """Maps each colour of a figure to the CSS variable that replaces the colour on a page."""
 
 ATTRIBUTE = re.compile(r' (id|style|d)="([^"]*)"')
-OF_A_CLIP_OR_MARKER = re.compile(r"[mp][0-9a-f]{10}")
+REFERRED_TO = re.compile(r"[hmp][0-9a-f]{10}")
 NUMBERED = re.compile(r"[\w.]+_\d+")
 
 
@@ -178,7 +178,7 @@ def _on_a_page(attribute: re.Match[str]) -> str:
     """
     name, value = attribute.groups()
     if name == "id":
-        if OF_A_CLIP_OR_MARKER.fullmatch(value):
+        if REFERRED_TO.fullmatch(value):
             return attribute[0]
         return "" if NUMBERED.fullmatch(value) else f' class="{value}"'
     if name == "d":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,9 @@ SHARED: Mapping[str, str] = (
 )
 """Maps a kind of task to the kind that has its colour and its meaning in the legend."""
 
+HATCHES = ("", "////", "....", "xxxx", "----", "||||", "++++", "oo", "\\\\\\\\", "**")
+"""Patterns on bars of kinds whose letters do not fit on each bar. Solid bars are a pattern, too."""
+
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """Lanes from top to bottom. The lanes of copies and of messages inside a node are drawn only if they have
 tasks.
@@ -144,12 +148,15 @@ def drawing(panels: Mapping[str, Sequence[Span]], title: str) -> Figure:
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
     all_bars = [bar for content in panels.values() for bar in content]
     longest = max((bar.end for bar in all_bars), default=1.0)
+    hatches = _hatches(all_bars, longest)
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
-        _draw_panel(axis, name, content, longest)
+        _draw_panel(axis, name, content, longest, hatches)
     kinds = {SHARED.get(bar.kind, bar.kind) for bar in all_bars if bar.end > bar.start}
     axes[-1, 0].set_xlabel("milliseconds", size=TEXT_SIZE)
     handles = [
-        Patch(color=colour, label=meaning) for kind, (colour, meaning) in LEGEND.items() if kind in kinds
+        Patch(facecolor=colour, edgecolor="white", lw=0, hatch=hatches.get(kind, ""), label=meaning)
+        for kind, (colour, meaning) in LEGEND.items()
+        if kind in kinds
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=TEXT_SIZE)
     figure.suptitle(title, fontsize=TEXT_SIZE)
@@ -169,7 +176,33 @@ def _lanes(content: Sequence[Span]) -> list[str]:
     return [lane for lane in LANES if lane in used | {"communicate", "compute"}]
 
 
-def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) -> None:
+def _has_room(bar: Span, longest: float) -> bool:
+    """Whether a bar is wide and high enough for its name.
+
+    longest: end in seconds of the figure's last span.
+    """
+    return bar.share > 0.2 and bar.end - bar.start > (0.003 + 0.0125 * len(bar.name)) * longest
+
+
+def _hatches(spans: Sequence[Span], longest: float) -> dict[str, str]:
+    """Returns a pattern for each kind of task of which some bar has no room for its name, by kind.
+
+    The bars differ by the pattern where a reader cannot tell the colours apart. Bars of a fused kernel have
+    no pattern, because they are too many and too small.
+
+    longest: end in seconds of the figure's last span.
+    """
+    narrow = {
+        SHARED.get(bar.kind, bar.kind)
+        for bar in spans
+        if bar.end > bar.start and bar.lane not in FUSED_LANES and not _has_room(bar, longest)
+    }
+    return dict(zip((kind for kind in LEGEND if kind in narrow), itertools.cycle(HATCHES), strict=False))
+
+
+def _draw_panel(
+    axis: Axes, name: str, content: Sequence[Span], longest: float, hatches: Mapping[str, str]
+) -> None:
     """Draws one timeline: a bar for each span, and a dotted line where the backward pass starts.
 
     axis: the part of the figure to draw on.
@@ -177,11 +210,13 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) 
     content: the spans.
     longest: end in seconds of the figure's last span. A bar's name is written on it only if the bar is long
         enough, as a fraction of this time.
+    hatches: the pattern of bars that are too narrow for their names, by kind of task.
     """
     lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)
     for bar in content:
         row = len(lanes) - 1 - lanes.index(bar.lane)
+        kind, is_named = SHARED.get(bar.kind, bar.kind), _has_room(bar, longest)
         width = bar.end - bar.start
         # Bars of a fused kernel have many edges. Shades separate them, because lines would hide the bars.
         middle = row + 0.8 * (bar.base + bar.share / 2 - 0.5)
@@ -190,12 +225,13 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) 
             width * 1e3,
             left=bar.start * 1e3,
             height=0.8 * bar.share,
-            color=LEGEND[SHARED.get(bar.kind, bar.kind)][0],
+            color=LEGEND[kind][0],
+            hatch="" if is_named or bar.lane in FUSED_LANES else hatches.get(kind, ""),
             alpha=0.65 if bar.lane in FUSED_LANES and bar.chunk % 2 else 1.0,
             edgecolor="white",
             lw=0.0 if bar.lane in FUSED_LANES else 0.5,
         )
-        if bar.share > 0.2 and width > (0.003 + 0.0125 * len(bar.name)) * longest:
+        if is_named:
             centre = (bar.start + width / 2) * 1e3
             axis.text(centre, middle, bar.name, ha="center", va="center", size=TEXT_SIZE, color=ON_COLOUR)
     backward = [bar.start for bar in content if bar.direction == "backward"]

@@ -27,7 +27,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import IO, Any, TypeVar
 
 import torch
@@ -42,14 +42,16 @@ POINTER, PLAIN, LIST = "latest.json", "plain.pt", ".metadata"
 FORMAT = 1
 
 RECORDS = frozenset(
-    {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+    {("torch", "Size"), ("torch.serialization", "_get_layout")}
     | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
     | {(Metadata.__module__, name) for name in metadata.__all__}
 )
-"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain.
+"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain, without `PATHS`.
 
 Other classes are refused, because unpickling them could run any program.
 """
+PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+"""(module, name) of PosixPath in that list. Python 3.13 alone names the second module, which others lack."""
 
 
 class CheckpointError(ValueError):
@@ -238,6 +240,8 @@ class _Records(pickle.Unpickler):
     """Unpickles DCP's records and plain data only, because an arbitrary pickle could run any program."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in PATHS:
+            return PosixPath
         if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
             return super().find_class(module, name)
         raise CheckpointError(f"it names {module}.{name}, which no checkpoint holds")

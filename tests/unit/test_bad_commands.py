@@ -46,11 +46,11 @@ TAKEN: dict[str, dict[str, set[str]]] = {
         "--out": NAMES,
     },
     "simulate": {"experiment": set(), "--contention": set(), "--draw": set()},  # which is for comet
-    "kernels": {},
+    "kernels": {"--capability": {"0.5"}, "--archs": set()},  # which needs --capability
     "report": {"run_dir": set(), "--out": set()},  # of no run
 }
 
-ALSO = {"plan": "no profile fits"}
+ALSO = {"plan": "no profile fits", "report": "RUN_DIR"}
 """Another error that a command may report: something that it needs before it looks at the argument."""
 
 

@@ -421,6 +421,20 @@ def test_products_that_the_compiler_puts_in_a_row_are_an_error(
     assert "failed on cuda/permute/serial.cu\nptxas info    : (C7511) wgmma.mma_async" in err
 
 
+def test_every_extra_is_in_the_guide_and_no_page_or_message_installs_pmoe_from_an_index() -> None:
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    listed = setup[setup.index("extras_require={") :]
+    extras = re.findall(r'^            "(\w+)": ?\[?', listed, re.MULTILINE)
+    guide = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    assert len(extras) > 5
+    assert [name for name in extras if f"\n| `{name}` |" not in guide] == []
+    for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "pmoe").rglob("*.py"), ROOT / "README.md"):
+        text = path.read_text(encoding="utf-8")
+        assert "pmoe[" not in text, path
+        for name in re.findall(r"pip install [\"']\.\[(\w+)\]", text):
+            assert name in extras, (path, name)
+
+
 # ---- the extension --------------------------------------------------------------------------------
 
 

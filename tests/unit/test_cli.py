@@ -295,14 +295,46 @@ def test_profile_stores_what_it_measured(
         (["plan", *LAYER, "--profile", "/no/such"], "--profile (/no/such) must be a file to read"),
         (["plan", *LAYER, "--profile", __file__], "must hold a profile"),
         (["profile", "--device", "cuda:99"], "--device ('cuda:99') must exist: torch sees"),
-        (["plans"], "invalid choice: 'plans'"),
+        (["plans"], "unknown command 'plans': did you mean plan?"),
+        (["memroy", *LAYER], "unknown command 'memroy': did you mean memory?"),
+        (["train"], "unknown command 'train': must be memory or plan or profile or"),
+        (["--verison"], "unknown option --verison: did you mean --version?"),
+        (
+            ["memory", "--d-modle", "4"],
+            "pmoe memory: error: unknown option --d-modle: did you mean --d-model?",
+        ),
+        (["memory", *LAYER, "--no-bais"], "unknown option --no-bais: did you mean --no-bias?"),
+        (["memory", *LAYER, "--colour=red"], "unknown option --colour (see pmoe memory --help)"),
+        (
+            ["memory", *LAYER, "--dtype", "bfloat61"],
+            "'bfloat16', 'float16', 'float64'): did you mean bfloat16?",
+        ),
+        (["simulate", "lancte"], "did you mean lancet?"),
         ([], "required: memory | plan | profile"),
     ],
 )
 def test_bad_arguments_are_named_with_value_and_rule(
     argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told in refused(capsys, *argv)
+    error = refused(capsys, *argv)
+    assert told in error
+    assert len(error.splitlines()) == 1  # no usage
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("torch.bfloat16", "bfloat16"), ("fp32", "float32")],
+)
+@pytest.mark.parametrize("command", ["memory", "plan", "profile"])
+def test_a_dtype_has_its_short_name_too(command: str, text: str, name: str) -> None:
+    layer = [] if command == "profile" else LAYER
+    assert cli.build_parser().parse_args([command, *layer, "--dtype", text]).dtype == name
+    assert cli.build_parser().parse_args([command, *layer, f"--dtype={name}"]).dtype == name
+
+
+def test_an_option_may_be_cut_short_and_a_value_may_start_with_a_dash() -> None:
+    args = cli.build_parser().parse_args(["memory", *LAYER, "--mem", "S4", "--device", "-- no such"])
+    assert (str(args.memory_reuse), args.device) == ("communicate/recompute", "-- no such")
 
 
 def test_plan_refuses_a_given_profile_of_other_ranks_or_dtype(

@@ -26,6 +26,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 import pmoe
@@ -513,8 +515,20 @@ def difference(some: Path, other: Path) -> float:
     return sum(abs(a - b) for a, b in zip(*grey, strict=True)) / len(grey[0])
 
 
-def test_pictures_of_the_pages_are_those_that_the_planner_draws_now(tmp_path: Path) -> None:
+def test_pictures_of_the_pages_say_simulated_and_are_those_that_the_planner_draws_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_marked = dict[str, bool]()
+    save = Figure.savefig
+
+    def and_read(figure: Figure, path: Path, **options: Any) -> None:
+        texts = [text.get_text() for text in figure.findobj(Text)]
+        is_marked[path.name] = any("simulated" in text for text in texts)
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", and_read)
     pictures.write(tmp_path)
+    assert is_marked == dict.fromkeys(pictures.NAMES, True)
     for name in pictures.NAMES:
         assert difference(tmp_path / name, DOCS / name) < 2, f"{name}: python docs/pictures.py docs"
     assert difference(DOCS / "chunks.png", DOCS / "pairs.png") > 10  # another picture would be noticed

@@ -14,9 +14,9 @@ from matplotlib.text import Text
 
 from bench import memory_saving, redraw, restore_regions
 from docs import pictures
-from pmoe.planner.drawing import PAIRS, SERIES, THEME, Point, scatter_figure
+from pmoe.planner.drawing import PAIRS, SERIES, THEME, Point, inline_svg, scatter_figure
 from pmoe.planner.priced_choices import step_bars
-from pmoe.planner.timeline import LEGEND, ON_COLOUR, drawing
+from pmoe.planner.timeline import LEGEND, ON_COLOUR, Span, drawing
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.browser import Page
 from tests.unit.test_docs import difference
@@ -69,6 +69,31 @@ def test_all_text_of_a_drawing_is_legible_at_the_width_of_the_documentation() ->
         for text in figure.findobj(Text):
             if text.get_text().strip() and text.get_visible():
                 assert text.get_fontsize() * scale >= 12, text
+
+
+def test_bars_too_narrow_for_letters_differ_by_a_pattern_that_the_legend_shows() -> None:
+    def bar(kind: str, start: float, end: float) -> Span:
+        return Span(
+            direction="forward", name=f"{kind}0", kind=kind, chunk=0, lane="compute", start=start, end=end
+        )
+
+    wide, narrow = (
+        [bar("C", 0.0, 0.5)],
+        [bar(kind, 0.5 + 0.01 * i, 0.51 + 0.01 * i) for i, kind in enumerate("LWMC")],
+    )
+    figure = drawing({"a": [*wide, *narrow, bar("O", 0.6, 1.0)]}, "a step")
+    solid, *patterns, unused = (patch.get_hatch() or "" for patch in figure.axes[0].patches)
+    assert solid == unused == ""
+    assert len(set(patterns)) == 4
+    (legend,) = figure.legends
+    shown = {
+        text.get_text()[0]: patch.get_hatch() or ""
+        for text, patch in zip(legend.texts, legend.get_patches(), strict=True)
+    }
+    assert shown == {"O": "", **dict(zip("LWMC", patterns, strict=True))}
+    page = inline_svg(figure, "a step")
+    used = set(re.findall(r"url\(#(\w+)\)", page))
+    assert len(used) >= 3 and used <= set(re.findall(r' id="(\w+)"', page))
 
 
 @pytest.mark.parametrize("name", ["memory_breakdown", "overlap_modelled_auto"])

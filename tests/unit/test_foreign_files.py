@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -188,6 +188,20 @@ def test_a_program_in_a_list_of_tensors_is_not_run_though_dcp_would(tmp_path: Pa
     with open(file, "rb") as whole:
         pickle.load(whole)
     assert (tmp_path / RAN).exists()  # the program works
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_checkpoint_of_python_3_13_is_read_by_every_python(module: str, tmp_path: Path) -> None:
+    path = made_checkpoint(tmp_path)
+    file = path / ".metadata"
+    listed = pickle.loads(file.read_bytes())
+    text = pickle.dumps(listed, protocol=2).replace(
+        f"c{PosixPath.__module__}\n".encode(), f"c{module}\n".encode()
+    )
+    assert module.encode() in text
+    file.write_bytes(text)
+    with_right_sums(file)
+    assert pmoe.load_checkpoint(path.parent, *make()).step == 2
 
 
 def test_a_list_that_is_changed_after_it_was_read_is_not_read_again(

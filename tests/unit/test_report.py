@@ -36,6 +36,7 @@ from pmoe.integrations.run_folder import (
     POOL_PEAK,
     RUN,
     SCALARS,
+    TENSORS,
     TIME,
     Curve,
     Row,
@@ -223,6 +224,20 @@ def test_the_page_tells_the_run_s_numbers(tmp_path: Path) -> None:
         "lr 0.001",
     ):
         assert expected in page, expected
+
+
+def test_the_page_explains_its_words_and_has_no_empty_card(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=range(1, 41))
+    text = text_of(run_page(read_run(tmp_path)))
+    heading, legend = (text.index(words) for words in ("Memory A layer has", "Memory by tensor"))
+    assert all(heading < text.index(f"{name}: the ") < legend for name in TENSORS)
+    assert "Settings and versions" in text
+    file = json.loads((tmp_path / RUN).read_text())
+    file["sessions"][-1]["settings"] = {}
+    (tmp_path / RUN).write_text(json.dumps(file))
+    page = run_page(read_run(tmp_path))
+    assert "Settings" not in text_of(page)
+    assert not re.search(r"<dl>\s*</dl>", page)
 
 
 def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path: Path) -> None:
@@ -434,8 +449,10 @@ def test_many_steps_of_load_are_added_up_to_few_columns(tmp_path: Path) -> None:
 
 def test_long_names_lose_what_they_have_in_common() -> None:
     long = [f"model.decoder.layers.{i}.feed_forward.experts" for i in (0, 12)]
-    assert list(short_names(long).values()) == ["layer 0", "layer 12"]
+    assert list(short_names(long).values()) == ["…layers.0…", "…layers.12…"]
     assert short_names(long[:1]) == {long[0]: long[0]}
+    named = [f"model.decoder.blocks.part_{name}.feed_forward.experts" for name in "ab"]
+    assert list(short_names(named).values()) == ["…part_a…", "…part_b…"]
     assert short_names(["blocks.1.ffn", "blocks.3.ffn"])["blocks.1.ffn"] == "blocks.1.ffn"
     assert short_names([""]) == {"": "(the model)"}
     apart = short_names(["a_very_long_name_of_a_module.x", "another_long_name_of_a_module"])
@@ -447,7 +464,7 @@ def test_without_matplotlib_the_report_says_what_to_install(
 ) -> None:
     write_run(tmp_path, steps=[1])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "matplotlib draws the charts (pip install 'pmoe[report]')" in refused(
+    assert "matplotlib draws the charts (pip install '.[report]' in pmoe's folder)" in refused(
         capsys, "report", str(tmp_path)
     )
     assert not (tmp_path / "report.html").exists()
@@ -512,6 +529,17 @@ return {
 """
 
 
+ROWS_TO_THE_EDGE = """
+return [...document.querySelectorAll('.grid')].filter(grid => grid.clientWidth).flatMap(grid => {
+  const cards = [...grid.children].map(each => each.getBoundingClientRect());
+  const last = cards.filter(each => each.top === cards[cards.length - 1].top);
+  const right = Math.max(...last.map(each => each.right));
+  return Math.abs(right - grid.getBoundingClientRect().right) > 1 ? [right] : [];
+});
+"""
+"""JavaScript that returns the right ends of last rows of cards that do not reach the page's edge."""
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Returns the reports of three runs: a usual one, a large one, and one of a single step.
@@ -565,6 +593,7 @@ def test_a_browser_shows_the_pages_whole_and_readable_on_phones_and_desktops(
                 assert chart["wide"] >= 0.4 * min(width, 400) and chart["high"] >= 100, (width, chart)
                 assert not chart["overlaps"] and not chart["cut"], (width, chart)
         assert found["pictures"] == num_maps
+        assert browser.run(ROWS_TO_THE_EDGE) == [], width
 
 
 def test_the_browser_tells_of_whatever_goes_wrong_on_a_page(tmp_path: Path, browser: Page) -> None:

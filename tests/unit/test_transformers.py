@@ -314,6 +314,17 @@ def test_without_the_expert_parallel_registry_only_the_experts_implementation_is
         registry.register()
 
 
+def test_a_newer_release_than_was_tested_is_registered_with_one_warning(
+    registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmoe.warn.GIVEN", set())
+    monkeypatch.setattr("transformers.__version__", "6.0")
+    with pytest.warns(UserWarning, match=r"transformers 6\.0 is newer than") as told:
+        registry.register()
+        registry.register()
+    assert len(told) == 1
+
+
 def test_without_the_registry_of_experts_the_release_is_refused(
     registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,8 +341,6 @@ def test_releases_whose_registry_takes_no_others_are_refused(
     monkeypatch.setattr("transformers.__version__", "5.3.0.dev0")
     with pytest.raises(ImportError, match=r"transformers \(5.3.0.dev0\) must be at least 5.7"):
         registry.register()
-    monkeypatch.setattr("transformers.__version__", "6.0")
-    registry.register()
 
 
 def test_without_transformers_the_import_says_what_to_install(

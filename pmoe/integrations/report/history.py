@@ -36,6 +36,12 @@ class History:
         return {name: rows[-1] for name, rows in self.by_layer.items()}
 
     @property
+    def shortened(self) -> tuple[str, str] | None:
+        """The name on the page and the name in the model of the first layer; None if these are the same."""
+        names = ((name, row.layer) for name, row in self.latest.items())
+        return next(((name, full) for name, full in names if full and name != full), None)
+
+    @property
     def last_step(self) -> int:
         """The last step for which any number was logged."""
         ends: list[int] = [row.step for row in self.latest.values()]
@@ -134,10 +140,11 @@ def history_of(run: Run) -> History:
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """Returns the name of each layer on the page, by its full name.
 
-    If any name is longer than `LONG_NAME`, all names lose the parts at both ends that they have in common.
+    If any name is longer than `LONG_NAME`, "…" replaces parts at both ends that all names have in common. A
+    number keeps the part before it, which is the name of the list of modules.
 
-    Example: "model.decoder.layers.0.feed_forward" and "model.decoder.layers.1.feed_forward" become "layer 0"
-    and "layer 1".
+    Example: "model.decoder.layers.0.feed_forward" and "model.decoder.layers.1.feed_forward" become
+    "…layers.0…" and "…layers.1…".
     """
     parts = [name.split(".") for name in names]
     ahead = behind = 0
@@ -145,11 +152,12 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
         shortest = min(map(len, parts))
         ahead = min(len(commonprefix(parts)), shortest - 1)
         behind = min(len(commonprefix([name_parts[::-1] for name_parts in parts])), shortest - ahead - 1)
-    shortened = [
-        ".".join(name_parts[ahead : len(name_parts) - behind]) or "(the model)" for name_parts in parts
-    ]
+        if ahead and all(name_parts[ahead].isdecimal() for name_parts in parts):
+            ahead -= 1
+    before, after = "…" * (ahead > 0), "…" * (behind > 0)
+    shortened = [".".join(name_parts[ahead : len(name_parts) - behind]) for name_parts in parts]
     return {
-        name: f"layer {short}" if short.isdecimal() else short
+        name: f"{before}{short}{after}" if name else "(the model)"
         for name, short in zip(names, shortened, strict=True)
     }
 

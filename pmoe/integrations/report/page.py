@@ -52,7 +52,9 @@ def run_page(run: files.Run) -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"matplotlib draws the charts (pip install 'pmoe[report]'): {error}") from None
+        raise ImportError(
+            f"matplotlib draws the charts (pip install '.[report]' in pmoe's folder): {error}"
+        ) from None
     history = history_of(run)
     page = template("integrations/report/report.html").render(
         title=f"pmoe report: {run.folder.resolve().name}",

@@ -10,6 +10,8 @@ import importlib
 import warnings
 from typing import Any
 
+from pmoe.warn import warn_of_untested_release
+
 EXPERTS = "transformers.integrations.moe"
 """The module of transformers that has the registry of experts implementations."""
 EXPERT_PARALLEL = "transformers.distributed.expert_parallel"
@@ -20,7 +22,7 @@ def register() -> None:
     """Adds "pmoe" to the registries of transformers. A second call changes nothing.
 
     Raises ImportError if transformers is not installed or too old. Warns if the release has no registry of
-    expert-parallel implementations.
+    expert-parallel implementations, and, once, if it is newer than the releases with which pmoe was tested.
     """
     try:
         version: str = importlib.import_module("transformers").__version__
@@ -37,6 +39,7 @@ def register() -> None:
         )
     from pmoe.integrations.transformers.layers import run_module
 
+    warn_of_untested_release("transformers", version)
     # transformers looks up implementations for FP8 experts in another registry. pmoe does not support FP8,
     # but is added there too: the error is then pmoe's, which gives the reason, and not "unknown name".
     for registry in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):

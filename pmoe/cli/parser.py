@@ -1,0 +1,62 @@
+"""A parser of command lines whose errors are one line, and name what a mistyped word may have meant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of the command line of `pmoe` or of one of its subcommands.
+
+    It differs from argparse's parser in its errors. They do not repeat the usage. They suggest the command,
+    option or choice that is most like a mistyped one.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line with the message and the command that prints the usage. Exits with code 2."""
+        self.refuse(f"{message} (see {self.prog} --help)")
+
+    def refuse(self, message: str) -> NoReturn:
+        """Prints one line with a message that needs no help beside it. Exits with code 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Returns what argparse returns, but refuses unknown options first.
+
+        argparse would report a missing option before it reports the mistyped one that was to give it.
+        """
+        for word in sys.argv[1:] if args is None else args:
+            is_option = word.startswith("--") and word != "--" and " " not in word
+            if not is_option and (word == "--" or self._subparsers is not None):
+                break  # what follows is text, or for a subcommand
+            name = word.partition("=")[0]
+            if is_option and not any(known.startswith(name) for known in self._option_string_actions):
+                self.error(f"unknown option {name}{meant(name, self._option_string_actions)}")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises ArgumentError if a value is not among the choices of an argument.
+
+        An unknown command is one line of its own, because argparse's error lists all commands twice.
+        """
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = [*map(str, action.choices or ())]
+            suggestion = meant(str(value), choices)
+            if isinstance(action, argparse._SubParsersAction):
+                self.error(f"unknown command {value!r}{suggestion or ': must be ' + ' or '.join(choices)}")
+            raise argparse.ArgumentError(action, f"{error.message}{suggestion}") from None
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Returns text that suggests the known word that is most like a mistyped one; "" if none is like it.
+
+    Example: "memroy" -> ": did you mean memory?".
+    """
+    found = get_close_matches(word, list(known), n=1)
+    return f": did you mean {found[0]}?" if found else ""

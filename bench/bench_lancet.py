@@ -294,7 +294,7 @@ def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture:
     }  # fmt: skip
     rank.ways = {WHOLE: rank.ways[WHOLE]}
     after = rank.timelines(WHOLE, "as run") if picture else {}
-    old = [each.cutting.cut(each.program.plan) for each in RUNNERS.values()]
+    old = [each.cutting.apply(each.program.plan) for each in RUNNERS.values()]
     whole = rank.ways[WHOLE]
     rank.ways["old order"] = Way(whole.model, whole.call)
     for module, each in zip(old, whole.graphs, strict=True):

@@ -82,7 +82,7 @@ class Ordered:
         """Median seconds of its passes. The last pass does not count, because allocations were recorded in
         it.
         """
-        return statistics.median(self.seconds.found[:-1] or [0.0])
+        return statistics.median(self.seconds.durations[:-1] or [0.0])
 
 
 class Unordered:

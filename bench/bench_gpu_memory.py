@@ -140,7 +140,7 @@ def copy_seconds(profile: Profile, pair: Restore, sizes: argparse.Namespace, siz
 
     They are computed from the bytes that the restore pair offloads and from measured rates.
 
-    profile: profile with the measured rates of copies.
+    profile: the measured rates of copies.
     pair: the restore pair, which says what is offloaded.
     sizes: sizes of the layer and the batch, from the command line.
     size: bytes of an element.

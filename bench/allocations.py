@@ -50,11 +50,11 @@ class Allocation:
 class Allocations:
     """All allocations within a `watched` block. The object is filled when the block ends.
 
-    found: the allocations, in the order in which they were made.
+    records: the allocations, in the order in which they were made.
     moments: seconds since the first recorded event at which `moment` was called, by name.
     """
 
-    found: list[Allocation] = field(default_factory=list)
+    records: list[Allocation] = field(default_factory=list)
     moments: dict[str, float] = field(default_factory=dict)
 
     def live_bytes(self, names: Collection[str] | None = None) -> list[tuple[float, int]]:
@@ -63,14 +63,14 @@ class Allocations:
         names: names of the allocations that count; None counts all.
         """
         changes = []
-        for each in self.found:
-            if names is None or each.name in names:
-                changes.append((each.begin, each.num_bytes))
-                changes += [] if each.end is None else [(each.end, -each.num_bytes)]
-        held, steps = 0, [(0.0, 0)]
-        for moment, change in sorted(changes, key=lambda each: each[0]):
-            held += change
-            steps.append((moment, held))
+        for allocation in self.records:
+            if names is None or allocation.name in names:
+                changes.append((allocation.begin, allocation.num_bytes))
+                changes += [] if allocation.end is None else [(allocation.end, -allocation.num_bytes)]
+        live, steps = 0, [(0.0, 0)]
+        for moment, change in sorted(changes, key=lambda entry: entry[0]):
+            live += change
+            steps.append((moment, live))
         return steps
 
     def peak_bytes(self, without: Collection[str] = ()) -> int:
@@ -78,8 +78,8 @@ class Allocations:
 
         without: names of allocations that do not count.
         """
-        names = {each.name for each in self.found} - set(without)
-        return max(held for _, held in self.live_bytes(names))
+        names = {allocation.name for allocation in self.records} - set(without)
+        return max(live for _, live in self.live_bytes(names))
 
 
 def mark(tensor: Tensor, name: str) -> None:
@@ -133,7 +133,7 @@ def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:
                 if fields.ptr in live:
                     live[fields.ptr].end = seconds
                 live[fields.ptr] = Allocation(fields.alloc_size, seconds)
-                seen.found.append(live[fields.ptr])
+                seen.records.append(live[fields.ptr])
             elif fields.ptr in live:
                 live.pop(fields.ptr).end = seconds
 

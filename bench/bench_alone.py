@@ -206,16 +206,16 @@ def check(step: Step) -> dict[str, dict[str, float]]:
         with way():
             y = step.forward(name, expert_TK)
             results[name] = [y.detach(), *step.backward(name, y)]
-    found: dict[str, dict[str, float]] = {}
+    differences: dict[str, dict[str, float]] = {}
     for other in WAYS:
         if other == "pmoe":
             continue
-        found[other] = {}
+        differences[other] = {}
         for name, ours, theirs in zip(["y", *step.names], results["pmoe"], results[other], strict=True):
-            found[other][name] = apart = difference(ours, theirs)
+            differences[other][name] = apart = difference(ours, theirs)
             if not apart <= LIMIT:  # also true for NaN
                 sys.exit(f"bench_alone: {name} of {other} differs by {apart} from pmoe's, limit {LIMIT}")
-    return found
+    return differences
 
 
 # ---- then time
@@ -239,7 +239,7 @@ def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
 def saved_bytes(step: Step, way: str) -> int:
     """Returns the bytes of distinct storages that autograd keeps between the passes, without parameters."""
     kept: dict[int, int] = {}
-    parameters = {each.untyped_storage().data_ptr() for each in (*step.of[1:], *step.of_plain[1:])}
+    parameters = {tensor.untyped_storage().data_ptr() for tensor in (*step.of[1:], *step.of_plain[1:])}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -265,12 +265,12 @@ def peaks(step: Step, way: str) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     y = step.forward(way)
     torch.cuda.synchronize()
-    forward, held = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    forward, live = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     gradients = step.backward(way, y)
     torch.cuda.synchronize()
     both = torch.cuda.max_memory_allocated() - before
     del y, gradients
-    return {"forward_peak_bytes": forward, "held_bytes": held, "peak_bytes": both}
+    return {"forward_peak_bytes": forward, "held_bytes": live, "peak_bytes": both}
 
 
 def device_work(function: Callable[[], object]) -> list[dict[str, Any]]:
@@ -280,14 +280,14 @@ def device_work(function: Callable[[], object]) -> list[dict[str, Any]]:
         kept = function()
         torch.cuda.synchronize()
     del kept
-    events = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda each: each.time_range.start)
-    return [{"name": each.name, "us": each.time_range.elapsed_us()} for each in events]
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    return [{"name": event.name, "us": event.time_range.elapsed_us()} for event in events]
 
 
 def kernels_ms(work: list[dict[str, Any]]) -> float:
     """Returns the sum of the times of kernels, copies and memsets, in milliseconds."""
-    return float(sum(each["us"] for each in work)) / 1e3
+    return float(sum(kernel["us"] for kernel in work)) / 1e3
 
 
 def short(name: str) -> str:
@@ -301,7 +301,7 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
     differences = check(step)
     torch.cuda.empty_cache()
     timings = time_in_turn(step, rounds)
-    rows, found = [], {}
+    rows, measured = [], {}
     for name, way in WAYS.items():
         with way():
             saved = saved_bytes(step, name)
@@ -330,7 +330,7 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
                 "peak MB": memory["peak_bytes"] / 1e6,
             }
         )
-        found[name] = {
+        measured[name] = {
             "forward": forward,
             "backward": backward,
             "saved_bytes": saved,
@@ -351,7 +351,7 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
             for other in WAYS
             if other != "pmoe"
         },
-        "ways": found,
+        "ways": measured,
     }
     return document, rows
 
@@ -360,7 +360,7 @@ def report(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     for way in WAYS:
         for passed in ("forward", "backward"):
             work = document["ways"][way][f"{passed}_kernels"]
-            lines = [{"us": each["us"], f"{way}, {passed}": short(each["name"])} for each in work]
+            lines = [{"us": kernel["us"], f"{way}, {passed}": short(kernel["name"])} for kernel in work]
             print(f"\n{table(lines[:40])}")
             if len(lines) > 40:
                 print(f"... and {len(lines) - 40} more")

@@ -219,7 +219,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
-    found = []
+    all_rows = []
     for case, trains in counted([(case, trains) for case in CASES for trains in (False, True)], "case"):
         if case.name.startswith("llep"):
             shares = (0.30, 0.50, 0.80, 0.95)
@@ -232,7 +232,7 @@ def main() -> None:
                 for wanted in (1.3, 2.0, 3.0, 4.01)
             }
         what = "step" if trains else "forward"
-        found += [{"case": case.name, "what": what, "load": load, **r} for load, r in results.items()]
+        all_rows += [{"case": case.name, "what": what, "load": load, **r} for load, r in results.items()]
     columns = (
         "before",
         "after",
@@ -243,7 +243,7 @@ def main() -> None:
         "speedup",
         "copies",
     )
-    named = [{name: result[name] for name in ("case", "what", "load", *columns)} for result in found]
+    named = [{name: result[name] for name in ("case", "what", "load", *columns)} for result in all_rows]
     print("simulated:", table(named), sep="\n")
     print("\n".join(PUBLISHED.values()))
     write_json(
@@ -252,7 +252,7 @@ def main() -> None:
         per_rank=PER_RANK,
         published=PUBLISHED,
         cases=[asdict(case) for case in CASES],
-        results=found,
+        results=all_rows,
     )
 
 

@@ -57,11 +57,11 @@ def on_few(run: Run, multiprocessors: int) -> Run:
     multiprocessors: number of multiprocessors of the device.
     """
 
-    def held() -> object:
+    def beside_spare() -> object:
         with beside_communication(multiprocessors - SPARE):
             return run()
 
-    return held
+    return beside_spare
 
 
 def leaving_room(run: Run) -> Run:
@@ -81,7 +81,7 @@ class Beside:
     def _events(self) -> list[torch.cuda.Event]:
         return [torch.cuda.Event(enable_timing=True) for _ in range(3)]
 
-    def held(self, run: Run, holder: Run) -> list[float]:
+    def during_holder(self, run: Run, holder: Run) -> list[float]:
         """Times a product that starts while the holder runs on the other stream.
 
         Returns [seconds of ``run``, 1.0 if the holder ended after ``run``, else 0.0]. With 0.0 the holder did
@@ -138,22 +138,24 @@ def measure(rounds: int) -> dict[str, Any]:
         ways["F.grouped_mm"] = rival
     alone = time_in_turn(ways | {"short": short}, rounds, LEAD_CYCLES)
     beside, holder = Beside(), on_few(run, multiprocessors)
-    held = in_turns(
-        [functools.partial(beside.held, each, holder) for each in ways.values()], rounds, warm_up=1
+    beside_holder = in_turns(
+        [functools.partial(beside.during_holder, run_way, holder) for run_way in ways.values()],
+        rounds,
+        warm_up=1,
     )
     late = in_turns(
-        [functools.partial(beside.late, each, short) for each in ways.values()], rounds, warm_up=1
+        [functools.partial(beside.late, run_way, short) for run_way in ways.values()], rounds, warm_up=1
     )
     rows = []
-    for name, of_held, of_late in zip(ways, held, late, strict=True):
-        seconds = Timing(tuple(each for each, _ in of_held))
+    for name, of_held, of_late in zip(ways, beside_holder, late, strict=True):
+        seconds = Timing(tuple(duration for duration, _ in of_held))
         rows.append({
             "way": name,
             "alone": alone[name].median * 1e3,
             "held": seconds.median * 1e3,
             "times": seconds.median / alone[name].median,
             "outlasted": int(sum(stayed for _, stayed in of_held)),
-            "late": Timing(tuple(each for (each,) in of_late)).median * 1e3,
+            "late": Timing(tuple(duration for (duration,) in of_late)).median * 1e3,
             "short": alone["short"].median * 1e3,
         })  # fmt: skip
     print(table(rows), flush=True)
@@ -168,8 +170,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="samples of each time")
     arguments = parser.parse_args()
     need_gpu("bench_beside")
-    found, reason = grouped_gemm.launch.path(DEVICE)
-    if found is None:
+    path, reason = grouped_gemm.launch.path(DEVICE)
+    if path is None:
         sys.exit(f"bench_beside: not run, {reason}")
     machine = show_gpu()
     file = arguments.out / file_name("beside", machine)

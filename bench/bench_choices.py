@@ -86,7 +86,7 @@ def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
                 "best ms": fastest.median * 1e3,
                 "regret %": 100 * more,
                 "of": len(chosen.among),
-                "slowest/best": max(result.screened[each]["step"].median for each in chosen.among)
+                "slowest/best": max(result.screened[name]["step"].median for name in chosen.among)
                 / result.screened[best]["step"].median,
                 "search steps": chosen.first_seconds / took.median - 1,
             }
@@ -101,14 +101,14 @@ def stored(result: Result) -> dict[str, Any]:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns one row for each chooser, and one for all, which say whether the regret is acceptable."""
-    found = []
+    summary_rows = []
     for name in [*dict.fromkeys(row["chooser"] for row in rows), "all"]:
         own = [row for row in rows if name in (row["chooser"], "all")]
         median, worst = (
             of(row["regret %"] for row in own) for of in (lambda regrets: statistics.median(regrets), max)
         )
         met = median <= 100 * MEDIAN_REGRET and worst <= 100 * WORST_REGRET
-        found.append(
+        summary_rows.append(
             {
                 "chooser": name,
                 "median regret %": median,
@@ -118,10 +118,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 f"{MEDIAN_REGRET:.0%} and {WORST_REGRET:.0%}": "met" if met else "MISSED",
             }
         )
-    return found
+    return summary_rows
 
 
-def batch_rows(found: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def batch_rows(batches: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns one row for each batch size.
 
     A row has the fastest n, the n that the choosers took, and the milliseconds of every n and of both
@@ -130,11 +130,11 @@ def batch_rows(found: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "tokens": tokens,
-            "best n": best_degree(each["times"]),
-            **{f"{name} takes": n for name, n in each["took"].items()},
-            **{f"{name} ms": timing.median * 1e3 for name, timing in each["times"].items()},
+            "best n": best_degree(batch["times"]),
+            **{f"{name} takes": n for name, n in batch["took"].items()},
+            **{f"{name} ms": timing.median * 1e3 for name, timing in batch["times"].items()},
         }
-        for tokens, each in found.items()
+        for tokens, batch in batches.items()
     ]
 
 
@@ -142,7 +142,7 @@ def best_degree(times: Mapping[str, Timing]) -> int:
     return min(DEGREES, key=lambda n: times[name_of(n, None)].median)
 
 
-def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
+def draw(path: Path, batches: Mapping[int, Mapping[str, Any]]) -> None:
     """Draws the picture beside MPipeMoE's Fig. 12.
 
     Left: the speed of every n by batch size; that of the choosers is dashed. Right: the fastest n in the
@@ -151,14 +151,14 @@ def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
     """
     plt = plotting()
 
-    sizes = list(found)
+    sizes = list(batches)
     places = range(len(sizes))
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 6.4), layout="constrained")
     colours = ("#bbbbbb", "#4477aa", "#66ccee", "#228833", "#ccbb44")
     width = 0.8 / len(DEGREES)
-    base = {tokens: each["times"][name_of(1, None)].median for tokens, each in found.items()}
+    base = {tokens: batch["times"][name_of(1, None)].median for tokens, batch in batches.items()}
     for k, (n, colour) in enumerate(zip(DEGREES, colours, strict=True)):
-        heights = [base[t] / each["times"][name_of(n, None)].median for t, each in found.items()]
+        heights = [base[t] / batch["times"][name_of(n, None)].median for t, batch in batches.items()]
         left.bar(
             [at - 0.4 + (k + 0.5) * width for at in places],
             heights,
@@ -167,7 +167,7 @@ def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
             label=f"n={n}",
         )
     for name, _, colour in CHOSEN:
-        heights = [base[t] / each["times"][name].median for t, each in found.items()]
+        heights = [base[t] / batch["times"][name].median for t, batch in batches.items()]
         left.plot(places, heights, "--o", ms=4, color=colour, label=name)
     left.set(
         title="2 CPU ranks on a modelled link",
@@ -179,10 +179,10 @@ def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
     edges = [max(start, sizes[0]) for start, _ in PAPER] + [2 * max(PAPER[-1][0], sizes[-1])]
     paper = "fastest, Fig. 12 (GPT-XL, 64 GPUs)"
     right.stairs([n for _, n in PAPER], edges, color="black", lw=1.5, baseline=None, label=paper)
-    best = [best_degree(each["times"]) for each in found.values()]
+    best = [best_degree(batch["times"]) for batch in batches.values()]
     right.plot(sizes, best, "s", ms=12, mfc="none", color="#4477aa", label="fastest, here")
     for name, mark, colour in CHOSEN:
-        taken = [each["took"][name] for each in found.values()]
+        taken = [batch["took"][name] for batch in batches.values()]
         right.plot(sizes, taken, mark, ms=6, color=colour, label=f"{name} takes")
     right.set(title="n by the size of a batch", xlabel="tokens of a batch; here of a rank", ylabel="n")
     right.set(xscale="log", yscale="log", ylim=(0.8, 40))
@@ -215,8 +215,8 @@ def main() -> None:
         cases = tuple(case for case in CASES if case.name in args.cases)
     began = time.monotonic()
 
-    def launched(function: Any, *given: Any) -> Any:
-        return launch(setting.world, function, "modelled", INFINITE, given, timeout_seconds=1800)[0]
+    def launched(function: Any, *values: Any) -> Any:
+        return launch(setting.world, function, "modelled", INFINITE, values, timeout_seconds=1800)[0]
 
     results: dict[str, Result] = {}
     rows: list[dict[str, Any]] = []

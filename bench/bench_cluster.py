@@ -119,8 +119,8 @@ class Links:
 
 def computation(link: Any, setting: Setting, rounds: int) -> dict[str, float]:
     """Returns the median seconds of the experts' products in each pass, on ranks with a core each."""
-    found = measure({"": products_alone(setting)}, rounds)[""]
-    return {part: timing.median for part, timing in found.items()}
+    timings = measure({"": products_alone(setting)}, rounds)[""]
+    return {part: timing.median for part, timing in timings.items()}
 
 
 def profile_part(link: Any, links: Links, ranks_per_machine: int) -> Profile:
@@ -254,9 +254,9 @@ def layer_of(d_model: int, d_hidden: int, num_experts: int, **more: Any) -> dict
 
 def predictions(ways: Sequence[Advice]) -> dict[Choice, float]:
     return {
-        (way.dispatch, way.sizes.esp_size, each.forward, each.restore): each.seconds
+        (way.dispatch, way.sizes.esp_size, candidate.forward, candidate.restore): candidate.seconds
         for way in ways
-        for each in way.candidates
+        for candidate in way.candidates
     }
 
 
@@ -271,9 +271,9 @@ def run_case(case: Case, setting: Setting, alone: Mapping[str, float], rounds: i
     ways = planned(loaded(text, profile), setting)
     predicted, took = predictions(ways), ways[0].decision
     chosen = (ways[0].dispatch, ways[0].sizes.esp_size, took.forward, took.restore)
-    given = (setting, links, case.local, list(predicted), chosen, rounds)
-    result: Result = on_ranks(WORLD, run_whole, given, case.local)[0]
-    final = {name: each["step"] for name, each in result.measured.times.items()}
+    values = (setting, links, case.local, list(predicted), chosen, rounds)
+    result: Result = on_ranks(WORLD, run_whole, values, case.local)[0]
+    final = {name: timings["step"] for name, timings in result.measured.times.items()}
     best = min(final, key=lambda name: final[name].median)
     ratios = [predicted[choice] / timing.median for choice, timing in result.screened.items()]
     shares = [result.measured.neighbours[at] for at in result.measured.rounds]
@@ -298,13 +298,13 @@ def name_of(choice: Choice) -> str:
     return f"{dispatch}, ESP {esp}, n={n}, {pair}"
 
 
-def on_ranks(world: int, function: Any, given: tuple[Any, ...], ranks_per_node: int) -> list[Any]:
+def on_ranks(world: int, function: Any, values: tuple[Any, ...], ranks_per_node: int) -> list[Any]:
     return launch(
         world,
         function,
         "modelled",
         INFINITE,
-        given,
+        values,
         ranks_per_node=ranks_per_node,
         pin=world <= CORES,
         timeout_seconds=1800,
@@ -363,11 +363,11 @@ def main() -> None:
         f"{ways[0].dispatch}, ESP {ways[0].sizes.esp_size}, {ways[0].decision}"
     )
     alone = on_ranks(PART, computation, (replace(setting, world=WORLD), rounds), 1)[0]
-    found = {}
+    results = {}
     for case in cases:
-        found[case.name] = run_case(case, setting, alone, rounds)
-        print(table([each["row"] for each in found.values()]), flush=True)
-    rows = [each["row"] for each in found.values()]
+        results[case.name] = run_case(case, setting, alone, rounds)
+        print(table([result["row"] for result in results.values()]), flush=True)
+    rows = [result["row"] for result in results.values()]
     for row in rows:
         off, above = abs(row["predicted/measured"] - 1), row["chosen/best"] - 1
         met = off <= AS_PREDICTED and above <= NEAR_BEST
@@ -381,7 +381,7 @@ def main() -> None:
         machine=machine(),
         rows=rows,
         cases=[asdict(case) for case in cases],
-        found=found,
+        found=results,
         planning_4096_ranks_s=seconds,
     )
     print(f"wrote {stem}.json")

@@ -144,7 +144,7 @@ class Fused:
         )
         self.launcher, self.fused_routings = self.virtual.launcher, self.virtual.fused_routings(routes)
         nothing: list[Tensor | None] = [None] * num_ranks
-        self.given = FusedParameters(
+        self.operands = FusedParameters(
             w1=scenario.w1.chunk(num_ranks),
             w2=scenario.w2.chunk(num_ranks),
             b1=nothing,
@@ -163,15 +163,15 @@ class Fused:
         self.launcher.divide = lambda kernel, direction: taken[kernel]
 
     def dispatch(self) -> None:
-        given, scenario = self.given, self.scenario
+        operands, scenario = self.operands, self.scenario
         _, self.active = comet_operators.dispatch_hidden(
-            self.launcher, self.fused_routings, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
+            self.launcher, self.fused_routings, scenario.x_TM, scenario.weight_TK, operands.w1, operands.b1,
             activation="swiglu", keep=True,
         )  # fmt: skip
 
     def combine(self) -> Tensor:
         return comet_operators.product_combine(
-            self.launcher, self.fused_routings, self.active, self.given.w2, self.given.b2
+            self.launcher, self.fused_routings, self.active, self.operands.w2, self.operands.b2
         )
 
     def pair(self, dispatch: Division, combine: Division) -> Callable[[], list[Callable[[], object]]]:
@@ -192,9 +192,9 @@ def check(scenario: Scenario, fused: Fused) -> float:
     """
     fused.divide(Division(4), Division(4))
     fused.dispatch()
-    found = fused.combine()
+    output = fused.combine()
     fused.virtual.check()
-    apart = difference(found, scenario.output())
+    apart = difference(output, scenario.output())
     if not apart <= LIMIT:  # also true for NaN
         sys.exit(f"bench_comet: {scenario.model.name}: {apart} from the products in place, limit {LIMIT}")
     return apart
@@ -236,8 +236,10 @@ class Sweep:
 
     @property
     def best(self) -> tuple[Division, Division]:
-        n_c = min(self.dispatch, key=lambda each: (self.dispatch[each], each))
-        return Division(n_c), Division(*min(self.combine, key=lambda each: (self.combine[each], each)))
+        n_c = min(self.dispatch, key=lambda count: (self.dispatch[count], count))
+        return Division(n_c), Division(
+            *min(self.combine, key=lambda division: (self.combine[division], division))
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         chunks = sorted({chunk for _, chunk in self.combine})
@@ -250,14 +252,16 @@ class Sweep:
 
 def sweep(fused: Fused, rounds: int, flush: Tensor) -> Sweep:
     divisions = list(itertools.product(fused.n_c, CHUNK_COLUMNS))
-    runs = {each: fused.pair(Division(each[0]), Division(*each)) for each in divisions}
+    runs = {division: fused.pair(Division(division[0]), Division(*division)) for division in divisions}
     samples = in_turn(runs, rounds, flush)
     by_n_c: dict[int, Times] = {}
     for (n_c, _), taken in samples.items():
         by_n_c.setdefault(n_c, []).extend(first for first, _ in taken)
     return Sweep(
         dispatch={n_c: statistics.median(taken) for n_c, taken in by_n_c.items()},
-        combine={each: statistics.median(second for _, second in taken) for each, taken in samples.items()},
+        combine={
+            division: statistics.median(second for _, second in taken) for division, taken in samples.items()
+        },
     )
 
 

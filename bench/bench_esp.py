@@ -151,17 +151,17 @@ def measure_work(step: Step, rounds: int) -> Work:
             samples.setdefault((direction, "outside"), []).append(times[direction] - covered)
     medians = torch.tensor([statistics.median(values) for values in samples.values()], dtype=torch.float64)
     dist.all_reduce(medians)
-    found = dict(zip(samples, (medians / dist.get_world_size()).tolist(), strict=True))
+    mean_seconds = dict(zip(samples, (medians / dist.get_world_size()).tolist(), strict=True))
     return Work(
         tasks={
             direction: {
                 kind: seconds
-                for (at, kind), seconds in found.items()
+                for (at, kind), seconds in mean_seconds.items()
                 if at == direction and kind != "outside"
             }
             for direction in DIRECTIONS
         },
-        outside={direction: found[direction, "outside"] for direction in DIRECTIONS},
+        outside={direction: mean_seconds[direction, "outside"] for direction in DIRECTIONS},
     )
 
 
@@ -176,7 +176,7 @@ def run_seconds(n: int, variant: str, cost: Callable[[str, Kind], float]) -> dic
     cost: cost(direction, kind) is the seconds of all tasks of a kind, of all chunks together.
     """
     stages = Stages(local=False, remote=True, sharded=True, one_lane=variant != "two lanes")
-    found = {}
+    by_direction = {}
     for direction, build in (("forward", forward_schedule), ("backward", backward_schedule)):
         schedule = build(n, stages)
         schedule = sequential(schedule) if variant == "sequential" else schedule
@@ -184,8 +184,8 @@ def run_seconds(n: int, variant: str, cost: Callable[[str, Kind], float]) -> dic
         def seconds(task: Any, direction: str = direction) -> float:
             return cost(direction, task.kind) / (1 if task.chunk < 0 else n)
 
-        found[direction] = makespan(simulate(schedule.tasks, seconds))
-    return {**found, "step": found["forward"] + found["backward"]}
+        by_direction[direction] = makespan(simulate(schedule.tasks, seconds))
+    return {**by_direction, "step": by_direction["forward"] + by_direction["backward"]}
 
 
 BETWEEN, INSIDE = (Kind.DISPATCH, Kind.COMBINE), (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -248,12 +248,12 @@ def runs_of(degrees: list[int]) -> list[tuple[int, str]]:
 
 def recorded(step: Step, n: int, variant: str, runs: int = 3) -> list[Span]:
     """Runs several steps, and returns the recorded tasks of the step with the median time."""
-    found = []
+    steps = []
     for _ in range(runs):
         with recording() as journal:
             seconds = step(n, variant)["step"]
-        found.append((seconds, journal.spans))
-    return sorted(found, key=lambda each: each[0])[runs // 2][1]
+        steps.append((seconds, journal.spans))
+    return sorted(steps, key=lambda timed_step: timed_step[0])[runs // 2][1]
 
 
 def run_rank(link: Any, setting: Setting, degrees: list[int], rounds: int, patience_seconds: float) -> Result:
@@ -331,17 +331,17 @@ def summary(result: Result, degrees: list[int]) -> dict[str, Any]:
 
     It has one ratio for forward and one for the step.
     """
-    found: dict[str, Any] = {}
+    by_part: dict[str, Any] = {}
     for part in ("forward", "step"):
         at = {variant: best(result, degrees, variant, part) for variant in VARIANTS[:2]}
         two, one = (result.times[run_name(at[v], v)][part] for v in VARIANTS[:2])
         whole = result.times[run_name(1, "sequential")][part]
-        found[part] = {
+        by_part[part] = {
             "best_n": at,
             "one_lane_over_two": two.speedup_over(one),
             "sequential_over_two": two.speedup_over(whole),
         }
-    return found
+    return by_part
 
 
 def main() -> None:
@@ -402,10 +402,10 @@ def main() -> None:
         f"outside its schedule {result.work.outside['forward'] * 1e3:.0f} ms"
     )
     print(table(rows))
-    for part, found in at_best.items():
-        one, whole = found["one_lane_over_two"], found["sequential_over_two"]
+    for part, ratios in at_best.items():
+        one, whole = ratios["one_lane_over_two"], ratios["sequential_over_two"]
         print(
-            f"{part}, each at its best n ({found['best_n']}): one lane takes {one:.2f} x the time of two, "
+            f"{part}, each at its best n ({ratios['best_n']}): one lane takes {one:.2f} x the time of two, "
             f"in sequence {whole:.2f} x"
         )
     expected = 2 * (setting.between_bytes + setting.inside_bytes)

@@ -203,11 +203,11 @@ def write_lines(folder: Path, num_tokens: int) -> Path:
 
     draw = random.Random(0)
     lines = []
-    left = num_tokens
-    while left > 0:
-        length = min(draw.randrange(8, 256), left)
+    remaining = num_tokens
+    while remaining > 0:
+        length = min(draw.randrange(8, 256), remaining)
         lines.append(" ".join(str(int(draw.paretovariate(0.7)) % 8000) for _ in range(length)))
-        left -= length
+        remaining -= length
     (folder / "train.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     run(
         fairseq_cli.preprocess,

@@ -68,15 +68,15 @@ def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[
             model.d_model, model.d_hidden, model.experts, model.top_k, expert="swiglu", bias=False, fused=way,
             dtype=torch.bfloat16,
         )  # fmt: skip
-    found = {name: layer(x) for name, layer in layers.items()}
+    outputs = {name: layer(x) for name, layer in layers.items()}
     for name, layer in layers.items():
         assert layer.ran is not None
-        apart = difference(found[name], found["unfused"])
+        apart = difference(outputs[name], outputs["unfused"])
         if layer.ran.path not in PATHS[name] or not apart <= LIMIT:
             sys.exit(
                 f"bench_flashdmoe: {model.name}, {name}: by {layer.ran.path}, {apart} from the unfused layer"
             )
-    del found
+    del outputs
 
     def step(layer: pmoe.MoELayer) -> Callable[[], list[Callable[[], object]]]:
         kept: list[Tensor] = []
@@ -112,20 +112,20 @@ def measure_ranks(scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor
     """
     fused, model = Fused(scenario, num_ranks), scenario.model
     x, weight, expert = (
-        each.chunk(num_ranks) for each in (scenario.x_TM, scenario.weight_TK, scenario.expert_TK)
+        tensor.chunk(num_ranks) for tensor in (scenario.x_TM, scenario.weight_TK, scenario.expert_TK)
     )
-    most = max(int(each.reshape(-1).bincount().max()) for each in expert)
+    most = max(int(chosen.reshape(-1).bincount().max()) for chosen in expert)
     world = PersistentRanks(
         num_ranks, model.experts // num_ranks, cell_rows=-(-most // 128) * 128, tokens=len(x[0]),
         d_model=model.d_model, d_hidden=model.d_hidden, dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
 
     def persistent() -> list[RankTensors]:
-        return world.forward(x, weight, expert, fused.given)
+        return world.forward(x, weight, expert, fused.operands)
 
     fused.divide(Division(4), Division(4))
     fused.dispatch()
-    apart = difference(torch.cat([each["result"] for each in persistent()]), fused.combine())
+    apart = difference(torch.cat([tensors["result"] for tensors in persistent()]), fused.combine())
     if not apart <= LIMIT:
         sys.exit(f"bench_flashdmoe: {model.name}, W = {num_ranks}: {apart} from COMET's pair, limit {LIMIT}")
     runs = {
@@ -134,9 +134,9 @@ def measure_ranks(scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor
         "in place": scenario.in_place,
     }
     samples = {name: timing(taken) for name, taken in in_turn(runs, rounds, flush).items()}
-    for each in (fused.virtual, world):
-        each.check()
-        each.close()
+    for ranks in (fused.virtual, world):
+        ranks.check()
+        ranks.close()
     return {
         "model": model.name,
         "W": num_ranks,

@@ -98,8 +98,8 @@ def results(
     """Runs forward and backward. Returns the output and the gradients of x and of ``parameters``."""
     x = x.detach().requires_grad_()
     y = run(x)
-    found = torch.autograd.grad(y, [x, *parameters], grad)
-    return [y.detach(), *found]
+    gradients = torch.autograd.grad(y, [x, *parameters], grad)
+    return [y.detach(), *gradients]
 
 
 def check(
@@ -191,7 +191,7 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
         return lambda: torch.autograd.grad(model(leaf), parameters, grad)
 
     every: dict[str, tuple[nn.Module, Callable[[], None]]] = {
-        name: (each, lambda: None) for name, each in plain.items()
+        name: (module, lambda: None) for name, module in plain.items()
     }
     every |= {name: (layer, configure) for name, configure in variants(layer).items()}
     passes = {"forward": (forward_of, 1), "forward and backward": (both_of, 3)}

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.bench_alone import device_work
-from bench.timing import OUT, Told, table, write_json
+from bench.timing import OUT, Progress, table, write_json
 from pmoe.cli.arguments import dtype_name
 from pmoe.comm.ranks import Ranks
 from pmoe.layer.predict_memory import memory_shape
@@ -112,7 +112,8 @@ class Passes:
             device_work(lambda: kept[0].backward(self.dy)),
         )
         sums = [
-            sum(each["us"] for each in work if not each["name"].startswith("Mem")) / 1e6 for work in works
+            sum(kernel["us"] for kernel in work if not kernel["name"].startswith("Mem")) / 1e6
+            for work in works
         ]
         return sums[0], sums[1]
 
@@ -135,19 +136,19 @@ class Passes:
         return torch.cuda.max_memory_allocated() - before, predicted
 
 
-def copy_seconds(found: Profile, pair: Restore, sizes: argparse.Namespace, size: int) -> list[float]:
+def copy_seconds(profile: Profile, pair: Restore, sizes: argparse.Namespace, size: int) -> list[float]:
     """Returns the seconds of all copies in forward, to the host, and of all in backward, from the host.
 
     They are computed from the bytes that the restore pair offloads and from measured rates.
 
-    found: profile with the measured rates of copies.
+    profile: the measured rates of copies.
     pair: the restore pair, which says what is offloaded.
     sizes: sizes of the layer and the batch, from the command line.
     size: bytes of an element.
     """
     columns = sizes.d_model * (pair.dispatched == "offload") + sizes.d_hidden * (pair.hidden == "offload")
     total = sizes.tokens * columns * size
-    return [line.beta_seconds * total for line in (found.copy_out, found.copy_in)]
+    return [line.beta_seconds * total for line in (profile.copy_out, profile.copy_in)]
 
 
 BUSY = 0.75
@@ -182,12 +183,12 @@ def main() -> None:
     device, dtype = torch.device(sizes.device), getattr(torch, sizes.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_gpu_memory: not run, torch sees no CUDA device")
-    found = measure(Ranks(), device, dtype)
+    profile = measure(Ranks(), device, dtype)
     passes = Passes(sizes, device, dtype)
     samples: dict[Restore, list[tuple[float, float]]] = {pair: [] for pair in ALL_PAIRS}
-    told = Told()
+    progress = Progress()
     for round_ in range(-2, sizes.rounds):
-        told.at(f"round {round_ + 1} of {sizes.rounds}")
+        progress.at(f"round {round_ + 1} of {sizes.rounds}")
         for pair in ALL_PAIRS:
             times = passes.step(pair)
             if round_ >= 0:
@@ -196,10 +197,10 @@ def main() -> None:
         pair: [statistics.median(times[i] for times in taken) for i in (0, 1)]
         for pair, taken in samples.items()
     }
-    kernels = {pair: passes.kernel_seconds(pair) for pair in {without_copies(each) for each in ALL_PAIRS}}
+    kernels = {pair: passes.kernel_seconds(pair) for pair in {without_copies(pair) for pair in ALL_PAIRS}}
     rows = []
     for pair in ALL_PAIRS:
-        copies = copy_seconds(found, pair, sizes, dtype.itemsize)
+        copies = copy_seconds(profile, pair, sizes, dtype.itemsize)
         alone = medians[without_copies(pair)]
         counted, predicted = passes.peak(pair)
         row: dict[str, Any] = {"pair": f"{pair} {pair.strategy or ''}".strip()}
@@ -216,9 +217,9 @@ def main() -> None:
         rows.append(row)
     print(table(rows))
     shape = memory_shape(passes.layer.layer_modules, passes.x)
-    pick, seconds = cheapest_pair(shape, found, sizes.tokens, STRATEGIES.values())
-    told = ", ".join(f"{pair} {pair.strategy}: {time * 1e3:.2f} ms" for pair, time in seconds.items())
-    print(f"Eq. 10 picks {pick} ({told})")
+    pick, seconds = cheapest_pair(shape, profile, sizes.tokens, STRATEGIES.values())
+    costs = ", ".join(f"{pair} {pair.strategy}: {time * 1e3:.2f} ms" for pair, time in seconds.items())
+    print(f"Eq. 10 picks {pick} ({costs})")
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"
     path = sizes.out / f"gpu_memory_{''.join(c if c.isalnum() else '_' for c in name.lower())}.json"
     write_json(
@@ -226,7 +227,7 @@ def main() -> None:
         device=name,
         torch_cuda=torch.version.cuda,
         tokens=sizes.tokens,
-        profile=asdict(found),
+        profile=asdict(profile),
         rows=rows,
         picks=str(pick),
     )

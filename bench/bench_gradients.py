@@ -142,22 +142,22 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str) -> Result:
         "partitioned": lambda: step("partitioned"),
     }
     times = interleaved(runs, rounds)
-    found = hooks["partitioned"].partition
-    assert found is not None
+    partition = hooks["partitioned"].partition
+    assert partition is not None
     dense_bytes = sum(p.nbytes for p in models["plain"].parameters() if not is_expert(p))
     return Result(
         bytes_per_second=rate,
         dense_bytes=dense_bytes,
         times=times,
         predicted={
-            "plain": found.plain_seconds,
-            "after step 1": found.filled_seconds,
-            "partitioned": found.exposed_seconds,
+            "plain": partition.plain_seconds,
+            "after step 1": partition.filled_seconds,
+            "partitioned": partition.exposed_seconds,
         },
         pieces={
-            "beside dense parts": sum(share.dense_bytes for share in found.shares),
-            "inside MoE layers": sum(share.moe_bytes for share in found.shares),
-            "at the end": found.end_bytes,
+            "beside dense parts": sum(share.dense_bytes for share in partition.shares),
+            "inside MoE layers": sum(share.moe_bytes for share in partition.shares),
+            "at the end": partition.end_bytes,
         },
         difference=difference,
         load=os.getloadavg()[0],
@@ -236,9 +236,9 @@ def main() -> None:
         result = launch(
             args.ranks, run_rank, link=args.link, rate=INFINITE, args=(setting, args.rounds, folder)
         )
-    found = report(result[0], setting)
+    results = report(result[0], setting)
     if args.json:
-        write_json(args.json, **found)
+        write_json(args.json, **results)
 
 
 if __name__ == "__main__":

@@ -101,9 +101,9 @@ class Waits:
             begin = time.monotonic()
             work._inner.wait()
             arrived = time.monotonic()
-            left = work._ready_at - arrived
-            if left > 0:
-                time.sleep(left)
+            remaining = work._ready_at - arrived
+            if remaining > 0:
+                time.sleep(remaining)
             if threading.get_ident() == computing:
                 self.peer += arrived - begin
                 self.link += time.monotonic() - arrived
@@ -144,8 +144,8 @@ class Rank:
 
     def step(self, name: str) -> None:
         way = self.ways[name]
-        for each in way.graphs:
-            each.enter()
+        for graph in way.graphs:
+            graph.enter()
         way.model.zero_grad(set_to_none=True)
         link, peer = self.waits.link, self.waits.peer
         y = way.call(self.x)
@@ -165,7 +165,7 @@ class Rank:
         self.ways[name] = Way(model, call)  # type: ignore[arg-type]
         self._warm_up(name, WARM_UP)
         if compiled.get("backend") == "pmoe":
-            self.ways[name].graphs = [Ordered.of(each) for each in RUNNERS.values()]
+            self.ways[name].graphs = [Ordered.of(runner) for runner in RUNNERS.values()]
 
     def add_plan(self, name: str, plans: dict[str, tuple[RangePlan, bool]]) -> None:
         """Adds the compiled model a second time, as a way of its own whose graphs follow other plans.
@@ -174,13 +174,13 @@ class Rank:
         plans: for each direction the plan, and whether weight gradients are moved.
         """
         whole = self.ways[WHOLE]
-        for each in whole.graphs:
-            each.program.watch = None
+        for graph in whole.graphs:
+            graph.program.watch = None
         for direction, (plan, moved) in plans.items():
             RUNNERS[direction].take(plan, moved)
         self.ways[name] = Way(whole.model, whole.call)
         self._warm_up(name, 2)
-        self.ways[name].graphs = [Ordered.of(each) for each in RUNNERS.values()]
+        self.ways[name].graphs = [Ordered.of(runner) for runner in RUNNERS.values()]
 
     def _warm_up(self, name: str, steps: int) -> None:
         way = self.ways[name]
@@ -196,14 +196,14 @@ class Rank:
         One more step of each way measures its gradients and its memory.
         """
         times = interleaved({name: lambda name=name: self.step(name) for name in self.ways}, rounds)
-        plain, found = list(self.ways.values())[0], dict[str, dict[str, Any]]()
+        plain, by_way = list(self.ways.values())[0], dict[str, dict[str, Any]]()
         for name, way in self.ways.items():
             with watched() as seen:
                 self.step(name)
-            ours = [each.grad.clone() for each in way.model.parameters()]
+            ours = [parameter.grad.clone() for parameter in way.model.parameters()]
             if way is plain:
                 first = ours
-            found[name] = {
+            by_way[name] = {
                 "step ms": 1e3 * times[name].median,
                 "exposed ms": 1e3 * statistics.median(way.link[:-1]),
                 "of it forward ms": 1e3 * statistics.median(way.forward_link[:-1]),
@@ -216,25 +216,25 @@ class Rank:
                 "seconds": times[name],
             }
             if way.graphs:
-                said = 1e3 * sum(total_seconds(each.instructions) for each in way.graphs)
-                took = 1e3 * sum(each.median for each in way.graphs)
-                waits = 1e3 * sum(exposed_seconds(each.instructions) for each in way.graphs)
-                found[name] |= {"graphs ms": took, "predicted ms": said, "off %": 100 * (said / took - 1)}
-                found[name] |= {"predicted exposed ms": waits}
-        return found
+                said = 1e3 * sum(total_seconds(graph.instructions) for graph in way.graphs)
+                took = 1e3 * sum(graph.median for graph in way.graphs)
+                waits = 1e3 * sum(exposed_seconds(graph.instructions) for graph in way.graphs)
+                by_way[name] |= {"graphs ms": took, "predicted ms": said, "off %": 100 * (said / took - 1)}
+                by_way[name] |= {"predicted exposed ms": waits}
+        return by_way
 
     def timelines(self, name: str, title: str) -> dict[str, Any]:
         """Records when the instructions of one step of a way ran. Returns the panels of a drawing."""
         way, panels = self.ways[name], dict[str, Any]()
-        watches = [PassTimeline(each.instructions) for each in way.graphs]
+        watches = [PassTimeline(graph.instructions) for graph in way.graphs]
         kept, way.graphs = way.graphs, []
-        for each, watch in zip(kept, watches, strict=True):
-            each.program.watch = lambda _, boxed, each=each, watch=watch: watch(each.module, boxed)
+        for graph, watch in zip(kept, watches, strict=True):
+            graph.program.watch = lambda _, boxed, graph=graph, watch=watch: watch(graph.module, boxed)
         self.step(name)
         way.graphs = kept
-        for each, watch in zip(kept, watches, strict=True):
-            direction, free = each.program.key[0], weight_gradients.weight_gradients(each.instructions)
-            panels[f"{direction}, {title}"] = bars_of(direction, watch.found, free)
+        for graph, watch in zip(kept, watches, strict=True):
+            direction, free = graph.program.key[0], weight_gradients.weight_gradients(graph.instructions)
+            panels[f"{direction}, {title}"] = bars_of(direction, watch.ran, free)
         return panels
 
 
@@ -252,7 +252,7 @@ def slowed(link: Any, setting: Setting) -> tuple[float, float]:
     them.
     """
     link.set_rate(INFINITE)
-    layer = next(each for each in setting.model().modules() if isinstance(each, pmoe.MoELayer))
+    layer = next(module for module in setting.model().modules() if isinstance(module, pmoe.MoELayer))
     ranks = dist.get_world_size()
     sizes = (setting.d_model, setting.d_hidden, setting.num_experts // ranks)
     local = pmoe.MoELayer(*sizes, group=Ranks.single())
@@ -262,12 +262,12 @@ def slowed(link: Any, setting: Setting) -> tuple[float, float]:
             begin = time.perf_counter()
             local(rows)
             taken.append(time.perf_counter() - begin)
-    found = torch.tensor([statistics.median(taken[2:])], dtype=torch.float64)
-    dist.broadcast(found, 0)
+    median_seconds = torch.tensor([statistics.median(taken[2:])], dtype=torch.float64)
+    dist.broadcast(median_seconds, 0)
     num_bytes = 2 * setting.tokens * (ranks - 1) / ranks * setting.d_model * layer.experts.w1.element_size()
-    rate = num_bytes / (setting.ratio * found.item())
+    rate = num_bytes / (setting.ratio * median_seconds.item())
     link.set_rate(rate)
-    return found.item(), rate
+    return median_seconds.item(), rate
 
 
 def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture: str) -> dict[str, Any]:
@@ -283,35 +283,39 @@ def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture:
     ways = rank.timed(rounds)
     best = min(map(layer_name, DEGREES), key=lambda name: ways[name]["step ms"])
     ours, theirs = ways[WHOLE], ways[best]
-    plans = [each.program.plan for each in rank.ways[WHOLE].graphs]
-    found = {
+    plans = [graph.program.plan for graph in rank.ways[WHOLE].graphs]
+    results = {
         "setting": asdict(setting), "expert_seconds": seconds, "bytes_per_second": rate, "ways": ways,
         "beside": best,
         "speed": ours["seconds"].speedup_over(theirs["seconds"]),
         "exposed": ours["exposed ms"] / max(theirs["exposed ms"], 1e-9),
         "memory": ours["peak MiB"] / theirs["peak MiB"],
-        "ranges": [asdict(each) for plan in plans for each in plan.ranges],
+        "ranges": [asdict(range_) for plan in plans for range_ in plan.ranges],
     }  # fmt: skip
     rank.ways = {WHOLE: rank.ways[WHOLE]}
     after = rank.timelines(WHOLE, "as run") if picture else {}
-    old = [each.cutting.cut(each.program.plan) for each in RUNNERS.values()]
+    old = [runner.cutting.apply(runner.program.plan) for runner in RUNNERS.values()]
     whole = rank.ways[WHOLE]
     rank.ways["old order"] = Way(whole.model, whole.call)
-    for module, each in zip(old, whole.graphs, strict=True):
-        rank.ways["old order"].graphs.append(replace(each, module=Unordered(module), seconds=PassSeconds()))
+    for module, graph in zip(old, whole.graphs, strict=True):
+        rank.ways["old order"].graphs.append(replace(graph, module=Unordered(module), seconds=PassSeconds()))
     link.set_rate(INFINITE)
     free = rank.timed(rounds)
-    found["runtime_over_old_order"] = free[WHOLE]["seconds"].speedup_over(free["old order"]["seconds"]) ** -1
+    results["runtime_over_old_order"] = (
+        free[WHOLE]["seconds"].speedup_over(free["old order"]["seconds"]) ** -1
+    )
     if picture:
         link.set_rate(rate)
         rank.add_plan("traced", dict.fromkeys(RUNNERS, (RangePlan(), False)))
         before = rank.timelines("traced", "as traced")
         if dist.get_rank() == 0:
             panels = {
-                name: each for pair in zip(before.items(), after.items(), strict=True) for name, each in pair
+                name: panel
+                for pair in zip(before.items(), after.items(), strict=True)
+                for name, panel in pair
             }
             draw(picture, panels, f"One step of the whole model, measured, at {setting.ratio:g} X")
-    return found
+    return results
 
 
 def many_plans(link: Any, setting: Setting, folder: str, rounds: int, count: int) -> dict[str, Any]:
@@ -322,11 +326,11 @@ def many_plans(link: Any, setting: Setting, folder: str, rounds: int, count: int
     rank = Rank(setting, folder)
     slowed(link, setting)
     rank.add(WHOLE, backend="pmoe")
-    every = {name: each.every_plan() for name, each in RUNNERS.items()}
+    every = {name: runner.every_plan() for name, runner in RUNNERS.items()}
     for at in range(count - 1):
         rank.add_plan(f"plan {at}", {name: plans[at % len(plans)] for name, plans in every.items()})
     ways = rank.timed(rounds)
-    off = [abs(each["off %"]) for each in ways.values()]
+    off = [abs(row["off %"]) for row in ways.values()]
     return {
         "setting": asdict(setting),
         "ways": ways,
@@ -338,13 +342,13 @@ def many_plans(link: Any, setting: Setting, folder: str, rounds: int, count: int
 def planning(link: Any, setting: Setting, folder: str, _rounds: int) -> dict[str, Any]:
     """Measures the seconds of planning for a deep model, and of first steps with and without this backend."""
     link.set_rate(50e6)
-    rank, found = Rank(setting, folder), dict[str, Any]()
+    rank, results = Rank(setting, folder), dict[str, Any]()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
             done = function(*args, **options)
-            found[name] = max(found.get(name, 0.0), time.perf_counter() - begin)
+            results[name] = max(results.get(name, 0.0), time.perf_counter() - begin)
             return done
 
         return call
@@ -354,28 +358,32 @@ def planning(link: Any, setting: Setting, folder: str, _rounds: int) -> dict[str
         setattr(weight_gradients, name, timed(f"{name} s", getattr(weight_gradients, name)))
     for name in ("pmoe", "aot_eager", "inductor"):
         rank.add(name, backend=name)
-        found[f"first step, {name} s"] = rank.ways[name].first_seconds
-    return {"setting": asdict(setting), **found}
+        results[f"first step, {name} s"] = rank.ways[name].first_seconds
+    return {"setting": asdict(setting), **results}
 
 
 # ---- the report
 
 
-def told(name: str, found: dict[str, Any]) -> None:
-    ways = found.get("ways", {})
-    columns = [each for each in max(ways.values(), key=len, default={}) if each != "seconds"]
+def show(name: str, results: dict[str, Any]) -> None:
+    ways = results.get("ways", {})
+    columns = [column for column in max(ways.values(), key=len, default={}) if column != "seconds"]
     print(f"\n{name}")
     if ways:
-        print(table([{"way": way, **{each: row.get(each) for each in columns}} for way, row in ways.items()]))
-    print({key: each for key, each in found.items() if key != "ways"}, flush=True)
+        print(
+            table(
+                [{"way": way, **{column: row.get(column) for column in columns}} for way, row in ways.items()]
+            )
+        )
+    print({key: value for key, value in results.items() if key != "ways"}, flush=True)
 
 
-def keep(path: Path, name: str, found: dict[str, Any]) -> None:
+def keep(path: Path, name: str, results: dict[str, Any]) -> None:
     """Stores the results of one command in the result file, beside those of other commands."""
     pieces = {}
     with contextlib.suppress(OSError, ValueError):
         pieces = json.loads(path.read_text()).get("pieces", {})
-    pieces[name] = {"command": sys.argv, **BEGUN, **found}
+    pieces[name] = {"command": sys.argv, **BEGUN, **results}
     write_json(path, pieces=pieces)
 
 
@@ -411,12 +419,12 @@ def main() -> None:
         pieces["planning"] = (planning, deep, args.rounds)
     if not pieces:
         parser.error("one of --ratio, --plans, --small and --deep must be given")
-    for name, (function, setting, *given) in pieces.items():
+    for name, (function, setting, *values) in pieces.items():
         with tempfile.TemporaryDirectory() as folder:
-            taken = (setting, folder, *given)
-            found = launch(2, function, "modelled", INFINITE, taken, timeout_seconds=1700)[0]
-        told(name, found)
-        keep(args.out / "lancet.json", name, found)
+            taken = (setting, folder, *values)
+            results = launch(2, function, "modelled", INFINITE, taken, timeout_seconds=1700)[0]
+        show(name, results)
+        keep(args.out / "lancet.json", name, results)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class Rank:
         begin = time.perf_counter()
         loss.backward()
         steps.backward.append(time.perf_counter() - begin)
-        way.begun[:] = [each - begin for each in way.begun]
+        way.begun[:] = [moment - begin for moment in way.begun]
         steps.waits.append(self.waits.link - waited)
         steps.sent_bytes.append(self.link.bytes_sent)
 
@@ -179,12 +179,13 @@ def row_of(
 
 def predicted(instructions: Sequence[Instruction]) -> dict[str, float]:
     """Returns what the plan predicts for a backward pass, in milliseconds."""
-    on_link = [each for each in instructions if each.lane == COMMUNICATE]
+    on_link = [instruction for instruction in instructions if instruction.lane == COMMUNICATE]
     return {
         "backward ms": 1e3 * total_seconds(instructions),
         "exposed ms": 1e3 * exposed_seconds(instructions),
-        "all-to-alls ms": 1e3 * sum(each.seconds for each in on_link if each.communicates),
-        "reductions ms": 1e3 * sum(each.seconds for each in on_link if each.reduces),
+        "all-to-alls ms": 1e3
+        * sum(instruction.seconds for instruction in on_link if instruction.communicates),
+        "reductions ms": 1e3 * sum(instruction.seconds for instruction in on_link if instruction.reduces),
     }
 
 
@@ -199,13 +200,16 @@ def work(link: Any, setting: Setting, folder: str, rounds: int, bucket_mb: float
     for name in WAYS:
         rank.step(name)
     gradients = [
-        [each.grad for each in way.model.parameters() if not is_expert(each)] for way in rank.ways.values()
+        [parameter.grad for parameter in way.model.parameters() if not is_expert(parameter)]
+        for way in rank.ways.values()
     ]
-    (program,) = (each for key, each in run.PROGRAMS.items() if key[0] == "backward" and each.reductions)
+    (program,) = (
+        program for key, program in run.PROGRAMS.items() if key[0] == "backward" and program.reductions
+    )
     return {
         "setting": asdict(setting),
         "bytes_per_second": rate,
-        "dense_bytes": sum(each.nbytes for each in gradients[0]),
+        "dense_bytes": sum(gradient.nbytes for gradient in gradients[0]),
         "bucket_mb": bucket_mb,
         "ways": {
             name: row_of(name, times, rank.steps, way.begun, rate) | {"seconds": times[name]}
@@ -213,7 +217,7 @@ def work(link: Any, setting: Setting, folder: str, rounds: int, bucket_mb: float
         },
         "not reduced": {name: times[name + NOT_REDUCED] for name in WAYS},
         "predicted": predicted(program.instructions),
-        "ranges": [asdict(each) for each in program.plan.ranges],
+        "ranges": [asdict(range_) for range_ in program.plan.ranges],
         "gradients differ": max(
             float((a - b).abs().max() / a.abs().max())
             for other in gradients[1:]
@@ -238,12 +242,14 @@ def main() -> None:
     for ratio in args.ratio:
         setting = Setting(ratio=ratio, d_model=args.d_model, d_hidden=4 * args.d_model, context=args.context)
         with tempfile.TemporaryDirectory() as folder:
-            given = (setting, folder, args.rounds, args.bucket_mb, args.n)
-            results = launch(2, work, "modelled", INFINITE, given, timeout_seconds=1700)[0]
+            values = (setting, folder, args.rounds, args.bucket_mb, args.n)
+            results = launch(2, work, "modelled", INFINITE, values, timeout_seconds=1700)[0]
         print(f"\n{ratio:g} X")
         ways = results["ways"].values()
-        print(table([{key: each for key, each in row.items() if key != "seconds"} for row in ways]))
-        print({key: each for key, each in results.items() if key not in ("ways", "not reduced")}, flush=True)
+        print(table([{key: value for key, value in row.items() if key != "seconds"} for row in ways]))
+        print(
+            {key: value for key, value in results.items() if key not in ("ways", "not reduced")}, flush=True
+        )
         keep(args.out / "lancet_reductions.json", f"{ratio:g}x", results)
 
 

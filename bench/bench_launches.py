@@ -59,11 +59,11 @@ def launched(call: Callable[[], object]) -> list[str]:
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         call()
-    found: list[str] = []
+    operators: list[str] = []
 
     def count(event: Any) -> None:
         if event.name.startswith("aten::") and event.name not in NO_KERNEL:
-            found.append(event.name)
+            operators.append(event.name)
             return
         for child in event.cpu_children:
             count(child)
@@ -71,7 +71,7 @@ def launched(call: Callable[[], object]) -> list[str]:
     for event in profiler.events():
         if event.cpu_parent is None:
             count(event)
-    return found
+    return operators
 
 
 def rows() -> list[tuple[str, str, str]]:

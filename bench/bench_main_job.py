@@ -358,12 +358,12 @@ def main() -> None:
     tokens = arguments.batch * arguments.context
     results: dict[str, Any] = {}
     if 2 in args.ranks:
-        found, _ = launch(2, on_two_ranks, "modelled", INFINITE, (arguments, args.rounds))
-        rows = rows_of(found["times"], tokens, found["bound"])
-        n = found["n of pipeline=True"]
-        print(f"two ranks, {tokens} tokens a step; n = {n}; bound {found['bound'] * 1e3:.1f} ms")
+        measured, _ = launch(2, on_two_ranks, "modelled", INFINITE, (arguments, args.rounds))
+        rows = rows_of(measured["times"], tokens, measured["bound"])
+        n = measured["n of pipeline=True"]
+        print(f"two ranks, {tokens} tokens a step; n = {n}; bound {measured['bound'] * 1e3:.1f} ms")
         print(table(rows))
-        results["two ranks"] = {**found, "rows": rows}
+        results["two ranks"] = {**measured, "rows": rows}
     if 1 in args.ranks:
         times = on_one_rank(arguments, args.rounds)
         rows = rows_of(times, tokens // 2)

@@ -70,7 +70,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.by_file[owner_of(sys._getframe(1), self.package) or "autograd"] += 1
-        returned = [each.alias_info for each in func._schema.returns]
+        returned = [result.alias_info for result in func._schema.returns]
         self.views += any(alias is not None and not alias.is_write for alias in returned)
         return func(*args, **(kwargs or {}))
 
@@ -140,13 +140,13 @@ class Subject:
         if not any(span.name == "S0" for span in journal.spans):
             sys.exit(f"bench_overhead: {case} sends no rows, see all_travel in {__file__}")
         tasks = collections.Counter(span.direction for span in journal.spans)
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
 
         @contextmanager
         def counted(name: str) -> Iterator[None]:
             with Counting(self.package) as counting:
                 yield
-            found[name] = {
+            facts[name] = {
                 "tasks": tasks[name],
                 "operations": sum(counting.by_file.values()),
                 "views": counting.views,
@@ -154,7 +154,7 @@ class Subject:
             }
 
         self._step(case, counted)
-        return found
+        return facts
 
     def times(self, calls: int) -> dict[str, Any]:
         """Returns the median seconds of a number of calls, for each case, pass and clock."""
@@ -166,7 +166,8 @@ class Subject:
                 self._step(case, lambda name, of=samples[case]: timed(of[name]))
         return {
             case: {
-                name: {clock: median(each) for clock, each in clocks.items()} for name, clocks in of.items()
+                name: {clock: median(seconds) for clock, seconds in clocks.items()}
+                for name, clocks in of.items()
             }
             for case, of in samples.items()
         }
@@ -176,7 +177,7 @@ class Subject:
 
         The times are those under ``sys.setprofile``.
         """
-        found: dict[str, Any] = {}
+        shares: dict[str, Any] = {}
         for case in CASES:
             clocked = {name: Clocked(self.package) for name in PASSES}
 
@@ -189,12 +190,12 @@ class Subject:
 
             for _ in range(calls):
                 self._step(case, profiled)
-            found[case] = {name: each.seconds for name, each in clocked.items()}
-            for seconds in found[case].values():
+            shares[case] = {name: watch.seconds for name, watch in clocked.items()}
+            for seconds in shares[case].values():
                 total = sum(seconds.values())
                 for file in seconds:
                     seconds[file] /= total
-        return found
+        return shares
 
     def _step(self, case: str, around: Callable[[str], Any] | None = None) -> None:
         layer = self.layers[case]
@@ -284,7 +285,7 @@ def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
     roots: by name of a version, its folder.
     """
     versions = {name: Version(root) for name, root in roots.items()}
-    found: dict[str, Any] = {name: {"facts": each.ask("facts")} for name, each in versions.items()}
+    results: dict[str, Any] = {name: {"facts": version.ask("facts")} for name, version in versions.items()}
     samples: dict[str, list[Any]] = {name: [] for name in versions}
     names = list(versions)
     for round_ in range(rounds):
@@ -292,21 +293,21 @@ def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
         for turn in range(len(names)):
             name = names[(turn + round_) % len(names)]
             samples[name].append(versions[name].ask("times", calls))
-    for name, each in versions.items():
-        found[name] |= {"times": samples[name], "shares": each.ask("shares", 2 * calls)}
-        each.close()
-    return found
+    for name, version in versions.items():
+        results[name] |= {"times": samples[name], "shares": version.ask("shares", 2 * calls)}
+        version.close()
+    return results
 
 
-def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the table: one row for each case, pass and version; with two versions also their ratios."""
     rows = []
     for case in CASES:
         for name in PASSES:
             place = {"layer": case, "pass": name}
-            rows += [{**place, "version": version, **_row(of, case, name)} for version, of in found.items()]
-            if len(found) == 2:
-                this, other = found.values()
+            rows += [{**place, "version": version, **_row(of, case, name)} for version, of in results.items()]
+            if len(results) == 2:
+                this, other = results.values()
                 rows.append({**place, "version": "this / other", **_ratios(this, other, case, name)})
     return rows
 
@@ -318,8 +319,8 @@ def _row(of: dict[str, Any], case: str, name: str) -> dict[str, Any]:
 
 
 def _ratios(this: dict[str, Any], other: dict[str, Any], case: str, name: str) -> dict[str, Any]:
-    here, there = (each["facts"][case][name] for each in (this, other))
-    row = {key: here[key] / there[key] for key in COUNTS}
+    own_facts, other_facts = (version["facts"][case][name] for version in (this, other))
+    row = {key: own_facts[key] / other_facts[key] for key in COUNTS}
     for clock in CLOCKS:
         rounds = zip(series(this, case, name, clock), series(other, case, name, clock), strict=True)
         row[f"{clock} ms"] = median(a / b for a, b in rounds)
@@ -328,7 +329,7 @@ def _ratios(this: dict[str, Any], other: dict[str, Any], case: str, name: str) -
 
 def series(of: dict[str, Any], case: str, name: str, clock: str) -> list[float]:
     """Returns the seconds of each round, for one case, pass and clock."""
-    return [each[case][name][clock] for each in of["times"]]
+    return [round_[case][name][clock] for round_ in of["times"]]
 
 
 def by_file(of: dict[str, Any], case: str) -> list[dict[str, Any]]:
@@ -364,19 +365,19 @@ def main() -> None:
     if arguments.against and not (arguments.against / "pmoe").is_dir():
         parser.error(f"--against ({arguments.against}) must be the folder of another clone of pmoe")
     roots = {"this": HERE} | ({"other": arguments.against.resolve()} if arguments.against else {})
-    found = measure(roots, arguments.rounds, arguments.calls)
-    rows = rows_of(found)
+    results = measure(roots, arguments.rounds, arguments.calls)
+    rows = rows_of(results)
     print(f"{machine()}\nmedians of {arguments.rounds} rounds of {arguments.calls} calls")
     for name, root in roots.items():
         print(f"{name}: {root}")
     print(table(rows))
-    for name, of in found.items():
+    for name, of in results.items():
         for case in CASES:
             print(f"\n{case}, {name}: operations and thread time by file")
             print(table(by_file(of, case)[:MAX_FILES]))
     if arguments.out:
         path = arguments.out / "overhead.json"
-        write_json(path, roots={name: str(root) for name, root in roots.items()}, rows=rows, found=found)
+        write_json(path, roots={name: str(root) for name, root in roots.items()}, rows=rows, found=results)
         print(f"wrote {path}")
 
 

@@ -199,7 +199,7 @@ def median_step(step: Step, n: int, rounds: int) -> list[Span]:
         with recording() as journal:
             times = step(n, False)
         recorded.append((times["forward"] + times["backward"], journal.spans))
-    return sorted(recorded, key=lambda each: each[0])[rounds // 2][1]
+    return sorted(recorded, key=lambda timed_step: timed_step[0])[rounds // 2][1]
 
 
 def run_name(n: int, is_sequential: bool) -> str:

@@ -280,9 +280,9 @@ def measure(
         runs: dict[str, Callable[[], Any]] = {"torch": partial(kernel.plain, problem)}
         for n in errors:
             runs[f"parts {n}" if n else "kernel"] = partial(run, problem, kernel, n)
-        found = timings[kernel.name] = time_in_turn(runs, rounds)
+        timed = timings[kernel.name] = time_in_turn(runs, rounds)
         count = bytes_of(kernel.tensors(problem))
-        for (name, timing), error in zip(list(found.items())[1:], errors.values(), strict=True):
+        for (name, timing), error in zip(list(timed.items())[1:], errors.values(), strict=True):
             rate = count / timing.median
             rows.append(
                 {
@@ -291,8 +291,8 @@ def measure(
                     "spread": timing.spread,
                     "GB/s": rate / 1e9,
                     "of copy": rate / copy_rate,
-                    "torch ms": found["torch"].median * 1e3,
-                    "x torch": timing.speedup_over(found["torch"]),
+                    "torch ms": timed["torch"].median * 1e3,
+                    "x torch": timing.speedup_over(timed["torch"]),
                     "error": error,
                     "bytes": count,
                 }

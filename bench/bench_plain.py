@@ -71,8 +71,8 @@ def main() -> None:
     plain = {name_of(spelling): PlainMoE(layer, spelling) for spelling in SPELLINGS}
     x = torch.randn(setting.tokens, setting.d_model, requires_grad=True)
     dy = torch.randn(setting.tokens, setting.d_model)
-    for each in plain.values():
-        torch.testing.assert_close(layer(x), each(x), rtol=1e-4, atol=1e-5)
+    for module in plain.values():
+        torch.testing.assert_close(layer(x), module(x), rtol=1e-4, atol=1e-5)
     runs: dict[str, Callable[[], object]] = {}
     for n in (1, 2, 4, 8):
 
@@ -81,7 +81,7 @@ def main() -> None:
             step(layer, x, dy)
 
         runs[f"pmoe n={n}"] = forward_backward
-    runs |= {name: functools.partial(step, each, x, dy) for name, each in plain.items()}
+    runs |= {name: functools.partial(step, module, x, dy) for name, module in plain.items()}
     times: dict[str, Timing] = interleaved(runs, args.rounds)
     baseline = fastest(times)
     rows = [

@@ -74,17 +74,17 @@ class Subject:
         objects, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         y.backward(self.dy)
-        kept = [each for each in vars(self.layer.row_counts).values() if isinstance(each, torch.Tensor)]
+        kept = [tensor for tensor in vars(self.layer.row_counts).values() if isinstance(tensor, torch.Tensor)]
         return {
             "counts": self.layer.traffic.counts - before,
-            "bookkeeping": objects + sum({each.data_ptr(): each.nbytes for each in kept}.values()),
+            "bookkeeping": objects + sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values()),
         }
 
 
 def timed(run: Any) -> tuple[float, Any]:
     begin = time.thread_time()
-    found = run()
-    return 1e3 * (time.thread_time() - begin), found
+    result = run()
+    return 1e3 * (time.thread_time() - begin), result
 
 
 # ---- in the process of one number of ranks
@@ -130,13 +130,16 @@ def measure(ranks: list[int], rounds: int, calls: int) -> list[dict[str, Any]]:
         for num_ranks, pool in pools.items():
             row: dict[str, Any] = {"layer": case, "ranks": num_ranks}
             for name in ("forward", "backward"):
-                own, first = ([step[name] for step in steps[each]] for each in (num_ranks, ranks[0]))
+                own, first = ([step[name] for step in steps[world]] for world in (num_ranks, ranks[0]))
                 row[f"{name} ms"] = statistics.median(own)
                 row[f"{name} over W={ranks[0]}"] = statistics.median(map(truediv, own, first))
-            held = pool.submit(bytes_of, case).result()
+            num_bytes = pool.submit(bytes_of, case).result()
             of_rows = TOKENS * TOP_K * WIDE * WIDE_BYTES
-            row |= {"counts KiB": held["counts"] / 1024, "% of rows": 100 * held["counts"] / of_rows}
-            rows.append(row | {"bookkeeping KiB": held["bookkeeping"] / 1024})
+            row |= {
+                "counts KiB": num_bytes["counts"] / 1024,
+                "% of rows": 100 * num_bytes["counts"] / of_rows,
+            }
+            rows.append(row | {"bookkeeping KiB": num_bytes["bookkeeping"] / 1024})
     for pool in pools.values():
         pool.shutdown()
     return rows

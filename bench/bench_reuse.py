@@ -97,8 +97,8 @@ class Step:
     def gradients(self, variant: str | Restore, n: int) -> list[Tensor]:
         self(variant, n)
         if variant in PLAIN or variant == "checkpointed":
-            found = self.plain[PLAIN[-1] if variant == "checkpointed" else variant].gradients()
-            return [self.x.grad, *(found[name] for name, _ in self.layer.named_parameters())]
+            gradients = self.plain[PLAIN[-1] if variant == "checkpointed" else variant].gradients()
+            return [self.x.grad, *(gradients[name] for name, _ in self.layer.named_parameters())]
         return [self.x.grad, *(parameter.grad for parameter in self.layer.parameters())]
 
     def bytes(self, variant: str | Restore, n: int) -> dict[str, int]:
@@ -128,13 +128,13 @@ class Step:
         ) as profile:
             step()
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        now = peak = held = 0
+        now = peak = live_at_mark = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             now += event.nbytes()
             peak = max(peak, now)
             if event.start_ns() <= mark:
-                held = now
-        return {"held": held, "peak": peak, "host": host.peak_bytes, "kept": kept}
+                live_at_mark = now
+        return {"held": live_at_mark, "peak": peak, "host": host.peak_bytes, "kept": kept}
 
 
 # ---- the prediction
@@ -254,8 +254,8 @@ def run_rank(link: Any, setting: Setting, rate: str, degrees: list[int], rounds:
     link.set_rate(INFINITE)
     step = Step(setting)
     alone = measure({"computation": products_alone(setting)}, rounds)["computation"]
-    variants: list[tuple[str | Restore, int]] = [(each, 1) for each in (*PLAIN, "checkpointed")]
-    variants += [(each, n) for n in degrees for each in ("no reuse", *ALL_PAIRS)]
+    variants: list[tuple[str | Restore, int]] = [(variant, 1) for variant in (*PLAIN, "checkpointed")]
+    variants += [(variant, n) for n in degrees for variant in ("no reuse", *ALL_PAIRS)]
     expected = step.gradients(PLAIN[0], 1)
     worst = 0.0
     counted = {}

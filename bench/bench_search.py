@@ -215,7 +215,7 @@ def run_live(
                 }
             )
     learned = search.learned_degrees(layer.layer_modules)
-    return rows, {name: each.to_fields() for name, each in learned.tables.items()}
+    return rows, {name: degrees.to_fields() for name, degrees in learned.tables.items()}
 
 
 def live_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
@@ -272,9 +272,9 @@ def main() -> None:
             for name, options in LAYERS.items():
                 began = time.monotonic()
                 batches = random_batches(*args.ends, args.live_batches, seed)
-                given = (LIVE_CASE, setting, batches, options)
+                values = (LIVE_CASE, setting, batches, options)
                 rows, learned = launch(
-                    setting.world, run_live, "modelled", INFINITE, given, timeout_seconds=3000
+                    setting.world, run_live, "modelled", INFINITE, values, timeout_seconds=3000
                 )[0]
                 summary = live_summary(rows, time.monotonic() - began)
                 print(f"\n{name}, {args.live_batches} batches of {args.ends} tokens, seed {seed}")

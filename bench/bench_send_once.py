@@ -72,7 +72,7 @@ def run_rank(_link: Any, setting: Setting) -> dict[str, Any]:
     The bytes are those of each variant, pass and kind of data: "rows", "scalars" or "counts". "differences"
     has the relative differences of the outputs and of the gradients of the input.
     """
-    found: dict[str, Any] = {}
+    by_variant: dict[str, Any] = {}
     results = {}
     for variant in counted(list(VARIANTS), "variant"):
         torch.manual_seed(0)
@@ -91,16 +91,16 @@ def run_rank(_link: Any, setting: Setting) -> dict[str, Any]:
         between = asdict(layer.traffic)
         y.backward(dy)
         after = asdict(layer.traffic)
-        found[variant] = {
+        by_variant[variant] = {
             "forward": {sort: between[sort] - before[sort] for sort in SORTS},
             "backward": {sort: after[sort] - between[sort] for sort in SORTS},
         }
         results[variant] = (y.detach(), x.grad)
-    found["differences"] = [
+    by_variant["differences"] = [
         float((ours - plain).norm() / plain.norm())
         for ours, plain in zip(results["send_once"], results["plain"], strict=True)
     ]
-    return found
+    return by_variant
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ def main() -> None:
             )
     expected = setting.expected_rows("send_once") / setting.expected_rows("plain")
     sent = {
-        variant: sum(each["rows"] for each in total[variant].values())
+        variant: sum(counts["rows"] for counts in total[variant].values())
         / (2 * 2 * setting.row_bytes * setting.tokens * setting.ranks)
         for variant in VARIANTS
     }

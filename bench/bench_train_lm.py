@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.timing import OUT, ROOT, Told, table, write_json
+from bench.timing import OUT, ROOT, Progress, table, write_json
 
 MODELS = {"32 experts, top-2": [], "dense": ["--dense"]}
 LAUNCH = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "examples/train_lm.py"]
@@ -43,19 +43,19 @@ def train(steps: int, options: list[str]) -> dict[str, Any]:
                 [*command, *options], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                told = Told()
+                progress = Progress()
                 while launcher.poll() is None:
                     time.sleep(2)
                     seen, sizes = STEP.findall(log.read_text()), _resident_of_children(launcher.pid)
-                    told.at(f"step {seen[-1] if seen else 0} of {steps}")
+                    progress.at(f"step {seen[-1] if seen else 0} of {steps}")
                     if seen and len(sizes) == 2:
                         resident[int(seen[-1])] = max(sizes)
             finally:
                 launcher.terminate()  # it ends its ranks too
-        found = DONE.search(log.read_text())
-    if found is None:
+        last_line = DONE.search(log.read_text())
+    if last_line is None:
         sys.exit(f"bench_train_lm: training ended with {launcher.returncode} and without its last line")
-    taken, loss, bits, seconds, peak = map(float, found.groups())
+    taken, loss, bits, seconds, peak = map(float, last_line.groups())
     return {
         "steps": int(taken),
         "validation loss": loss,
@@ -97,9 +97,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for model, options in MODELS.items():
-        found = train(args.steps, options)
-        rows.append({"model": model, "resident after 200": growth(found["resident MiB"]), **found})
-        print(f"{model}: {found['validation loss']} nats after {found['seconds']:.0f} s", flush=True)
+        result = train(args.steps, options)
+        rows.append({"model": model, "resident after 200": growth(result["resident MiB"]), **result})
+        print(f"{model}: {result['validation loss']} nats after {result['seconds']:.0f} s", flush=True)
     print(table([{name: value for name, value in row.items() if name != "resident MiB"} for row in rows]))
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / "train_lm.json", rows=rows)

@@ -212,7 +212,7 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
     known = [n for n in DEGREES if n in degrees]
     plain = {name_of(n, None): (n, None) for n in degrees}
     pairs: dict[str, tuple[int, Restore]] = {name_of(n, p): (n, p) for n in known for p in ALL_PAIRS}
-    promised = {name: subject.promised(*each) for name, each in pairs.items()}
+    promised = {name: subject.promised(*choice) for name, choice in pairs.items()}
     budget = max(int(BUDGET_SHARE * promised[name_of(1, KEEP)]), min(promised.values()))
     strategies = [name for name, (_, pair) in pairs.items() if pair.strategy]
     at_one_n = [name_of(REUSE_DEGREE, pair) for pair in STRATEGIES.values() if REUSE_DEGREE in known]
@@ -228,7 +228,7 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
     }
     subject.fixed_step(2, None)  # work that a process does only once must not count for any first step
     runs: dict[str, Run] = {
-        name: functools.partial(subject.fixed_step, *each) for name, each in {**plain, **pairs}.items()
+        name: functools.partial(subject.fixed_step, *choice) for name, choice in {**plain, **pairs}.items()
     }
     screened = measure(runs, SCREENING)
     chosen, finals = {}, dict[str, Run]()
@@ -253,7 +253,7 @@ def run_batches(
     tries. The rates are those of the case with the rows of ``setting``.
     """
     set_rates(link, case, setting, rounds)
-    found = {}
+    by_tokens = {}
     for tokens in sorted(batches):
         subject = Subject(Setting(**{**asdict(setting), "rows": tokens}), case.skew)
         layers = {
@@ -266,7 +266,7 @@ def run_batches(
         for name, layer in layers.items():
             subject.step(layer)
             runs[name] = functools.partial(subject.step, layer)
-        times = {name: each["step"] for name, each in measure(runs, rounds).items()}
+        times = {name: timings["step"] for name, timings in measure(runs, rounds).items()}
         took = {name: layer.ran.backward for name, layer in layers.items()}
-        found[tokens] = {"times": times, "took": took}
-    return found
+        by_tokens[tokens] = {"times": times, "took": took}
+    return by_tokens

@@ -34,15 +34,15 @@ def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Span]]) -> None
 def read_trace(path: str | Path) -> dict[str, list[Span]]:
     """Returns the panels of a file that `chrome_trace` wrote."""
     panels: dict[str, list[Span]] = {}
-    for each in json.loads(Path(path).read_text())["traceEvents"]:
-        start = each["ts"] / 1e6
+    for event in json.loads(Path(path).read_text())["traceEvents"]:
+        start = event["ts"] / 1e6
         bar = Span(
-            direction=each["cat"],
-            name=each["name"],
-            **each["args"],
-            lane=each["tid"],
+            direction=event["cat"],
+            name=event["name"],
+            **event["args"],
+            lane=event["tid"],
             start=start,
-            end=start + each["dur"] / 1e6,
+            end=start + event["dur"] / 1e6,
         )
-        panels.setdefault(each["pid"], []).append(bar)
+        panels.setdefault(event["pid"], []).append(bar)
     return panels

@@ -89,7 +89,10 @@ def time_in_turn(
         for name, run in runs.items()
     ]
     samples = in_turns(timed, rounds, warm_up=WARMUP, rotate=True)
-    return {name: Timing(tuple(each for (each,) in taken)) for name, taken in zip(runs, samples, strict=True)}
+    return {
+        name: Timing(tuple(seconds for (seconds,) in taken))
+        for name, taken in zip(runs, samples, strict=True)
+    }
 
 
 def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Callable[[], object]:
@@ -192,8 +195,8 @@ def describe_gpu() -> dict[str, Any]:
 def _driver_version() -> str:
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        return found.splitlines()[0].strip()
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        return output.splitlines()[0].strip()
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown: nvidia-smi did not answer"
 

@@ -21,8 +21,8 @@ class Runner(run.GraphRunner):
     `RUNNERS` has those of the model that was compiled last, one for each direction.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.traced: dict[str, Any] = {}
         RUNNERS[self.program.key[0]] = self
 
@@ -52,9 +52,9 @@ class Runner(run.GraphRunner):
         parts = run.BACKWARD_PARTS if is_backward else run.PARTS
         pairs = [(k, lag) for k in (1, *parts) for lag in lags(k)]
         ranges = [
-            tuple(replace(each, lag=lag) for each in whole_ranges(graph, k) if k > 1) for k, lag in pairs
+            tuple(replace(range_, lag=lag) for range_ in whole_ranges(graph, k) if k > 1) for k, lag in pairs
         ]
-        plans = [RangePlan(self.cutting.names, each) for each in ranges]
+        plans = [RangePlan(self.cutting.names, plan_ranges) for plan_ranges in ranges]
         return list(itertools.product(plans, (False, True) if is_backward else (True,)))
 
 
@@ -82,7 +82,7 @@ class Ordered:
         """Median seconds of its passes. The last pass does not count, because allocations were recorded in
         it.
         """
-        return statistics.median(self.seconds.found[:-1] or [0.0])
+        return statistics.median(self.seconds.durations[:-1] or [0.0])
 
 
 class Unordered:
@@ -95,6 +95,6 @@ class Unordered:
         self._module = module
 
     def forward(self, boxed: list[Any]) -> Any:
-        given = [*boxed]
+        arguments = [*boxed]
         boxed.clear()
-        return self._module(*given)
+        return self._module(*arguments)

@@ -19,22 +19,22 @@ ENDS = frozenset(wait for _, wait in STARTS.values())
 class PassTimeline:
     """Runs the passes of a compiled graph one instruction at a time, and records when each ran.
 
-    An object of this class takes the place of the graph's program (`Program.watch`). ``found`` is the
+    An object of this class takes the place of the graph's program (`Program.watch`). ``ran`` is the
     timeline of the last pass. An all-to-all lasts from its start to the end of the wait for it. If it had
     ended before the wait, nobody knows when, and it lasts for the seconds that its instruction predicts.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self._seconds = {each.name: each.seconds for each in instructions}
-        self.found: list[Simulated[Instruction]] = []
+        self._seconds = {instruction.name: instruction.seconds for instruction in instructions}
+        self.ran: list[Simulated[Instruction]] = []
 
     def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
-        clock, given = clock_like(boxed), list(boxed)
+        clock, arguments = clock_like(boxed), list(boxed)
         boxed.clear()
         run = _Interpreter(module, clock)
         with torch.no_grad():
-            done = unboxed(run.boxed_run(given))
-        self.found, free, first = [], 0.0, min(begin for begin, _ in run.spans.values())
+            done = unboxed(run.boxed_run(arguments))
+        self.ran, free, first = [], 0.0, min(begin for begin, _ in run.spans.values())
         for name, (begin, end) in run.spans.items():
             lane = COMPUTE
             if name in run.waited:
@@ -42,7 +42,7 @@ class PassTimeline:
                 if end - run.waited[name] < SHORT:
                     end = min(end, begin + self._seconds.get(name, 0.0))
                 free = end
-            self.found.append(
+            self.ran.append(
                 Simulated(task=Instruction(name=name, lane=lane), start=begin - first, end=end - first)
             )
         return done

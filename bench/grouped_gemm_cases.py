@@ -104,10 +104,10 @@ def tile_of(path: str) -> tuple[int, int, int]:
     path: which code of the kernel runs, such as "sm_90a".
     """
     source = ROOT / "cuda" / "grouped_gemm" / {"sm_90a": "hopper_block.cuh", "sm_80": "ampere.cuh"}[path]
-    found = re.search(r"kRows = (\d+), kColumns = (\d+), kDepth = (\d+)", source.read_text())
-    if found is None:
+    match = re.search(r"kRows = (\d+), kColumns = (\d+), kDepth = (\d+)", source.read_text())
+    if match is None:
         raise ValueError(f"{source} must say kRows, kColumns and kDepth in one line")
-    rows, columns, depth = map(int, found.groups())
+    rows, columns, depth = map(int, match.groups())
     return rows, columns, depth
 
 
@@ -144,11 +144,11 @@ def exact_rows(routed: Routed, rows: Tensor, weight_EOI: Tensor, sample: Tensor)
     sample: indices of the rows.
     """
     expert_S = routed.expert_N[sample]
-    found = torch.empty(len(sample), weight_EOI.shape[1], dtype=torch.float64, device=DEVICE)
+    result_SO = torch.empty(len(sample), weight_EOI.shape[1], dtype=torch.float64, device=DEVICE)
     for expert in expert_S.unique().tolist():
         at = expert_S == expert
-        found[at] = rows[sample[at]].double() @ weight_EOI[expert].double().t()
-    return found
+        result_SO[at] = rows[sample[at]].double() @ weight_EOI[expert].double().t()
+    return result_SO
 
 
 def compare_rows(

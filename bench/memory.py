@@ -77,12 +77,12 @@ def parse_degree(text: str) -> int:
 
 
 def parse_pair(text: str) -> Restore:
-    found = [pair for pair in ALL_PAIRS if text in (str(pair), pair.strategy)]
-    if not found:
+    pairs = [pair for pair in ALL_PAIRS if text in (str(pair), pair.strategy)]
+    if not pairs:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be one of {', '.join(STRATEGIES)} or {', '.join(map(str, ALL_PAIRS))}"
         )
-    return found[0]
+    return pairs[0]
 
 
 def arguments(description: str, *, models: Sequence[str], tokens: Sequence[str], n: Sequence[int]) -> Any:
@@ -208,12 +208,12 @@ def parts_named(layer: MoELayer) -> Iterator[dict[str, str]]:
         mark(memory, f"{now['pass']} slots")
         return memory
 
-    def marked_compute(given: ExpertRows, *args: Any, **options: Any) -> Any:
-        found, hidden = compute(given, *args, **options)
-        mark(given.rows_NM, "kept T_DI")  # unless it lies in a slot, which has its name already
+    def marked_compute(expert_rows: ExpertRows, *args: Any, **options: Any) -> Any:
+        result, hidden = compute(expert_rows, *args, **options)
+        mark(expert_rows.rows_NM, "kept T_DI")  # unless it lies in a slot, which has its name already
         for tensor in () if hidden is None else hidden.tensors:
             mark(tensor, "kept T_M")
-        return found, hidden
+        return result, hidden
 
     with (
         mock.patch.object(slots, "take", marked_take),
@@ -242,5 +242,5 @@ def named_step(layer: MoELayer, tokens: int) -> Allocations:
         for parameter in layer.parameters():
             mark(parameter.grad, "parameters' gradients")
     layer.zero_grad(set_to_none=True)
-    assert {each.name for each in seen.found} <= set(PARTS)
+    assert {allocation.name for allocation in seen.records} <= set(PARTS)
     return seen

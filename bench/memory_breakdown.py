@@ -41,19 +41,21 @@ def by_theory(model: Model, tokens: int, num_experts: int) -> dict[str, int]:
 def by_measuring(model: Model, tokens: int, n: int) -> dict[str, int]:
     layer = one_expert(model, n, False)
     seen = named_step(layer, tokens)
-    others = {each.name for each in seen.found} - {"parameters' gradients"}
+    others = {allocation.name for allocation in seen.records} - {"parameters' gradients"}
     # dy counts as a temporary buffer of backward, although it exists from the start.
     dy = tokens * model.d_model * FLOAT_BYTES
-    held = [bytes_ for when, bytes_ in seen.live_bytes(others) if when <= seen.moments["backward"]][-1] - dy
+    activations = [bytes_ for when, bytes_ in seen.live_bytes(others) if when <= seen.moments["backward"]][
+        -1
+    ] - dy
     return {
         "model states": 4 * sum(parameter.nbytes for parameter in layer.parameters()),
-        "activations": held,
-        "temporaries": seen.peak_bytes(without=("parameters' gradients",)) - held,
+        "activations": activations,
+        "temporaries": seen.peak_bytes(without=("parameters' gradients",)) - activations,
     }
 
 
-def ratios(found: dict[str, int]) -> dict[str, float]:
-    return {kind: found[kind] / sum(found.values()) for kind in KINDS}
+def ratios(bytes_by_kind: dict[str, int]) -> dict[str, float]:
+    return {kind: bytes_by_kind[kind] / sum(bytes_by_kind.values()) for kind in KINDS}
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -110,14 +112,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             sources = {f"Eq. 1-3, E = {num_experts}": by_theory(model, tokens, num_experts)}
             if args.measure:
                 sources |= {f"measured, E = 1, n = {n}": by_measuring(model, tokens, n) for n in args.n}
-            for source, found in sources.items():
+            for source, bytes_by_kind in sources.items():
                 rows.append(
                     {
                         "model": name,
                         "tokens": tokens,
                         "source": source,
-                        "bytes": found,
-                        "ratios": ratios(found),
+                        "bytes": bytes_by_kind,
+                        "ratios": ratios(bytes_by_kind),
                     }
                 )
         write_json(f"{stem}.json", threads=args.threads, rows=rows)

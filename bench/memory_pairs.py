@@ -154,15 +154,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     stem = args.out / f"memory_pairs_{ranks.size}_ranks"
     for name, model in args.models:
         for tokens in args.tokens:
-            found = measure(name, model, tokens, args.n, args.rounds, args.device)
-            rows += found
+            model_rows = measure(name, model, tokens, args.n, args.rounds, args.device)
+            rows += model_rows
             if ranks.rank:
                 continue
             write_json(f"{stem}.json", device=args.device, ranks=ranks.size, rounds=args.rounds, rows=rows)
-            base = {row["n"]: row for row in found if row["pair"] == "keep/keep"}
-            print(table([shown(row, base[row["n"]]) for row in found]))
+            base = {row["n"]: row for row in model_rows if row["pair"] == "keep/keep"}
+            print(table([shown(row, base[row["n"]]) for row in model_rows]))
             path = Path(f"{stem}_{name}_{tokens_name(tokens)}.png")
-            draw(path, ranks.size, found)
+            draw(path, ranks.size, model_rows)
             written.append(path)
     if several:
         dist.destroy_process_group()

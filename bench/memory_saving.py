@@ -120,9 +120,9 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         groups = sorted({(row["tokens"], row["n"]) for row in own})
         width = 0.82 / len(pairs)
         for k, pair in enumerate(pairs):
-            found = {(row["tokens"], row["n"]): row["share"] for row in own if row["pair"] == pair}
-            at = [i - 0.41 + (k + 0.5) * width for i, group in enumerate(groups) if group in found]
-            heights = [found[group] for group in groups if group in found]
+            share_of = {(row["tokens"], row["n"]): row["share"] for row in own if row["pair"] == pair}
+            at = [i - 0.41 + (k + 0.5) * width for i, group in enumerate(groups) if group in share_of]
+            heights = [share_of[group] for group in groups if group in share_of]
             axis.bar(at, heights, width * 0.92, color=colour_of(pair), label=pair)
             if len(groups) * len(pairs) <= 24:
                 for x, height in zip(at, heights, strict=True):
@@ -163,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     if args.add and Path(f"{stem}.json").exists():
         rows = json.loads(Path(f"{stem}.json").read_text())["rows"]
-    held = {(row["model"], row["tokens"], row["n"], row["pair"]) for row in rows}
-    cells = [cell for cell in cells if (cell[0], cell[2], cell[3], pair_name(cell[4])) not in held]
+    stored = {(row["model"], row["tokens"], row["n"], row["pair"]) for row in rows}
+    cells = [cell for cell in cells if (cell[0], cell[2], cell[3], pair_name(cell[4])) not in stored]
     for name, model, tokens, n, pair in cells:
         about = f"{name}, B={tokens_name(tokens)}, n={n}, {pair_name(pair)}"
         if args.device == "cpu" and 1.5 * yardstick_bytes(tokens, model) > available_bytes():
@@ -174,7 +174,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(row)
         print(f"{about}: share {row['share']:.4f}, {row['seconds']:.1f} s", flush=True)
         write_json(
-            f"{stem}.json", device=args.device, threads=args.threads, cells=len(held) + len(cells), rows=rows
+            f"{stem}.json",
+            device=args.device,
+            threads=args.threads,
+            cells=len(stored) + len(cells),
+            rows=rows,
         )
     if not rows:
         return

@@ -64,11 +64,11 @@ def _sampled(curve: Sequence[tuple[float, int]], moments: Sequence[float]) -> li
 
     curve: (seconds, value from then on) pairs.
     """
-    values, held, steps = [], 0, list(curve)
+    values, value, steps = [], 0, list(curve)
     for moment in moments:
         while steps and steps[0][0] <= moment:
-            held = steps.pop(0)[1]
-        values.append(held)
+            value = steps.pop(0)[1]
+        values.append(value)
     return values
 
 
@@ -141,7 +141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                         [
                             {
                                 "pair": pair,
-                                **{part: held / 2**20 for part, held in panel["at_peak_bytes"].items()},
+                                **{
+                                    part: num_bytes / 2**20
+                                    for part, num_bytes in panel["at_peak_bytes"].items()
+                                },
                                 "peak": panel["peak_bytes"] / 2**20,
                                 "predicted": panel["predicted_peak_bytes"] / 2**20,
                             }

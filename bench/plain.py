@@ -47,16 +47,17 @@ class PlainExperts(nn.Module):
                 setattr(self, name, None)
                 continue
             values = values.detach().to(dtype or values.dtype, copy=True)
-            listed = nn.ParameterList(each.clone() for each in values)
+            listed = nn.ParameterList(expert.clone() for expert in values)
             setattr(self, name, listed if spelling == "listed" else nn.Parameter(values))
 
-    def each(self) -> list[tuple[Tensor | None, ...]]:
+    def per_expert(self) -> list[tuple[Tensor | None, ...]]:
         """Returns (w1, b1, w2, b2) of every expert."""
-        held = [getattr(self, name) for name in NAMES]
+        parameters = [getattr(self, name) for name in NAMES]
         if self.spelling == "unbound":
-            held = [None if values is None else values.unbind() for values in held]
+            parameters = [None if values is None else values.unbind() for values in parameters]
         return [
-            tuple(None if values is None else values[e] for values in held) for e in range(self.num_experts)
+            tuple(None if values is None else values[e] for values in parameters)
+            for e in range(self.num_experts)
         ]
 
     def gradient(self, name: str) -> Tensor:
@@ -64,8 +65,12 @@ class PlainExperts(nn.Module):
 
         name: the parameter's name, such as "w1".
         """
-        held = getattr(self, name)
-        return held.grad if isinstance(held, nn.Parameter) else torch.stack([each.grad for each in held])
+        parameter = getattr(self, name)
+        return (
+            parameter.grad
+            if isinstance(parameter, nn.Parameter)
+            else torch.stack([expert.grad for expert in parameter])
+        )
 
 
 class PlainMoE(nn.Module):
@@ -106,7 +111,7 @@ class PlainMoE(nn.Module):
 
     def picked(self, x_TM: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         y_TM = torch.zeros_like(x_TM)
-        for e, parameters in enumerate(self.experts.each()):
+        for e, parameters in enumerate(self.experts.per_expert()):
             token, choice = (expert_TK == e).nonzero(as_tuple=True)
             out = of_expert(x_TM[token], *parameters) * weight_TK[token, choice].unsqueeze(1)
             y_TM = y_TM.index_add(0, token, out.to(x_TM.dtype))
@@ -131,7 +136,7 @@ class PlainMoE(nn.Module):
         """
         if self.spelling != GROUPED:
             parts = rows_NM.split(counts_E.tolist())
-            pairs = zip(parts, self.experts.each(), strict=True)
+            pairs = zip(parts, self.experts.per_expert(), strict=True)
             return torch.cat([of_expert(rows, *parameters) for rows, parameters in pairs])
         ends_E = counts_E.cumsum(0).int()
         w1, w2 = self.experts.w1, self.experts.w2
@@ -166,7 +171,7 @@ class PlainOverRanks(PlainMoE):
         arrived = Exchange.apply(x_TM.index_select(0, order_N), send, recv)
         blocks = arrived.split(by_source.flatten().tolist())
         outs = []
-        for e, parameters in enumerate(self.experts.each()):
+        for e, parameters in enumerate(self.experts.per_expert()):
             own = blocks[e::local]
             out = of_expert(torch.cat(own), *parameters)
             outs.append(out.split([len(block) for block in own]))

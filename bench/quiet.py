@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bench.passes import PARTS, Run
-from bench.timing import Timing, Told, busy_seconds
+from bench.timing import Progress, Timing, busy_seconds
 
 QUIET = 0.1
 """Largest fraction of the machine that other processes may use in a round that counts."""
@@ -80,9 +80,9 @@ def measure_quietly(runs: Mapping[str, Run], rounds: int, patience_seconds: floa
     taken: list[torch.Tensor] = []
     for run in every:
         run()
-    told = Told()
+    progress = Progress()
     while len(shares) < 2 * rounds and sum(share <= QUIET for share in shares) < rounds:
-        told.at(f"round {len(shares) + 1} of {rounds} or more")
+        progress.at(f"round {len(shares) + 1} of {rounds} or more")
         neighbours.wait(patience_seconds)
         samples = torch.zeros(len(runs), len(PARTS), dtype=torch.float64)
         neighbours.start()

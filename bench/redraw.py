@@ -27,38 +27,42 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Stored = Mapping[str, Any]
 
 
-def redraw_overlap(path: Path, held: Stored) -> None:
+def redraw_overlap(path: Path, stored: Stored) -> None:
     panels = read_trace(path.with_suffix(".trace.json"))
-    (n,) = {int(found[1]) for name in panels if (found := re.search(r"n = (\d+)", name))}
-    draw(path.with_suffix(".png"), panels, bench_overlap.title_of(held["link"], held["bytes_per_second"], n))
+    (n,) = {int(match[1]) for name in panels if (match := re.search(r"n = (\d+)", name))}
+    draw(
+        path.with_suffix(".png"),
+        panels,
+        bench_overlap.title_of(stored["link"], stored["bytes_per_second"], n),
+    )
 
 
-def redraw_choices(path: Path, held: Stored) -> None:
-    found = {
+def redraw_choices(path: Path, stored: Stored) -> None:
+    batches = {
         int(tokens): {
-            "times": {name: Timing(tuple(of["samples_s"])) for name, of in each["times"].items()},
-            "took": each["took"],
+            "times": {name: Timing(tuple(of["samples_s"])) for name, of in batch["times"].items()},
+            "took": batch["took"],
         }
-        for tokens, each in held["batches"]["found"].items()
+        for tokens, batch in stored["batches"]["found"].items()
     }
-    bench_choices.draw(path.with_suffix(".png"), found)
+    bench_choices.draw(path.with_suffix(".png"), batches)
 
 
-def redraw_pairs(path: Path, held: Stored) -> None:
-    for model, tokens in dict.fromkeys((row["model"], row["tokens"]) for row in held["rows"]):
-        rows = [row for row in held["rows"] if (row["model"], row["tokens"]) == (model, tokens)]
+def redraw_pairs(path: Path, stored: Stored) -> None:
+    for model, tokens in dict.fromkeys((row["model"], row["tokens"]) for row in stored["rows"]):
+        rows = [row for row in stored["rows"] if (row["model"], row["tokens"]) == (model, tokens)]
         picture = path.with_name(f"{path.stem}_{model}_{tokens_name(tokens)}.png")
-        memory_pairs.draw(picture, held["ranks"], rows)
+        memory_pairs.draw(picture, stored["ranks"], rows)
 
 
 KINDS: Mapping[str, Callable[[Path, Stored], None]] = {
     r"overlap_.*": redraw_overlap,
     r"choices_modelled": redraw_choices,
     r"memory_pairs_\d+_ranks": redraw_pairs,
-    r"memory_breakdown": lambda path, held: memory_breakdown.draw(path.with_suffix(".png"), held["rows"]),
-    r"memory_saving": lambda path, held: memory_saving.draw(path.with_suffix(".png"), held["rows"]),
-    r"memory_timeline_.*": lambda path, held: memory_timeline.draw(
-        path.with_suffix(".png"), held["model"], held["panels"]
+    r"memory_breakdown": lambda path, stored: memory_breakdown.draw(path.with_suffix(".png"), stored["rows"]),
+    r"memory_saving": lambda path, stored: memory_saving.draw(path.with_suffix(".png"), stored["rows"]),
+    r"memory_timeline_.*": lambda path, stored: memory_timeline.draw(
+        path.with_suffix(".png"), stored["model"], stored["panels"]
     ),
 }
 """Functions that draw stored results. A key is a pattern of the result's file name without ending."""

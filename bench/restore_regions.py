@@ -173,7 +173,7 @@ def table(ranks: int, slowed: bool, n: int) -> str:
     ]
     for copy in COPY:
         regimes = [Regime(ranks=ranks, link=link, copy=copy, slowed=slowed) for link in LINK]
-        cells = [winner(each, n) + "*" * (winner(each, n) != picked(each)) for each in regimes]
+        cells = [winner(regime, n) + "*" * (winner(regime, n) != picked(regime)) for regime in regimes]
         lines.append(f"| {copy:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -194,16 +194,16 @@ def draw(path: Path, n: int) -> None:
         ax = axes[row][column]
         for link, copy in itertools.product(LINK, COPY):
             regime = Regime(ranks=ranks, link=link, copy=copy, slowed=slowed)
-            found, x, y = winner(regime, n), math.log2(link), math.log2(copy)
-            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=COLOURS[found], lw=0))
-            ax.text(x, y, found, ha="center", va="center", color="white")
-            if found != picked(regime):
+            fastest, x, y = winner(regime, n), math.log2(link), math.log2(copy)
+            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=COLOURS[fastest], lw=0))
+            ax.text(x, y, fastest, ha="center", va="center", color="white")
+            if fastest != picked(regime):
                 ax.plot([x + 0.33], [y + 0.33], "k.", markersize=5)
         ax.plot([math.log2(H200_LINK)], [math.log2(H200_COPY)], "k*", markersize=12)
         ax.set_xlim(math.log2(LINK[0]) - 0.5, math.log2(LINK[-1]) + 0.5)
         ax.set_ylim(math.log2(COPY[0]) - 0.5, math.log2(COPY[-1]) + 0.5)
-        ax.set_xticks([math.log2(each) for each in LINK], [f"{each:g}" for each in LINK], rotation=45)
-        ax.set_yticks([math.log2(each) for each in COPY], [f"{each:g}" for each in COPY])
+        ax.set_xticks([math.log2(ratio) for ratio in LINK], [f"{ratio:g}" for ratio in LINK], rotation=45)
+        ax.set_yticks([math.log2(ratio) for ratio in COPY], [f"{ratio:g}" for ratio in COPY])
         ax.set_title(f"W = {ranks}, {LANES[slowed]}")
         if column == 0:
             ax.set_ylabel("copy of B x M / one product")
@@ -242,7 +242,11 @@ def main() -> None:
             step_seconds(shape, profile, B, Choice(forward=args.n, backward=args.n, restore=pair))
             for pair in pairs.values()
         ]
-        print(f"| {ranks} | {LANES[slowed]} | " + " | ".join(f"{each * 1e3:.2f}" for each in seconds) + " |")
+        print(
+            f"| {ranks} | {LANES[slowed]} | "
+            + " | ".join(f"{duration * 1e3:.2f}" for duration in seconds)
+            + " |"
+        )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     draw(args.out, args.n)
 

@@ -122,7 +122,7 @@ BUSY = 0.3
 """Number of busy cores, when a benchmark begins, above which a warning says that other work ran."""
 
 
-class Told:
+class Progress:
     """Prints progress lines to stderr, on the first rank, at least PROGRESS_SECONDS apart."""
 
     def __init__(self) -> None:
@@ -140,10 +140,10 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 
     what: name of an item, such as "round".
     """
-    told = Told()
-    for at, each in enumerate(items, start=1):
-        told.at(f"{what} {at} of {len(items)}")
-        yield each
+    progress = Progress()
+    for at, item in enumerate(items, start=1):
+        progress.at(f"{what} {at} of {len(items)}")
+        yield item
 
 
 def busy_seconds() -> float:

@@ -130,7 +130,7 @@ class VirtualRanks:
         x_TM: Tensor,
         weight_TK: Tensor,
         fused_routings: Sequence[FusedRouting],
-        given: FusedParameters,
+        operands: FusedParameters,
         *,
         keep: bool = True,
     ) -> tuple[Tensor, list[Tensor] | None]:
@@ -146,13 +146,13 @@ class VirtualRanks:
             fused_routings,
             x_TM,
             weight_TK,
-            given.w1,
-            given.b1,
-            activation=given.activation,
+            operands.w1,
+            operands.b1,
+            activation=operands.activation,
             keep=keep,
         )
         return comet_operators.product_combine(
-            self.launcher, fused_routings, active, given.w2, given.b2
+            self.launcher, fused_routings, active, operands.w2, operands.b2
         ), hidden
 
     def backward(
@@ -160,7 +160,7 @@ class VirtualRanks:
         grad_TM: Tensor,
         weight_TK: Tensor,
         fused_routings: Sequence[FusedRouting],
-        given: FusedParameters,
+        operands: FusedParameters,
         hidden: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         """Runs backward in two launches, without the products that give the gradients of parameters.
@@ -175,13 +175,13 @@ class VirtualRanks:
             fused_routings,
             grad_TM,
             weight_TK,
-            given.w2,
-            given.b2,
+            operands.w2,
+            operands.b2,
             hidden,
-            activation=given.activation,
+            activation=operands.activation,
         )
         of_x, of_weight = comet_operators.gradient_combine(
-            self.launcher, fused_routings, of_hidden, given.w1, dots
+            self.launcher, fused_routings, of_hidden, operands.w1, dots
         )
         return of_x, of_weight, of_hidden, active
 
@@ -224,7 +224,7 @@ class PersistentRanks:
         x: Sequence[Tensor],
         weight: Sequence[Tensor],
         expert: Sequence[Tensor],
-        given: FusedParameters,
+        operands: FusedParameters,
         *,
         keep: bool = True,
     ) -> list[flashdmoe.RankTensors]:
@@ -237,21 +237,21 @@ class PersistentRanks:
         weight: (T, K), their routing weights.
         expert: (T, K), their experts, numbered over all ranks. No row is dropped.
         """
-        passes = zip(self.heaps, self._passes(x, weight, expert, given), expert, strict=True)
+        passes = zip(self.heaps, self._passes(x, weight, expert, operands), expert, strict=True)
         made = [
             flashdmoe.forward_tensors(
-                heap, each, flashdmoe.RoutingInput(expert_TK=chosen), keeps_input=keep, keeps_hidden=keep
+                heap, tensors, flashdmoe.RoutingInput(expert_TK=chosen), keeps_input=keep, keeps_hidden=keep
             )
-            for heap, each, chosen in passes
+            for heap, tensors, chosen in passes
         ]
-        flashdmoe.launch_pass(self.launcher, "forward", given.activation, made)
+        flashdmoe.launch_pass(self.launcher, "forward", operands.activation, made)
         return made
 
     def backward(
         self,
         grad: Sequence[Tensor],
         weight: Sequence[Tensor],
-        given: FusedParameters,
+        operands: FusedParameters,
         forward: Sequence[flashdmoe.RankTensors],
     ) -> list[flashdmoe.RankTensors]:
         """Runs backward. Returns the tensors of each rank's launch; "result" is the gradient of the tokens,
@@ -261,12 +261,12 @@ class PersistentRanks:
         forward: the tensors that `forward` returned with ``keep=True``.
         """
         expert = [of["expert"] for of in forward]
-        passes = zip(self._passes(grad, weight, expert, given), forward, strict=True)
+        passes = zip(self._passes(grad, weight, expert, operands), forward, strict=True)
         made = [
-            flashdmoe.backward_tensors(each, of, kept=(of["input"], of["hidden"]), needs=(True,) * 4)
-            for each, of in passes
+            flashdmoe.backward_tensors(tensors, of, kept=(of["input"], of["hidden"]), needs=(True,) * 4)
+            for tensors, of in passes
         ]
-        flashdmoe.launch_pass(self.launcher, "backward", given.activation, made)
+        flashdmoe.launch_pass(self.launcher, "backward", operands.activation, made)
         return made
 
     def _passes(
@@ -274,11 +274,11 @@ class PersistentRanks:
         source: Sequence[Tensor],
         weight: Sequence[Tensor],
         expert: Sequence[Tensor],
-        given: FusedParameters,
+        operands: FusedParameters,
     ) -> list[flashdmoe.RankTensors]:
-        parameters = zip(given.w1, given.w2, given.b1, given.b2, strict=True)
+        parameters = zip(operands.w1, operands.w2, operands.b1, operands.b2, strict=True)
         every = zip(self.heaps, expert, source, weight, parameters, strict=True)
-        return [flashdmoe.pass_tensors(*each, given.activation) for each in every]
+        return [flashdmoe.pass_tensors(*inputs, operands.activation) for inputs in every]
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:

@@ -112,7 +112,9 @@ def public_names(module: ModuleType) -> list[str]:
     names = getattr(module, "__all__", None)
     if names is None:
         own = (
-            name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
         )
         names = [name for name in own if not name.startswith("_")]
     above = () if module is pmoe else public_names(pmoe)
@@ -120,8 +122,8 @@ def public_names(module: ModuleType) -> list[str]:
     return sorted(documented, key=lambda name: (_rank(getattr(module, name)), name.lower()))
 
 
-def _rank(each: object) -> int:
-    return 0 if each is pmoe.MoELayer else 1 if inspect.isclass(each) else 2
+def _rank(member: object) -> int:
+    return 0 if member is pmoe.MoELayer else 1 if inspect.isclass(member) else 2
 
 
 def directive(module: ModuleType, name: str) -> list[str]:
@@ -148,7 +150,7 @@ def docstring(name: str) -> str:
     if package.exists() or file.exists():
         node: ast.AST = parsed(package if package.exists() else file)
     else:
-        (node,) = (each for each in parsed(file.parent.with_suffix(".py")).body if named(each) == parts[-1])
+        (node,) = (node for node in parsed(file.parent.with_suffix(".py")).body if named(node) == parts[-1])
     text = ast.get_docstring(node)
     if not text:
         raise ValueError(f"{name} must have a docstring")
@@ -212,17 +214,19 @@ def point_inside(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = source[0].replace("the whole page is what", '<a href="plan.html">the whole page</a> is what')
 
 
-def read_sections(app: Sphinx, kind: str, name: str, each: object, options: object, lines: list[str]) -> None:
+def read_sections(
+    app: Sphinx, kind: str, name: str, member: object, options: object, lines: list[str]
+) -> None:
     """Args, Returns, Attributes of a docstring; those of attributes have none, and may have colons."""
     if kind not in ("attribute", "data", "property"):
         lines[:] = listed(lines)
         config = Config(napoleon_use_ivar=True)  # attributes that it lists become no entries of their own
-        lines[:] = GoogleDocstring(lines, config, app, kind, name, each, options).lines()
+        lines[:] = GoogleDocstring(lines, config, app, kind, name, member, options).lines()
 
 
 def listed(lines: list[str]) -> list[str]:
     """Paragraphs of ``name: text`` with indented continuations as a list, an item a name."""
-    found: list[str] = []
+    items: list[str] = []
     for paragraph in "\n".join(lines).split("\n\n"):
         rows = paragraph.split("\n")
         starts = [re.match(r"\w[\w, ]*: \S", row) is not None for row in rows]
@@ -230,8 +234,8 @@ def listed(lines: list[str]) -> list[str]:
             rows = [
                 "* " + row if start else "  " + row.strip() for row, start in zip(rows, starts, strict=True)
             ]
-        found += [*rows, ""]
-    return found
+        items += [*rows, ""]
+    return items
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -171,9 +171,9 @@ def step_results(layer: pmoe.MoELayer, x: Tensor, dy: Tensor) -> tuple[int, dict
     return layer.traffic.rows - before, {name: value for name, value in results.items() if value is not None}
 
 
-def error(found: Tensor, exact: Tensor, ranks: Ranks) -> float:
-    """Returns norm(found - exact) / norm(exact) of a tensor, over all ranks. Tensors have any shape."""
-    squares = torch.stack([(found - exact).double().square().sum(), exact.double().square().sum()])
+def error(actual: Tensor, exact: Tensor, ranks: Ranks) -> float:
+    """Returns norm(actual - exact) / norm(exact) of a tensor, over all ranks. Tensors have any shape."""
+    squares = torch.stack([(actual - exact).double().square().sum(), exact.double().square().sum()])
     difference, whole = ranks.sum(squares).sqrt()
     return float(difference / whole)
 
@@ -224,14 +224,14 @@ def main() -> None:
     losses = {}
     for name, callbacks in VARIANTS.items():
         layer = make_layer(callbacks, arguments)
-        bytes_sent, found = step_results(layer, x, dy)
+        bytes_sent, tensors = step_results(layer, x, dy)
         sent[name] = int(ranks.sum(torch.tensor(bytes_sent, device=ranks.device)))
-        results[name] = copy.deepcopy(found)
+        results[name] = copy.deepcopy(tensors)
         losses[name] = train(layer, arguments, ranks)
     exact = next(iter(VARIANTS))
     errors = {
-        name: {what: error(each, results[exact][what], ranks) for what, each in found.items()}
-        for name, found in results.items()
+        name: {what: error(tensor, results[exact][what], ranks) for what, tensor in tensors.items()}
+        for name, tensors in results.items()
     }
     if ranks.rank == 0:
         report(sent, errors, losses)

@@ -24,8 +24,8 @@ class SettingsError(ValueError):
     """The arguments contradict each other, or differ from those of the checkpoint."""
 
 
-def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the arguments of the command line, or those of ``given``."""
+def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the arguments of the command line, or those of ``command_line``."""
     parser = argparse.ArgumentParser(
         description="Trains a byte-level language model with a pmoe.MoELayer in every second block.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -92,7 +92,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
     add("--time-limit", type=float, help="seconds after which the run stops as after Ctrl-C")
     add("--timeout", type=float, default=300, help="seconds that ranks wait for another rank")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(command_line)
     if "out" not in arguments:
         arguments.out = Path("runs/lm_dense" if arguments.dense else "runs/lm")
     return arguments

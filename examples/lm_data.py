@@ -121,8 +121,8 @@ def choose_held_out(sizes: dict[str, int]) -> set[str]:
 
 def split_by_position(text: bytes) -> tuple[bytes, bytes]:
     """Returns (the beginning, the last 5 %) of a text: to train on, and to hold out."""
-    cut = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
-    return text[:cut], text[cut:]
+    split_at = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
+    return text[:split_at], text[split_at:]
 
 
 def training_offsets(length: int, context: int, batch: int, *, seed: int, step: int) -> Tensor:

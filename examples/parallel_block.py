@@ -58,7 +58,10 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def forward(self, x_BSM: Tensor) -> Tensor:
-        q, k, v = (each(x_BSM).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            projection(x_BSM).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y_BSM: Tensor = self.out(heads.transpose(1, 2).flatten(-2))
         return y_BSM
@@ -128,7 +131,9 @@ def sequences(step: int, meshes: Meshes, device: torch.device) -> tuple[Tensor, 
         tokens[:, at + 1] = torch.where(is_ruled, (5 * tokens[:, at] + 3) % VOCABULARY, tokens[:, at + 1])
     group, part = (meshes.dense.get_local_rank(name) for name in ("dp", "mp"))
     tokens = tokens.chunk(meshes.size("dp"))[group].to(device)
-    inputs, targets = (each.chunk(meshes.size("mp"), dim=1)[part] for each in (tokens[:, :-1], tokens[:, 1:]))
+    inputs, targets = (
+        sequence.chunk(meshes.size("mp"), dim=1)[part] for sequence in (tokens[:, :-1], tokens[:, 1:])
+    )
     return inputs, targets
 
 

@@ -79,8 +79,8 @@ class _AlikeGroup(dist.ProcessGroup):
     def allgather(
         self, gathered: Sequence[Sequence[torch.Tensor]], own: Sequence[torch.Tensor], opts: Any = None
     ) -> Work:
-        for each in gathered[0]:
-            each.copy_(own[0])
+        for tensor in gathered[0]:
+            tensor.copy_(own[0])
         return _Done(gathered[0])
 
     def barrier(self, opts: Any = None) -> Work:

@@ -38,7 +38,7 @@ class CopyLimit:
         check_rate(bytes_per_second)
         self.bytes_per_second = bytes_per_second
 
-    def held(self, copy: Callable[[], object], num_bytes: Callable[[], int]) -> None:
+    def limited(self, copy: Callable[[], object], num_bytes: Callable[[], int]) -> None:
         """Runs a copy, and returns when its bytes would have been copied at the limited rate.
 
         num_bytes: returns the bytes of the copy; called after it.
@@ -46,8 +46,8 @@ class CopyLimit:
         end = time.monotonic()
         copy()
         end += num_bytes() / self.bytes_per_second
-        if (left := end - time.monotonic()) > 0:
-            time.sleep(left)
+        if (remaining := end - time.monotonic()) > 0:
+            time.sleep(remaining)
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def limited_copies() -> CopyLimit:
         def act(kind: Kind, copy: Callable[[int], None], i: int) -> None:
             name, at = OUT[kind]
             leaving = sum(target.nbytes for target, _ in forward.leaving_device.get((name, (i, at)), ()))
-            limit.held(lambda: copy(i), lambda: leaving)
+            limit.limited(lambda: copy(i), lambda: leaving)
 
         actions = out(forward)
         return {
@@ -80,7 +80,7 @@ def limited_copies() -> CopyLimit:
             return 0 if hidden is None else sum(tensor.nbytes for tensor in hidden.tensors)
 
         def act(kind: Kind, copy: Callable[[int], None], i: int) -> None:
-            limit.held(lambda: copy(i), lambda: arrived(kind, i))
+            limit.limited(lambda: copy(i), lambda: arrived(kind, i))
 
         actions = back(backward)
         kinds = (ROWS_IN | HIDDEN_IN).keys() & actions.keys()
@@ -90,12 +90,12 @@ def limited_copies() -> CopyLimit:
         def slow(kind: Any) -> Any:
             def make(units: int) -> Callable[[], None]:
                 copy, num_bytes = kind.make(units), int(units * kind.size)
-                return lambda: limit.held(copy, lambda: num_bytes)
+                return lambda: limit.limited(copy, lambda: num_bytes)
 
             return dataclasses.replace(kind, make=make)
 
-        found = kinds(*args)
-        return {name: slow(kind) if name.startswith("copy") else kind for name, kind in found.items()}
+        by_name = kinds(*args)
+        return {name: slow(kind) if name.startswith("copy") else kind for name, kind in by_name.items()}
 
     offload.OffloadingForward.actions = actions_out  # type: ignore[method-assign]
     offload.OffloadingBackward.actions = actions_in  # type: ignore[method-assign]

@@ -121,8 +121,8 @@ class ModelledLinks:
         outside = [i for i, node in enumerate(nodes) if node != nodes[own]]
 
         def carried(link: ModelledLink, members: list[int]) -> float:
-            sent, received = ([each[i] for i in members] for each in (sent_bytes, received_bytes))
-            messages = max(sum(size > 0 for size in each) for each in (sent, received))
+            sent, received = ([sizes[i] for i in members] for sizes in (sent_bytes, received_bytes))
+            messages = max(sum(size > 0 for size in sizes) for sizes in (sent, received))
             return link.carry(sum(sent), sum(received), messages)
 
         ready_at = carried(self.inter, outside) if outside else 0.0
@@ -207,8 +207,10 @@ class _ModelledGroup(dist.ProcessGroup):
         work = self._gloo.allreduce(tensors, *options)
         if not self._links.holds_all_reduces:
             return work
-        each = [2 * sum(tensor.nbytes for tensor in tensors) // self.size()] * self.size()
-        return _LinkWork(work, self._links.carry(self._ranks, self.rank(), each, each), tensors[0])
+        bytes_by_rank = [2 * sum(tensor.nbytes for tensor in tensors) // self.size()] * self.size()
+        return _LinkWork(
+            work, self._links.carry(self._ranks, self.rank(), bytes_by_rank, bytes_by_rank), tensors[0]
+        )
 
     # torch 2.13 asks for this name first; through the other one the caller would get c10d's holder of a
     # Python work, and that never says is_completed().

@@ -48,8 +48,11 @@ def run_command(args: argparse.Namespace) -> Output:
             for device in report.devices
             if device.reason is None
         ]
-    lines = [line for each in expected for line in ("", *each.lines)]
-    return Output({**asdict(report), "expected": [asdict(each) for each in expected]}, [str(report), *lines])
+    lines = [line for device_kernels in expected for line in ("", *device_kernels.lines)]
+    return Output(
+        {**asdict(report), "expected": [asdict(device_kernels) for device_kernels in expected]},
+        [str(report), *lines],
+    )
 
 
 def _versions(device: Device) -> tuple[int, int] | None:
@@ -59,7 +62,7 @@ def _versions(device: Device) -> tuple[int, int] | None:
 
 def _capability(text: str) -> tuple[int, int]:
     """Returns a compute capability as (major, minor). Example: "10.3" -> (10, 3)."""
-    found = re.fullmatch(r"(\d{1,2})\.(\d)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,2})\.(\d)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be a compute capability such as 9.0")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

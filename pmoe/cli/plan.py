@@ -93,10 +93,12 @@ def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
         return find_profile(args.folder, num_ranks=args.ranks, dtype=args.dtype)
     rates: Profile | Cluster
     if args.cluster is None:
-        path, rates = args.profile, _named_profile(args)
+        path = args.profile
+        rates = _named_profile(args)
     else:
         of_part = None if args.profile is None else _named_profile(args)
-        path, rates = args.cluster, load_cluster(args.cluster, of_part)
+        path = args.cluster
+        rates = load_cluster(args.cluster, of_part)
         args.ranks = rates.num_ranks if args.ranks == 1 else args.ranks
     if args.ranks != rates.num_ranks:
         raise ValueError(f"--ranks ({args.ranks}) must be the number of ranks in {path} ({rates.num_ranks})")

@@ -94,14 +94,14 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def infer(
-    graph: fx.Graph, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = (), sequences: Any = None
+    graph: fx.Graph, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = (), sequences: Any = None
 ) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
     """Returns the axis along which each node of the graph is cut, and why some nodes cannot be cut.
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
-    cut: the axes of inputs of the graph. Inputs that it leaves out, such as parameters, are not cut: each
-        part uses them whole.
+    known_axes: the axes of inputs of the graph. Inputs that it leaves out, such as parameters, are not cut:
+        each part uses them whole.
     free: inputs whose axis is not known. Each gets the axis that the first operator on it needs.
     sequences: number of sequences or tokens in the batch, a number or a symbol of the trace. A tensor is cut
         only along dimensions of which this is a divisor. None allows all dimensions.
@@ -113,32 +113,32 @@ def infer(
 
     A node that cannot be cut runs once, on the whole batch. Later nodes can still cut its result into parts.
     """
-    inference = _Inference(cut, free, sequences)
+    inference = _Inference(known_axes, free, sequences)
     for node in graph.nodes:
         inference.add(node)
     return inference.axes, inference.refused
 
 
 def follow(
-    body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any
+    body: Iterable[fx.Node], known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any
 ) -> dict[fx.Node, Any]:
     """Returns the axes of the instructions ``body`` and of their inputs, if the whole body can be cut.
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
     body: calls of a graph, in order.
-    cut: axes of tensors that are computed before the body. Tensors that it leaves out are not cut: each part
-        uses them whole.
+    known_axes: axes of tensors that are computed before the body. Tensors that it leaves out are not cut:
+        each part uses them whole.
     free: tensors from before the body whose axis is not known. Each gets the axis that the first operator
         on it needs.
     sequences: number of sequences or tokens in the batch (`infer`).
 
     Raises RefusedError if an instruction cannot be cut.
     """
-    inference = _Inference(cut, free, sequences)
+    inference = _Inference(known_axes, free, sequences)
     for node in body:
         for source in node.all_input_nodes:
-            inference.axes.setdefault(source, cut.get(source))
+            inference.axes.setdefault(source, known_axes.get(source))
         inference.axes[node] = inference.axis(node)
     return inference.axes
 
@@ -163,10 +163,10 @@ class _Inference:
     - results of operators on tensors that are not cut, if one of these tensors is free.
     """
 
-    def __init__(self, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any) -> None:
-        self._cut = cut
+    def __init__(self, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any) -> None:
+        self._known_axes = known_axes
         self._sequences = sequences
-        self._free = {node for node in free if cut.get(node) is None}
+        self._free = {node for node in free if known_axes.get(node) is None}
         self.axes: dict[fx.Node, Any] = {}
         self.refused: dict[fx.Node, str] = {}
 
@@ -177,7 +177,7 @@ class _Inference:
         undecided (free) for the next operators.
         """
         if node.op != "call_function":
-            self.axes[node] = self._cut.get(node)
+            self.axes[node] = self._known_axes.get(node)
             return
         try:
             self.axes[node] = self.axis(node)
@@ -255,7 +255,10 @@ class _Inference:
         values = values if isinstance(values, (tuple, list)) else [values]
         pairs = [
             *zip(values, results, strict=False),
-            *((each.meta["val"], axis) for each, axis in zip(tensors(node), combination.inputs, strict=True)),
+            *(
+                (source.meta["val"], axis)
+                for source, axis in zip(tensors(node), combination.inputs, strict=True)
+            ),
         ]
         return self._sequences is None or all(
             _divides(self._sequences, value.shape[axis])
@@ -302,7 +305,9 @@ def _number(node: fx.Node, place: int, default: Any = None) -> Any:
 def _argument(node: fx.Node, name: str) -> Any:
     """Returns the argument ``name`` of a call, or its default in the operator's schema."""
     schema = node.target._schema  # type: ignore[union-attr]
-    index, argument = next((index, each) for index, each in enumerate(schema.arguments) if each.name == name)
+    index, argument = next(
+        (index, parameter) for index, parameter in enumerate(schema.arguments) if parameter.name == name
+    )
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
 
 
@@ -345,15 +350,15 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
     by all parts.
     """
     operands = tensors(node)
-    if any(isinstance(shape(each)[0] if shape(each) else 1, torch.SymInt) for each in operands):
+    if any(isinstance(shape(operand)[0] if shape(operand) else 1, torch.SymInt) for operand in operands):
         yield Combination((IRREGULAR,) * len(operands), IRREGULAR)
     size = shape(node)
     for dim in _dims(node):
         inputs = []
-        for each in operands:
-            own_dim = dim - (len(size) - len(shape(each)))
-            inputs.append(own_dim if own_dim >= 0 and shape(each)[own_dim] != 1 else None)
-        if any(each is not None for each in inputs):
+        for operand in operands:
+            own_dim = dim - (len(size) - len(shape(operand)))
+            inputs.append(own_dim if own_dim >= 0 and shape(operand)[own_dim] != 1 else None)
+        if any(input_dim is not None for input_dim in inputs):
             yield Combination(tuple(inputs), dim)
 
 
@@ -377,7 +382,9 @@ ALWAYS: dict[object, list[Combination]] = {
     moe.join.default: [Combination((IRREGULAR,) * 6, 0)],
 }
 """Ways to cut operators for which neither shapes nor arguments matter."""
-RULES.update({target: lambda _, found=found: found for target, found in ALWAYS.items()})  # type: ignore[misc]
+RULES.update(
+    {target: lambda _, ways=combinations: ways for target, combinations in ALWAYS.items()}  # type: ignore[misc]
+)
 
 
 @rule_of(aten.addmm.default)
@@ -584,13 +591,13 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
     rank = len(shape(tensors(node)[0]))
     dims = _argument(node, "dim")
     listed = [dims] if isinstance(dims, int) else dims
-    removed = {each % rank for each in listed} if listed else set(range(rank))
-    for each in _alike(node, removed):
-        dim = int(each.inputs[0])  # type: ignore[arg-type]
+    removed = {listed_dim % rank for listed_dim in listed} if listed else set(range(rank))
+    for combination in _alike(node, removed):
+        dim = int(combination.inputs[0])  # type: ignore[arg-type]
         num_removed = 0 if _argument(node, "keepdim") else sum(removed_dim < dim for removed_dim in removed)
         result = dim - num_removed
         is_tuple = isinstance(values, (tuple, list))
-        yield Combination(each.inputs, (result,) * len(values) if is_tuple else result)
+        yield Combination(combination.inputs, (result,) * len(values) if is_tuple else result)
     if node.target is aten.sum.dim_IntList:
         for dim in removed:
             yield Combination((dim,), SUM)

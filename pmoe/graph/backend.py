@@ -77,7 +77,7 @@ def changes_inputs() -> bool:
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fw_metadata is None:
         return True  # not known
-    return any(each.mutates_data and each.requires_grad for each in context.fw_metadata.input_info)
+    return any(info.mutates_data and info.requires_grad for info in context.fw_metadata.input_info)
 
 
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:

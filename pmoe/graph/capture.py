@@ -177,7 +177,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     autocast = autocast_dtype(x)
     own_parameters: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
     if layer.layer_modules.experts.is_parallelized:
-        own_parameters = [each.to_local() for each in own_parameters]
+        own_parameters = [parameter.to_local() for parameter in own_parameters]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != own_parameters[0].dtype):
         return _eager(layer, x, token_ids)  # raises the same error as a call outside a graph
     x_TM = x.reshape(-1, layer.d_model)
@@ -197,7 +197,9 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
         number,
     )
     rows = x_TM if autocast is None else x_TM.to(autocast)
-    parameters = own_parameters if autocast is None else [each.to(autocast) for each in own_parameters]
+    parameters = (
+        own_parameters if autocast is None else [parameter.to(autocast) for parameter in own_parameters]
+    )
     send_WE, recv_WE, own_1E, tokens_W = messages.exchange_counts(counts, slot, rows.dtype, number)
     order = (slot, position, send_WE, own_1E)
     travel, stay = operators.pack(rows, *order, layer.top_k)

@@ -107,7 +107,7 @@ def signature(node: fx.Node, args: object, kwargs: object) -> str:
 class Profiled(fx.Interpreter):
     """Runs a graph once, call by call in its order, and measures the cost of each call.
 
-    found: the cost of each call and of each input, by its `label`.
+    cost_by_label: the cost of each call and of each input, by its `label`.
     """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
@@ -119,7 +119,7 @@ class Profiled(fx.Interpreter):
             rank sends and what it receives.
         """
         super().__init__(module)
-        self.found: dict[str, Cost] = {}
+        self.cost_by_label: dict[str, Cost] = {}
         self._costs = costs
         self._link = link
         # For each tensor of a node's result that is a view, the label of the node that owns the memory; None
@@ -127,16 +127,16 @@ class Profiled(fx.Interpreter):
         self._bases: dict[fx.Node, list[str | None]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one node of the graph, stores its cost in ``found``, and returns its result."""
-        for each in n.all_input_nodes:
-            if each not in self._bases:  # an input of the graph
-                value = self.env[each]
-                self._bases[each] = [None for _ in _find_tensors(value)]
-                self.found[label(each)] = Cost(0.0, _bytes(value))
+        """Runs one node of the graph, stores its cost in ``cost_by_label``, and returns its result."""
+        for source in n.all_input_nodes:
+            if source not in self._bases:  # an input of the graph
+                value = self.env[source]
+                self._bases[source] = [None for _ in _find_tensors(value)]
+                self.cost_by_label[label(source)] = Cost(0.0, _bytes(value))
         bases = {
-            _memory(tensor): base or (label(each) if isinstance(self.env[each], Tensor) else None)
-            for each in n.all_input_nodes
-            for tensor, base in zip(_find_tensors(self.env[each]), self._bases[each], strict=True)
+            _memory(tensor): base or (label(source) if isinstance(self.env[source], Tensor) else None)
+            for source in n.all_input_nodes
+            for tensor, base in zip(_find_tensors(self.env[source]), self._bases[source], strict=True)
         }
         seconds = 0.0
         if n.op != "call_function":
@@ -155,7 +155,9 @@ class Profiled(fx.Interpreter):
         # results of an all-to-all arrive together, so the all-to-all counts all of them.
         has_own_bytes = isinstance(result, Tensor) and view_of[0] is None
         num_bytes = _bytes(result) if has_own_bytes or communicates(n) else 0
-        self.found[label(n)] = Cost(seconds, num_bytes, view_of[0] if isinstance(result, Tensor) else None)
+        self.cost_by_label[label(n)] = Cost(
+            seconds, num_bytes, view_of[0] if isinstance(result, Tensor) else None
+        )
         return result
 
     def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
@@ -168,7 +170,7 @@ class Profiled(fx.Interpreter):
         """
         known_seconds = self._costs.seconds
         times = 1 if name in known_seconds or not _may_repeat(node) else REPEATS
-        clock = clock_of(*(each.device for each in _find_tensors(list(run.args))))
+        clock = clock_of(*(tensor.device for tensor in _find_tensors(list(run.args))))
         seconds = math.inf
         for _ in range(times):
             begin = clock()
@@ -192,7 +194,7 @@ def _may_repeat(node: fx.Node) -> bool:
 
 def _bytes(value: object) -> int:
     """Returns the bytes of all tensors in a value, which may be a tensor or a nested list, tuple or dict."""
-    return sum(each.nbytes for each in _find_tensors(value))
+    return sum(tensor.nbytes for tensor in _find_tensors(value))
 
 
 def _memory(tensor: Tensor) -> int:
@@ -249,13 +251,15 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
     for node in calls_of(module):
         # A node that takes one result out of those of an all-to-all (`is_result`) is no instruction of its
         # own: its users wait for the all-to-all.
-        needs: list[Any] = [each.args[0] if is_result(each) else each for each in node.all_input_nodes]
+        needs: list[Any] = [
+            source.args[0] if is_result(source) else source for source in node.all_input_nodes
+        ]
         cost = costs.get(label(node), nothing)
         instructions.append(
             Instruction(
                 name=label(node),
-                waits=tuple(label(each) for each in needs if each.op == "call_function"),
-                holds=tuple(owner(label(each)) for each in needs),
+                waits=tuple(label(needed) for needed in needs if needed.op == "call_function"),
+                holds=tuple(owner(label(needed)) for needed in needs),
                 seconds=cost.seconds,
                 lane=COMMUNICATE if communicates(node) else COMPUTE,
                 num_bytes=cost.num_bytes,

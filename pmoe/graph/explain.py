@@ -41,11 +41,11 @@ class PassSeconds:
 
     If it is stored in `Program.watch`, the program calls it for each pass, and it runs the pass itself.
 
-    found: the seconds of each pass so far.
+    durations: the seconds of each pass so far.
     """
 
     def __init__(self) -> None:
-        self.found: list[float] = []
+        self.durations: list[float] = []
 
     def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
         """Runs and times one pass. Returns the results of the pass.
@@ -57,13 +57,13 @@ class PassSeconds:
         clock = clock_like(boxed)
         begin = clock()
         results = run_whole(module, boxed)
-        self.found.append(clock() - begin)
+        self.durations.append(clock() - begin)
         return results
 
 
 def clock_like(values: Sequence[Any]) -> Callable[[], float]:
     """Returns a clock in seconds. Reading it waits for the devices of the tensors among ``values``."""
-    return clock_of(*(each.device for each in values if isinstance(each, Tensor)))
+    return clock_of(*(value.device for value in values if isinstance(value, Tensor)))
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Explanation:
                 total_seconds(after), self.measured[direction], exposed_seconds(after),
                 total_seconds(before), exposed_seconds(before),
             )  # fmt: skip
-            rows.append([direction, *(f"{1e3 * each:.1f}" for each in seconds)])
+            rows.append([direction, *(f"{1e3 * number:.1f}" for number in seconds)])
         yield table(rows)
         for direction, program in self.programs.items():
-            for each in program.plan.ranges:
-                parts = f"{each.k} parts along the batch, ways home {each.lag} behind dispatches"
-                yield f"{direction}: {each.first} to {each.last} in {parts}"
+            for range_ in program.plan.ranges:
+                parts = f"{range_.k} parts along the batch, ways home {range_.lag} behind dispatches"
+                yield f"{direction}: {range_.first} to {range_.last} in {parts}"
             for name, count in _moved(program).items():
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
             for name, count in _reduced(program).items():
@@ -133,7 +133,7 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     check_module(model=model)
     Options.of(options)
     compiled = torch.compile(model, backend="pmoe", options=dict(options or {}))
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     seconds = dict[Key, PassSeconds]()
     try:
         for step in range(STEPS):
@@ -146,13 +146,13 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     finally:
         for program in run.PROGRAMS.values():
             program.watch = None
-    programs = {key[0]: run.PROGRAMS[key] for key, each in seconds.items() if each.found and key[1]}
+    programs = {key[0]: run.PROGRAMS[key] for key, watch in seconds.items() if watch.durations and key[1]}
     if not programs:
         raise ValueError(
             "model must hold a MoELayer among several ranks that torch.compile can capture; if it has one, a "
             "warning says why it was not captured"
         )
-    measured = {name: statistics.median(seconds[each.key].found) for name, each in programs.items()}
+    measured = {name: statistics.median(seconds[program.key].durations) for name, program in programs.items()}
     return Explanation(programs, measured)
 
 
@@ -161,7 +161,7 @@ def _moved(program: Program) -> Counter[str]:
 
     Weight gradients that were moved to a place before the first all-to-all are counted under the name "".
     """
-    operators = [each for each in program.before if not each.hands_over]
+    operators = [instruction for instruction in program.before if not instruction.hands_over]
     before_traced, before_run = _behind(operators), _behind(program.instructions)
     moved = (name for name in weight_gradients(operators) if before_run[name] != before_traced[name])
     return Counter(before_run[name] for name in moved)
@@ -173,7 +173,7 @@ def _reduced(program: Program) -> Counter[str]:
     Reductions before the first all-to-all count under the name "".
     """
     before = _behind(program.instructions)
-    return Counter(before[each.name] for each in program.instructions if each.reduces)
+    return Counter(before[instruction.name] for instruction in program.instructions if instruction.reduces)
 
 
 def _behind(order: Iterable[Instruction]) -> dict[str, str]:
@@ -209,18 +209,18 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
     ]
 
 
-def _kind(each: Instruction, free: Collection[str]) -> str:
+def _kind(instruction: Instruction, free: Collection[str]) -> str:
     """Returns the kind of an instruction's bar in the timeline, which gives the bar its colour.
 
     The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, "experts" or "dense"
     for other instructions, with "free " in front if no all-to-all waits for the instruction.
 
-    each: the instruction.
+    instruction: the instruction of the bar.
     free: names of the instructions for which no all-to-all waits.
     """
-    if each.communicates:
+    if instruction.communicates:
         return "message"
-    if each.reduces:
+    if instruction.reduces:
         return "reduction"
-    name = "experts" if each.name.startswith("experts") else "dense"
-    return f"free {name}" if each.name in free else name
+    name = "experts" if instruction.name.startswith("experts") else "dense"
+    return f"free {name}" if instruction.name in free else name

@@ -106,7 +106,7 @@ class PendingGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(
-            PendingGradient, lambda each: each.computed_box()[0], (args, kwargs or {})
+            PendingGradient, lambda gradient: gradient.computed_box()[0], (args, kwargs or {})
         )
         return func(*args, **kwargs)
 
@@ -287,7 +287,7 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSte
             sizes: Any = example.shape
             if any(isinstance(size, torch.SymInt) for size in sizes):
                 known = _known_sizes(inputs) if known is None else known
-                sizes = [_size(each, known) for each in sizes]
+                sizes = [_size(size, known) for size in sizes]
             if None in sizes:
                 return None
             results.append(PendingGradient.of(running, number, example, sizes))

@@ -67,12 +67,12 @@ class Instruction:
 
 def timeline(instructions: Iterable[Instruction]) -> list[Simulated[Instruction]]:
     """Returns each instruction with its predicted start and end, in seconds from the start of the pass."""
-    return simulate(instructions, lambda each: each.seconds)
+    return simulate(instructions, lambda instruction: instruction.seconds)
 
 
 def total_seconds(instructions: Iterable[Instruction]) -> float:
     """Returns the predicted seconds until the last instruction ends; 0 if there are no instructions."""
-    return max((each.end for each in timeline(instructions)), default=0.0)
+    return max((simulated.end for simulated in timeline(instructions)), default=0.0)
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
@@ -80,7 +80,7 @@ def exposed_seconds(instructions: Sequence[Instruction]) -> float:
 
     The compute lane is the queue of all instructions except all-to-alls and reductions.
     """
-    busy = sum(each.seconds for each in instructions if each.lane == COMPUTE)
+    busy = sum(instruction.seconds for instruction in instructions if instruction.lane == COMPUTE)
     return total_seconds(instructions) - busy
 
 

@@ -268,7 +268,7 @@ def _value_of(steps: Generator[Any, None, T]) -> T:
 
 def unboxed(results: Iterable[Any]) -> list[Any]:
     """Returns the results of a lowered module, each gradient taken out of its list (`boxed`)."""
-    return [each.pop() if isinstance(each, list) else each for each in results]
+    return [result.pop() if isinstance(result, list) else result for result in results]
 
 
 def failed_at(module: fx.GraphModule, error: BaseException) -> str:
@@ -285,6 +285,6 @@ def failed_at(module: fx.GraphModule, error: BaseException) -> str:
         name, *_ = linecache.getline(frame.f_code.co_filename, line).replace(":", " ").split() or [""]
         if frame.f_code is type(module).forward.__code__ and name in nodes:
             node = nodes[name]
-            functions = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
+            functions = (*CALLS.values(), *(function for pair in STARTS.values() for function in pair))
             return label(node) + (f" (layer {node.args[-1]})" if node.target in functions else "")
     return "the results"

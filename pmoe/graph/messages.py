@@ -117,7 +117,7 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
     if back:
         index = torch.empty_like(index).scatter_(0, index, torch.arange(index.numel()))
     index = index.to(rows[0].device, non_blocking=True)
-    return [each.index_select(0, index) for each in rows]
+    return [tensor.index_select(0, index) for tensor in rows]
 
 
 class Exchanging:
@@ -152,18 +152,19 @@ class Exchanging:
         modules = modules_of(layer)
         self._ranks = modules.ranks
         self._stage = f"{'combine' if returns else 'dispatch'} (layer {layer})"
-        way = modules.combine if returns else modules.dispatch
+        exchange = modules.combine if returns else modules.dispatch
         send, recv = send_WE.sum(1).tolist(), recv_WE.sum(1).tolist()
         self._by_expert = None if returns else recv_WE
         # With two ranks all rows come from the one other rank, so the orders (rank, expert) and (expert,
         # rank) are the same.
         if returns and len(send_WE) > 2:
             rows = regrouped(rows, send_WE, back=True)
-        self._rows = [each.contiguous() for each in rows]  # kept alive until they have been sent
-        self.out = [each.new_empty(sum(recv), *each.shape[1:]) for each in rows]
+        self._rows = [tensor.contiguous() for tensor in rows]  # kept alive until they have been sent
+        self.out = [tensor.new_empty(sum(recv), *tensor.shape[1:]) for tensor in rows]
         with at_stage(self._stage, self._ranks):
             self._works = [
-                way.exchange(each, send, out, recv) for each, out in zip(self._rows, self.out, strict=True)
+                exchange.exchange(tensor, send, out, recv)
+                for tensor, out in zip(self._rows, self.out, strict=True)
             ]
 
     def wait(self, layer: int) -> list[Tensor]:
@@ -209,7 +210,7 @@ def exchange_rows(
 @exchange_rows.register_fake
 def _(rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: Any, *_: Any) -> list[Tensor]:
     count = torch.library.get_ctx().new_dynamic_size() if num_out is None else num_out
-    return [each.new_empty(count, *each.shape[1:]) for each in rows]
+    return [tensor.new_empty(count, *tensor.shape[1:]) for tensor in rows]
 
 
 def _exchange_setup(ctx: Any, inputs: Any, output: Any) -> None:

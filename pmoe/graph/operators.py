@@ -283,7 +283,7 @@ def experts_input_gradient(
 def _(grad: Tensor, rows: Tensor, weight_N: Tensor, hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
     parameters = others[1]
     active = rows.new_empty(rows.shape[0], parameters[1].shape[2])
-    return tuple(torch.empty_like(each) for each in (rows, weight_N, hidden, active, grad))
+    return tuple(torch.empty_like(tensor) for tensor in (rows, weight_N, hidden, active, grad))
 
 
 @torch.library.custom_op("pmoe_graph::experts_weight_gradient", mutates_args=())
@@ -310,19 +310,19 @@ def experts_weight_gradient(
     sums the gradients.
     """
     layer_experts = modules_of(layer).experts
-    sums = [GradientSum(each, len(rows)) for each in parameters]
+    sums = [GradientSum(parameter, len(rows)) for parameter in parameters]
     for block in zip(rows, grad_hidden, active, grad_out, counts_RE, strict=True):
         *pending, counts = block
         layer_experts.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
-    gradients = [each.result() for each in sums]
+    gradients = [gradient_sum.result() for gradient_sum in sums]
     if layer_experts.reduce is not None:
         layer_experts.reduce(gradients)
     return gradients
 
 
 @experts_weight_gradient.register_fake
-def _(*given: Any) -> list[Tensor]:
-    return [torch.empty_like(each) for each in given[-2]]
+def _(*arguments: Any) -> list[Tensor]:
+    return [torch.empty_like(parameter) for parameter in arguments[-2]]
 
 
 def _experts_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -340,7 +340,7 @@ def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
     grad_rows, grad_weight_N, *pending = experts_input_gradient(
         grad, rows, weight_N, hidden, counts_RE, parameters, ctx.layer
     )
-    blocks = [[each] for each in (rows, *pending, counts_RE)]
+    blocks = [[tensor] for tensor in (rows, *pending, counts_RE)]
     return (
         grad_rows, grad_weight_N, None,
         experts_weight_gradient(*blocks, parameters, ctx.layer), None,

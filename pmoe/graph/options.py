@@ -44,7 +44,7 @@ class Options:
 
         Raises TypeError or ValueError, which names the option, its value and the rule.
         """
-        known = [each.name for each in fields(Options)]
+        known = [option.name for option in fields(Options)]
         check_kind((Mapping, type(None)), f"a dict of {', '.join(known)}", options=options)
         for name in options or {}:
             if name not in known:

@@ -25,7 +25,7 @@ from pmoe.graph.axes import IRREGULAR, Axis, follow, infer
 from pmoe.graph.instructions import Instruction
 from pmoe.graph.lower import OPS, calls_of, communicates, is_result, label
 from pmoe.graph.ranges import Cuttable, Range
-from pmoe.graph.split_batch import cut, routes
+from pmoe.graph.split_batch import cut_ranges, routes
 
 
 @dataclass(frozen=True)
@@ -69,26 +69,28 @@ class GraphSplit:
     calls: list[fx.Node]
     names: tuple[str, ...]
 
-    def __init__(self, module: fx.GraphModule, cut: Mapping[fx.Node, Axis], sequences: object) -> None:
+    def __init__(self, module: fx.GraphModule, input_axes: Mapping[fx.Node, Axis], sequences: object) -> None:
         """Finds along which dimension each tensor can be cut, and moves calls that would interrupt a range.
 
         A range is a run of consecutive calls that is cut into parts of the batch. Calls that cannot be cut
         move to the end of the graph, if no all-to-all waits for them.
 
         module: the graph. The order of its calls may change.
-        cut: for each input of the graph that is cut, the dimension along which it is cut.
+        input_axes: for each input of the graph that is cut, the dimension along which it is cut.
         sequences: number of sequences in the batch, a number or a symbol of the trace.
         """
         self._module = module
         self.size = f"{sequences}"
         batches = (
-            each for each, axis in cut.items() if axis == 0 and f"{each.meta['val'].shape[0]}" == self.size
+            node
+            for node, axis in input_axes.items()
+            if axis == 0 and f"{node.meta['val'].shape[0]}" == self.size
         )
         self._batch = batch = next(batches, None)
         self._routes = routes(module.graph)
         free = module.graph.find_nodes(op="placeholder") if self._routes else []
         num_sequences = batch.meta["val"].shape[0] if batch else None
-        self._axes, self._refused = infer(module.graph, cut, free, num_sequences)
+        self._axes, self._refused = infer(module.graph, input_axes, free, num_sequences)
         if batch:
             _put_last(module.graph, self._refused)
         elif self._routes:
@@ -149,13 +151,13 @@ class GraphSplit:
         place_of = {node: at for at, node in enumerate(self.calls)}
         ends = [True] * (len(self.calls) + 1)
         for node in self.calls:
-            users = [user for each in (node, *filter(is_result, node.users)) for user in each.users]
+            users = [user for call in (node, *filter(is_result, node.users)) for user in call.users]
             last = max((place_of[user] for user in users if user in place_of), default=place_of[node])
             if self._axes[node] == IRREGULAR or isinstance(node.meta.get("val"), (tuple, list)):
                 ends[place_of[node] + 1 : last + 1] = [False] * (last - place_of[node])
         return Cuttable(instructions, ends, [node not in self._refused for node in self.calls])
 
-    def cut(self, plan: RangePlan) -> fx.GraphModule:
+    def apply(self, plan: RangePlan) -> fx.GraphModule:
         """Returns the graph with the ranges of ``plan`` cut into parts of the batch.
 
         A range is a run of consecutive instructions. Each layer in a range is cut by itself instead if this
@@ -165,25 +167,25 @@ class GraphSplit:
         if not plan.ranges:
             return self._module
         if self.names == plan.names and self._batch and self.sequences > 1:
-            return cut(self._module, dict.fromkeys(plan.ranges, self._batch), self._axes)
+            return cut_ranges(self._module, dict.fromkeys(plan.ranges, self._batch), self._axes)
         axes = dict[fx.Node, Any]()
         ranges = dict[Range, fx.Node]()
-        free = [node for each in self._routes for node in each.kept.values()]
+        free = [node for route in self._routes for node in route.kept.values()]
         for (begin, end), range_ in zip(self._layers(), plan.ranges_of_layers(), strict=True):
             if range_:
                 body = self.calls[begin : end + 1]
-                with_results = [each for node in body for each in (node, *filter(is_result, node.users))]
+                with_results = [call for node in body for call in (node, *filter(is_result, node.users))]
                 tokens: Any = body[0].args[0]
                 axes |= follow(with_results, _tokens(body), free, tokens.meta["val"].shape[0])
                 own_range = replace(range_, first=label(body[0]), last=label(body[-1]))
                 ranges[own_range] = tokens
-        return cut(self._module, ranges, axes)
+        return cut_ranges(self._module, ranges, axes)
 
     def _layers(self) -> list[tuple[int, int]]:
         """Returns for each MoELayer the positions of its first and last instruction in ``calls``."""
         place_of = {node: at for at, node in enumerate(self.calls)}
         if self._routes:
-            return [(place_of[each.pack], place_of[each.last]) for each in self._routes]
+            return [(place_of[route.pack], place_of[route.last]) for route in self._routes]
         orders = [place_of[node] for node in self.calls if node.target is OPS.order.default]
         joins = [place_of[node] for node in self.calls if node.target is OPS.join.default]
         return list(zip(orders, joins, strict=True))
@@ -253,5 +255,5 @@ def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
         if is_movable and (node in refused or not moved.isdisjoint(node.all_input_nodes)):
             moved.add(node)
     output = graph.output_node()
-    for node in [each for each in graph.nodes if each in moved]:
+    for node in [call for call in graph.nodes if call in moved]:
         output.prepend(node)

@@ -106,7 +106,7 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
     Example: (2, 3, 1) -> (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
     """
     every = itertools.product(range(num_stages), range(k))
-    return sorted(every, key=lambda each: (each[0] // 2, each[0] % 2 * lag + each[1], each[0]))
+    return sorted(every, key=lambda turn: (turn[0] // 2, turn[0] % 2 * lag + turn[1], turn[0]))
 
 
 def lags(k: int) -> list[int]:
@@ -137,19 +137,23 @@ def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -
     tasks = list[Instruction]()
     by_stage = list[list[Any]]()
     run_of = dict[str, str]()
-    for stage in stages(body, lambda each: each.ends_stage):
+    for stage in stages(body, lambda instruction: instruction.ends_stage):
         runs = []
-        for ends, group in itertools.groupby(stage, key=lambda each: each.ends_stage):
+        for ends, group in itertools.groupby(stage, key=lambda instruction: instruction.ends_stage):
             run = list(group)
-            waits = sorted({run_of[name] for each in run for name in each.waits if name in run_of})
+            waits = sorted(
+                {run_of[name] for instruction in run for name in instruction.waits if name in run_of}
+            )
             name = f"{run[0].name} to {run[-1].name}"
             lane = COMMUNICATE if ends else COMPUTE
-            run_of.update(dict.fromkeys((each.name for each in run), name))
-            runs.append((name, waits, sum(costs.part.get(each.name, 0.0) for each in run), lane))
+            run_of.update(dict.fromkeys((instruction.name for instruction in run), name))
+            runs.append(
+                (name, waits, sum(costs.part.get(instruction.name, 0.0) for instruction in run), lane)
+            )
         by_stage.append(runs)
     for at, part in turns(len(by_stage), k, lag):
         for name, waits, seconds, lane in by_stage[at]:
-            ready = tuple(f"{each}, part {part}" for each in waits)
+            ready = tuple(f"{needed}, part {part}" for needed in waits)
             tasks.append(Instruction(name=f"{name}, part {part}", waits=ready, seconds=seconds, lane=lane))
     return tasks
 
@@ -171,7 +175,7 @@ def pipeline_seconds(
     """
     if k == 1:
         return total_seconds(alone(body, costs))
-    inside = {each.name for each in body}
+    inside = {instruction.name for instruction in body}
     joined = (name for name in inside if not inside.issuperset(users[name]))
     return total_seconds(pipelined(body, k, lag, costs)) + sum(costs.join.get(name, 0.0) for name in joined)
 
@@ -185,14 +189,14 @@ def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
     body: the range, a run of consecutive instructions.
     costs: the seconds of each instruction.
     """
-    inside = {each.name for each in body}
+    inside = {instruction.name for instruction in body}
     return [
         replace(
-            each,
-            seconds=costs.part.get(each.name, 0.0),
-            waits=tuple(name for name in each.waits if name in inside),
+            instruction,
+            seconds=costs.part.get(instruction.name, 0.0),
+            waits=tuple(name for name in instruction.waits if name in inside),
         )
-        for each in body
+        for instruction in body
     ]
 
 
@@ -213,10 +217,10 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
         for i in range(max(0, n - LONGEST), n):
             first, last = ends[i], ends[n]
             body = instructions[first:last]
-            is_cuttable = all(graph.can[first:last]) and any(each.communicates for each in body)
+            is_cuttable = all(graph.can[first:last]) and any(instruction.communicates for instruction in body)
             tried = [(k, lag) for k in costs for lag in lags(k)] if is_cuttable else [(1, 1)]
             for k, lag in tried:
-                if k > 1 and not all(each.name in costs[k].part for each in body):
+                if k > 1 and not all(instruction.name in costs[k].part for instruction in body):
                     continue
                 seconds = best[i] + pipeline_seconds(body, k, lag, costs[k], users)
                 if seconds < best[n] - 1e-9:  # differences by rounding do not count
@@ -267,6 +271,6 @@ def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
     for is_cuttable, stretch in itertools.groupby(range(len(instructions)), graph.can.__getitem__):
         places = list(stretch)
         ends = [place for place in (*places, places[-1] + 1) if is_cuttable and graph.ends[place]]
-        if ends and any(each.communicates for each in instructions[ends[0] : ends[-1]]):
+        if ends and any(instruction.communicates for instruction in instructions[ends[0] : ends[-1]]):
             ranges.append(Range(instructions[ends[0]].name, instructions[ends[-1] - 1].name, k, k))
     return ranges

@@ -87,13 +87,13 @@ def _in_order(
         return with_hand_overs(order, gradients, agreed, seconds)
     shares = SHARES if seconds else SHARES[-1:]
     tried = [hand_over_places(order, gradients, seconds, share) for share in shares]
-    return _fastest([with_hand_overs(order, gradients, each, seconds) for each in tried], TIE)[0]
+    return _fastest([with_hand_overs(order, gradients, places, seconds) for places in tried], TIE)[0]
 
 
 def _fastest(passes: Sequence[list[Instruction]], tie: float) -> list[list[Instruction]]:
     """Returns the passes that take at most ``tie`` times as long as the fastest of them, in their order."""
-    took = [total_seconds(each) for each in passes]
-    return [each for each, total in zip(passes, took, strict=True) if total <= tie * min(took)]
+    took = [total_seconds(order) for order in passes]
+    return [order for order, total in zip(passes, took, strict=True) if total <= tie * min(took)]
 
 
 def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
@@ -129,12 +129,12 @@ def hand_over_places(
     result = {gradient.name: earliest[gradient.source] for gradient in gradients}
     waiting = sorted(
         (gradient for gradient in gradients if gradient.name in seconds),
-        key=lambda each: (end[each.source], each.number),
+        key=lambda gradient: (end[gradient.source], gradient.number),
     )
     link_free = 0.0
     for place in range(len(messages) + 1):
         until = messages[place].start if place < len(messages) else math.inf
-        left = []
+        postponed = []
         for gradient in waiting:
             begin = max(link_free, end[gradient.source])
             needed = share * seconds[gradient.name] if seconds[gradient.name] else 0.0
@@ -142,8 +142,8 @@ def hand_over_places(
                 result[gradient.name] = place
                 link_free = begin + seconds[gradient.name]
             else:
-                left.append(gradient)
-        waiting = left
+                postponed.append(gradient)
+        waiting = postponed
         if place < len(messages):
             link_free = max(link_free, messages[place].start) + messages[place].task.seconds
     return result
@@ -169,10 +169,10 @@ def with_hand_overs(
     Raises ValueError if a gradient waits for an all-to-all behind its place. The graphs of two ranks then
     differ.
     """
-    by_name = {each.name: each for each in order}
+    by_name = {instruction.name: instruction for instruction in order}
     # Gradients that are not handed over yet, the one with the lowest place first.
-    left = [(place_of.get(each.name, math.inf), at, each) for at, each in enumerate(gradients)]
-    heapq.heapify(left)
+    pending = [(place_of.get(gradient.name, math.inf), at, gradient) for at, gradient in enumerate(gradients)]
+    heapq.heapify(pending)
     open_gradients = dict[str, list[Gradient]]()  # by source: the place has come, the source may not have run
     result: dict[str, Instruction] = {}
     begun = 0
@@ -189,44 +189,44 @@ def with_hand_overs(
             hands_over=True,
         )
 
-    def take(each: Instruction, gradient: Gradient | None) -> None:
+    def take(instruction: Instruction, gradient: Gradient | None) -> None:
         """Adds an instruction behind those that it waits for, then gradients that wait for it.
 
         gradient: the gradient that must be handed over next; None if the instruction is taken in order.
         """
-        if each.name in result:
+        if instruction.name in result:
             return
-        if gradient is not None and each.communicates:
+        if gradient is not None and instruction.communicates:
             raise ValueError(
-                f"the gradient of {gradient.name} must not wait for {each.name}, the all-to-all number "
-                f"{begun + 1} of the backward graph, because it does not on rank 0. Build the same model "
-                "with the same options on all ranks"
+                f"the gradient of {gradient.name} must not wait for {instruction.name}, the all-to-all "
+                f"number {begun + 1} of the backward graph, because it does not on rank 0. Build the same "
+                "model with the same options on all ranks"
             )
-        for name in each.waits:
+        for name in instruction.waits:
             take(by_name[name], gradient)
-        result[each.name] = each
-        for waiting in open_gradients.pop(each.name, ()):
+        result[instruction.name] = instruction
+        for waiting in open_gradients.pop(instruction.name, ()):
             hand_over(waiting)
 
     def open_place() -> None:
         """Lets gradients be handed over whose place begins now."""
-        while left and left[0][0] <= begun:
-            gradient = heapq.heappop(left)[-1]
+        while pending and pending[0][0] <= begun:
+            gradient = heapq.heappop(pending)[-1]
             if gradient.source and gradient.source not in result:
                 open_gradients.setdefault(gradient.source, []).append(gradient)
             else:
                 hand_over(gradient)
 
     open_place()
-    for each in by_name.values():
-        if each.communicates:
+    for instruction in by_name.values():
+        if instruction.communicates:
             for gradient in [gradient for waiting in open_gradients.values() for gradient in waiting]:
                 take(by_name[gradient.source], gradient)
             begun += 1
-        take(each, None)
-        if each.communicates:
+        take(instruction, None)
+        if instruction.communicates:
             open_place()
-    for *_, gradient in sorted(left, key=lambda each: each[1]):
+    for *_, gradient in sorted(pending, key=lambda entry: entry[1]):
         hand_over(gradient)
     return list(result.values())
 
@@ -252,8 +252,8 @@ def places_in(order: Iterable[Instruction], gradients: Sequence[Gradient]) -> di
     by_instruction = {gradient.instruction: gradient.name for gradient in gradients}
     begun = 0
     result = {}
-    for each in order:
-        begun += each.communicates
-        if each.name in by_instruction:
-            result[by_instruction[each.name]] = begun
+    for instruction in order:
+        begun += instruction.communicates
+        if instruction.name in by_instruction:
+            result[by_instruction[instruction.name]] = begun
     return result

@@ -243,7 +243,7 @@ class GraphRunner:
 
     def _lower(self) -> None:
         """Makes the module that runs, from the plan and the costs of the program."""
-        module = self.cutting.cut(self.program.plan)
+        module = self.cutting.apply(self.program.plan)
         self._run = lowered(module, self._ordered(module))
 
     def _hand_over_order(self) -> list[int]:
@@ -268,16 +268,20 @@ class GraphRunner:
         is_backward = program.key[0] == "backward"
         by_k = dict[int, PartCosts]()
         costs_of_plan = dict[RangePlan, dict[str, Cost]]()
-        for k in (each for each in (BACKWARD_PARTS if is_backward else PARTS) if each <= max_parts):
+        for k in (
+            num_parts for num_parts in (BACKWARD_PARTS if is_backward else PARTS) if num_parts <= max_parts
+        ):
             ranges_of_k = whole_ranges(graph, k)
             plan = RangePlan(names, tuple(ranges_of_k))
             plan = from_first(ranks, plan, stage="agreeing on parts to be measured")
-            module = self.cutting.cut(plan)
+            module = self.cutting.apply(plan)
             with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
                 costs = self._profiled(ranks, module, list(boxed))[0]
             by_k[k] = _by_origin(module, costs)
             for lag in lags(k):
-                costs_of_plan[RangePlan(names, tuple(replace(each, lag=lag) for each in ranges_of_k))] = costs
+                costs_of_plan[RangePlan(names, tuple(replace(range_, lag=lag) for range_ in ranges_of_k))] = (
+                    costs
+                )
         program.costs, results = self._profiled(ranks, self.module, boxed)
         program.reductions = self._reduction_seconds()
         if is_backward and ranks.rank == 0:
@@ -285,7 +289,7 @@ class GraphRunner:
             program.plan = RangePlan(seconds=total_seconds(order))
             program.limit = limit
             for plan, costs in costs_of_plan.items():
-                _, order, num_bytes, _ = self._fastest(self.cutting.cut(plan), costs)
+                _, order, num_bytes, _ = self._fastest(self.cutting.apply(plan), costs)
                 if num_bytes <= limit and total_seconds(order) < program.plan.seconds:
                     program.plan = replace(plan, seconds=total_seconds(order))
         elif by_k and ranks.rank == 0:
@@ -307,11 +311,11 @@ class GraphRunner:
         if program.steps == 2:
             program.plan = from_first(ranks, program.plan, stage="agreeing on the ranges of a graph")
             if program.plan.ranges:
-                module = self.cutting.cut(program.plan)
+                module = self.cutting.apply(program.plan)
                 program.costs, results = self._profiled(ranks, module, boxed)
                 return results
         if self._names and ranks.rank == 0:
-            module = self.cutting.cut(program.plan)
+            module = self.cutting.apply(program.plan)
             _, order, *_ = self._fastest(module, program.costs)
             program.places = places_in(order, gradients_of(module, self._names))
         proposal = (program.costs, program.limit, program.reductions, program.places)
@@ -343,13 +347,15 @@ class GraphRunner:
         module: the graph, possibly in parts.
         boxed: its arguments, in a list that the run empties.
         """
-        tensor = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
+        tensor = next(
+            argument for argument in boxed if isinstance(argument, Tensor) and argument.is_floating_point()
+        )
         self._costs = costs_of(tensor.device)
         self._link = link_of(ranks, tensor.device, tensor.dtype)
         profiled = Profiled(module, self._costs, self._link)
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)
-        return profiled.found, results
+        return profiled.cost_by_label, results
 
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node | Gradient]:
         """Returns the calls of a module in the order of least predicted time within the memory limit.
@@ -359,8 +365,8 @@ class GraphRunner:
         program = self.program
         program.before, program.instructions, *_ = self._fastest(module, program.costs)
         by_name: dict[str, fx.Node | Gradient] = {label(node): node for node in calls_of(module)}
-        by_name |= {each.instruction: each for each in gradients_of(module, self._names)}
-        return [by_name[each.name] for each in program.instructions]
+        by_name |= {gradient.instruction: gradient for gradient in gradients_of(module, self._names)}
+        return [by_name[instruction.name] for instruction in program.instructions]
 
     def _fastest(
         self, module: fx.GraphModule, costs: dict[str, Cost]
@@ -385,7 +391,7 @@ class GraphRunner:
         before = instructions_of(module, costs)
         inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
         input_bytes = {name: costs[name].num_bytes for name in inputs if name in costs}
-        results = [label(each) for each in module.graph.output_node().all_input_nodes]
+        results = [label(node) for node in module.graph.output_node().all_input_nodes]
         kept = [costs[name].view_of or name for name in results if name in costs]
         limit = program.limit or self.options.limit(peak_bytes(before, kept, input_bytes))
         orders = [before]
@@ -457,7 +463,8 @@ def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: 
     first = next((rank for rank, (_, is_whole) in enumerate(all_calls) if is_whole), 0)
     for rank, (_, is_whole) in enumerate(all_calls):
         theirs, names = (
-            [name for name, sends in all_calls[each][0] if sends or is_whole] for each in (rank, first)
+            [name for name, sends in all_calls[compared_rank][0] if sends or is_whole]
+            for compared_rank in (rank, first)
         )
         for index, (actual, expected) in enumerate(itertools.zip_longest(theirs, names, fillvalue="none")):
             if actual != expected:

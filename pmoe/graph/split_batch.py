@@ -161,7 +161,7 @@ def order_of_part(
     return slots_of_part, position, F.pad(travel_E, (0, 1))
 
 
-def cut(
+def cut_ranges(
     module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
 ) -> fx.GraphModule:
     """Returns the module with these ranges cut into parts of the batch.
@@ -211,7 +211,7 @@ def routes(graph: fx.Graph) -> list[Route]:
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
     for pack in graph.find_nodes(op="call_function", target=moe.pack.default):
         sends: Any = [
-            user for each in pack.users for user in each.users if user.target is moe.exchange.default
+            user for result in pack.users for user in result.users if user.target is moe.exchange.default
         ]
         order: Any = pack.args[1:5]
         last = [join for join in joins if join.args[2] is order[0]]
@@ -263,7 +263,7 @@ class _Cutter:
         """
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
         place_of = {label(node): index for index, node in enumerate(calls)}
-        begins = {place_of[each.first]: each for each in ranges}
+        begins = {place_of[range_.first]: range_ for range_ in ranges}
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
@@ -348,7 +348,7 @@ class _Cutter:
         whole = self.whole[node]
         parts = self.routed[route]
         if kind not in parts[part]:
-            counts = [each[kind.partition(" ")[0]] for each in parts]
+            counts = [part_nodes[kind.partition(" ")[0]] for part_nodes in parts]
             call_name = f"{label(route.pack)}, rows {kind} of part {part}"
             parts[part][kind] = self._call(rows_of_part, whole, counts, part, name=call_name)
         return parts[part][kind]
@@ -389,8 +389,8 @@ class _Cutter:
                 inside.add(node)
             else:  # no input is cut: computed once, for all parts
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
-        cut = (node for node in body if node in inside)
-        stages_of_range = stages(cut, lambda node: node.target is moe.exchange.default)
+        cut_nodes = (node for node in body if node in inside)
+        stages_of_range = stages(cut_nodes, lambda node: node.target is moe.exchange.default)
         for stage, part in turns(len(stages_of_range), k, lag):
             for node in stages_of_range[stage]:
                 self._emit(node, part, k, parts)
@@ -412,21 +412,21 @@ class _Cutter:
         """
         new_nodes = parts[part]
 
-        def value(each: fx.Node) -> fx.Node:
+        def value(old_node: fx.Node) -> fx.Node:
             """Returns the node of the new graph that holds this part of an input of the call.
 
             If the input was computed before the range, the operator that cuts it is added at its first use.
             """
-            if each not in new_nodes:
-                axis = self.axes.get(each)
-                whole = self.whole[each]
-                new_nodes[each] = self._routed(each, part) if each in self.kept else whole
-                if isinstance(axis, int) and isinstance(each.meta.get("val"), Tensor):
-                    name = f"{label(each)}, cut for part {part}"
-                    new_nodes[each] = self._call(
+            if old_node not in new_nodes:
+                axis = self.axes.get(old_node)
+                whole = self.whole[old_node]
+                new_nodes[old_node] = self._routed(old_node, part) if old_node in self.kept else whole
+                if isinstance(axis, int) and isinstance(old_node.meta.get("val"), Tensor):
+                    name = f"{label(old_node)}, cut for part {part}"
+                    new_nodes[old_node] = self._call(
                         part_of_batch, whole, axis, self.sequences, part, k, name=name
                     )
-            return new_nodes[each]
+            return new_nodes[old_node]
 
         used_E = None
         if (
@@ -437,7 +437,7 @@ class _Cutter:
         axis = self.axes[node]
         if node.target in SIZED and isinstance(axis, int):
             whole = node.meta["val"].shape
-            sizes = [whole[index] if each == -1 else each for index, each in enumerate(copied.args[1])]  # type: ignore[arg-type]
+            sizes = [whole[index] if size == -1 else size for index, size in enumerate(copied.args[1])]  # type: ignore[arg-type]
             sizes[axis] = -1
             copied.args = (copied.args[0], sizes)
         if node.target in MADE and isinstance(axis, int):
@@ -447,7 +447,8 @@ class _Cutter:
                 sizes[axis] = self._call(aten.sym_size.int, new_nodes[source], self.axes[source])
             copied.args = (copied.args[0], sizes, *copied.args[2:])
         if node.target in COUNTED and self.axes[node.all_input_nodes[0]] == 0:
-            first, place = node.all_input_nodes[0], COUNTED[node.target]
+            first = node.all_input_nodes[0]
+            place = COUNTED[node.target]
             with self.graph.inserting_before(copied):
                 length = self._call(aten.sym_size.int, new_nodes[first], 0)
             copied.args = (*copied.args[:place], length, *copied.args[place + 1 :])
@@ -506,9 +507,9 @@ class _Cutter:
         if place == 3:  # used_E: the last part has counted all before it
             return self._call(operator.getitem, parts[-1][node], 3)
         if node not in self.whole:  # sorts the whole batch once more
-            for each in node.all_input_nodes:
-                if each not in self.whole:
-                    self.whole[each] = self._join(each, parts)
+            for source in node.all_input_nodes:
+                if source not in self.whole:
+                    self.whole[source] = self._join(source, parts)
             self.whole[node] = self._copy(node, self.whole.__getitem__)
         return self._call(operator.getitem, self.whole[node], place)
 
@@ -528,7 +529,7 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
             place = node.args[1]  # type: ignore[assignment]
             node = node.args[0]  # type: ignore[assignment]
         else:
-            node = next(each for each in node.all_input_nodes if axes[each] == IRREGULAR)
+            node = next(source for source in node.all_input_nodes if axes[source] == IRREGULAR)
     return node, place
 
 

@@ -33,10 +33,14 @@ def weight_gradients(instructions: Listing) -> set[str]:
     gradients of weights.
     """
     needed: set[str] = set()
-    for each in reversed(instructions):
-        if each.communicates or each.name in needed:
-            needed.update(each.waits)
-    return {each.name for each in instructions if each.name not in needed and not each.communicates}
+    for instruction in reversed(instructions):
+        if instruction.communicates or instruction.name in needed:
+            needed.update(instruction.waits)
+    return {
+        instruction.name
+        for instruction in instructions
+        if instruction.name not in needed and not instruction.communicates
+    }
 
 
 def labels(instructions: Listing) -> dict[str, set[str]]:
@@ -52,23 +56,25 @@ def labels(instructions: Listing) -> dict[str, set[str]]:
     instructions: the pass, in order.
     """
     free = weight_gradients(instructions)
-    place_of = {each.name: at for at, each in enumerate(instructions)}
+    place_of = {instruction.name: at for at, instruction in enumerate(instructions)}
     # For each weight gradient, the place of the last instruction that it waits for, directly or through other
     # weight gradients, which can be moved with it.
     after: dict[str, int] = {}
     behind: dict[str, set[str]] = {}  # for each instruction, the all-to-alls from which a path leads to it
-    for each in instructions:
-        reached = set[str]().union(*(behind.get(name, ()) for name in each.waits))
-        behind[each.name] = reached | {each.name} if each.communicates else reached
-        if each.name in free:
-            places = [after[name] if name in free else place_of[name] for name in each.waits]
-            after[each.name] = max(places, default=-1)
+    for instruction in instructions:
+        reached = set[str]().union(*(behind.get(name, ()) for name in instruction.waits))
+        behind[instruction.name] = reached | {instruction.name} if instruction.communicates else reached
+        if instruction.name in free:
+            places = [after[name] if name in free else place_of[name] for name in instruction.waits]
+            after[instruction.name] = max(places, default=-1)
     return {
-        each.name: {
-            name for name in free if each.name not in behind[name] and after[name] < place_of[each.name]
+        instruction.name: {
+            name
+            for name in free
+            if instruction.name not in behind[name] and after[name] < place_of[instruction.name]
         }
-        for each in instructions
-        if each.communicates
+        for instruction in instructions
+        if instruction.communicates
     }
 
 
@@ -82,13 +88,13 @@ def assign(instructions: Listing) -> dict[str, str]:
 
     Returns for each assigned weight gradient, by name, the name of its all-to-all.
     """
-    seconds = {each.name: each.seconds for each in instructions}
+    seconds = {instruction.name: instruction.seconds for instruction in instructions}
     assigned: dict[str, str] = {}
     for name, candidates in labels(instructions).items():
         seconds_left = seconds[name]
-        pool = {each for each in candidates if seconds[each] > 0} - assigned.keys()
+        pool = {candidate for candidate in candidates if seconds[candidate] > 0} - assigned.keys()
         while seconds_left > 0 and pool:
-            best = min(sorted(pool), key=lambda each: abs(seconds_left - seconds[each]))
+            best = min(sorted(pool), key=lambda candidate: abs(seconds_left - seconds[candidate]))
             seconds_left -= seconds[best]
             pool.discard(best)
             assigned[best] = name
@@ -106,7 +112,7 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     If an assigned weight gradient waits for other weight gradients, these are put right before it. Weight
     gradients that wait for an assigned one come after it. All other instructions keep their order.
     """
-    by_name = {each.name: each for each in instructions}
+    by_name = {instruction.name: instruction for instruction in instructions}
     free = weight_gradients(instructions)
     behind: dict[str, list[str]] = {}
     for name, communication in assigned.items():
@@ -122,16 +128,18 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
                 take(needed)
         order[name] = by_name[name]
 
-    for each in instructions:
-        if each.name in assigned:
+    for instruction in instructions:
+        if instruction.name in assigned:
             continue
-        if each.name in free and any(name in assigned and name not in order for name in each.waits):
+        if instruction.name in free and any(
+            name in assigned and name not in order for name in instruction.waits
+        ):
             continue  # added later, because it waits for an assigned weight gradient that has not run
-        take(each.name)
-        for name in behind.get(each.name, ()):
+        take(instruction.name)
+        for name in behind.get(instruction.name, ()):
             take(name)
-    for each in instructions:
-        take(each.name)
+    for instruction in instructions:
+        take(instruction.name)
     return list(order.values())
 
 
@@ -174,8 +182,8 @@ class _List:
         uses         for each piece of memory, how many instructions still read it; one more if the graph
                      returns it
         num_bytes    bytes of each piece of memory, by the name of the instruction or input that owns it
-        limit        while more bytes are held, weight gradients that free memory run first
-        held         bytes that are held now
+        limit        while more bytes are live, weight gradients that free memory run first
+        live_bytes   bytes that are allocated now
         reductions   seconds of the reduction that follows an instruction, by its name
         reduced      names of the weight gradients that a reduction waits for
         messages     names of the all-to-alls that are left, the next one last
@@ -212,7 +220,7 @@ class _List:
             **{instruction.name: instruction.num_bytes for instruction in instructions},
         }
         self.limit = limit
-        self.held = sum(input_bytes.values())
+        self.live_bytes = sum(input_bytes.values())
         self.messages = [
             instruction.name for instruction in reversed(instructions) if instruction.communicates
         ]
@@ -238,7 +246,7 @@ class _List:
                 self._offer(*heapq.heappop(self.later)[1:])
             if self._message_begins() <= self.now:
                 self._take(self.messages.pop())
-            elif self.held > self.limit and self._freeing():
+            elif self.live_bytes > self.limit and self._freeing():
                 self._take(max(sorted(self.pool), key=self._freed))
             elif self.link_free <= self.now and not self.reduced.isdisjoint(self.pool):
                 self._take(min(self.reduced & self.pool, key=self.place.__getitem__))
@@ -268,7 +276,7 @@ class _List:
 
     def _begin(self, name: str) -> float:
         """Returns when all inputs of an instruction are complete, in seconds."""
-        return max((self.end[each] for each in self.by_name[name].waits), default=0.0)
+        return max((self.end[needed] for needed in self.by_name[name].waits), default=0.0)
 
     def _message_begins(self) -> float:
         """Returns when the rows that the next all-to-all sends are complete, in seconds.
@@ -325,7 +333,7 @@ class _List:
             self.end[name] = self.now
         if name in self.reductions:
             self.link_free = max(self.now, self.link_free) + self.reductions[name]
-        self.held += instruction.num_bytes - self._freed(name)
+        self.live_bytes += instruction.num_bytes - self._freed(name)
         self.uses.subtract(set(instruction.holds))
         self.sorter.done(name)
         self._release()
@@ -333,7 +341,7 @@ class _List:
     def _freed(self, name: str) -> int:
         """Returns how many bytes can be freed after an instruction, because no later one reads them."""
         holds = set(self.by_name[name].holds)
-        return sum(self.num_bytes.get(each, 0) for each in holds if self.uses[each] == 1)
+        return sum(self.num_bytes.get(result, 0) for result in holds if self.uses[result] == 1)
 
     def _freeing(self) -> bool:
         """Returns whether any weight gradient that can begin now frees more bytes than it allocates.

@@ -207,7 +207,7 @@ def table2() -> list[dict[str, Any]]:
             "measured_seconds": milliseconds * MS,
             "modelled_seconds": _modelled(MODELS[model], direction == "backward")[name],
         }
-        for (model, direction), measured in ((each.split(), MEASURED[each]) for each in MEASURED)
+        for (model, direction), measured in ((case.split(), MEASURED[case]) for case in MEASURED)
         for name, milliseconds in measured.items()
     ]
 

@@ -219,7 +219,7 @@ def _last(pointer: Path) -> str:
     pointer: path of latest.json.
     """
     try:
-        name = load_json(pointer, lambda found: found["folder"])
+        name = load_json(pointer, lambda content: content["folder"])
     except FileNotFoundError:
         raise CheckpointError(f"there is no {pointer}") from None
     except (ValueError, KeyError):

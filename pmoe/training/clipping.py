@@ -302,14 +302,16 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
-        gradients = (local_gradient(each.grad) for each in parameters if each.grad is not None)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        gradients = (local_gradient(parameter.grad) for parameter in parameters if parameter.grad is not None)
         local: Any = SimpleNamespace(param_groups=[{"params": stand_ins(gradients)}])
-        found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
-        total = torch.stack([found_inf, *(each.to(found_inf.device) for each in found.values())]).amax()
+        overflows = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
+        total = torch.stack(
+            [found_inf, *(overflow.to(found_inf.device) for overflow in overflows.values())]
+        ).amax()
         if dist.is_available() and dist.is_initialized():
             agreed = total.to(device_type_of(self.group))
             with at_stage("agreeing whether gradients overflow", Ranks(self.group)):
                 dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
             total = agreed.to(total.device)
-        return {device: total.to(device) for device in (*found, total.device)}
+        return {device: total.to(device) for device in (*overflows, total.device)}

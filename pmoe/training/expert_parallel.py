@@ -262,9 +262,9 @@ class MeanOverRanks:
         self.copies.reconnect()
         stage = "comparing which parameters of experts are trained"
         are_same = same(self.copies, device, wanted, stage=stage)
-        differ = largest(self.ranks, device, [not each for each in are_same], stage=stage)
+        differ = largest(self.ranks, device, [not is_same for is_same in are_same], stage=stage)
         if any(differ):
-            names = ", ".join(name for name, found in zip(self.names, differ, strict=True) if found)
+            names = ", ".join(name for name, differs in zip(self.names, differ, strict=True) if differs)
             raise ValueError(
                 f"requires_grad of experts' {names} must be the same on all copies of the experts"
             )
@@ -427,10 +427,12 @@ def _leave_to_experts(module: nn.Module) -> None:
     Their names are added to the attribute of ``module`` from which DistributedDataParallel reads the names to
     ignore. torch.compile puts "_orig_mod." in front of names, so each name is also added with this prefix.
     """
-    names = [name for name, each in module.named_parameters(remove_duplicate=False) if is_expert(each)]
-    for at, each in module.named_modules(remove_duplicate=False):
-        if isinstance(each, Experts) and each.is_parallelized:
-            names += [f"{at}.{name}".lstrip(".") for name, _ in each.named_buffers()]
+    names = [
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if is_expert(parameter)
+    ]
+    for at, submodule in module.named_modules(remove_duplicate=False):
+        if isinstance(submodule, Experts) and submodule.is_parallelized:
+            names += [f"{at}.{name}".lstrip(".") for name, _ in submodule.named_buffers()]
     if names:
         names += [f"_orig_mod.{name}" for name in names]
         ignored = list(getattr(module, DDP_IGNORES, ()))

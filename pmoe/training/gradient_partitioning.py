@@ -141,26 +141,26 @@ class Timetable:
     end: Sequence[Tensor]
 
 
-def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
+def timetable_of(partition: Partition, buffers: GradientBuffers) -> Timetable:
     """Turns a partition (numbers of bytes) into ranges of the gradients' memory, each with its time.
 
     All gradients must have one dtype and device. The ends of ranges are rounded down to whole elements.
 
-    found: the partition: number of bytes to send beside each dense part and each MoE layer, alternately.
+    partition: the partition: number of bytes to send beside each dense part and each MoE layer, alternately.
     buffers: the flat memory of all gradients.
     """
     item = buffers.memories[0].element_size()
     inside: dict[int, GradientRange] = {}
     beside: dict[int, GradientRange] = {}
     begin = 0
-    for at, share in enumerate(found.shares):
+    for at, share in enumerate(partition.shares):
         wanted = begin + share.dense_bytes + share.moe_bytes
         end = min(wanted // item * item, buffers.ends[-1])
         if end > begin:
             (inside if at % 2 else beside)[at // 2] = buffers.part(begin, end)
         begin = end
-    left = [buffers.part(begin, buffers.ends[-1]).memory] if begin < buffers.ends[-1] else []
-    return Timetable(inside=inside, beside=beside, end=left)
+    rest = [buffers.part(begin, buffers.ends[-1]).memory] if begin < buffers.ends[-1] else []
+    return Timetable(inside=inside, beside=beside, end=rest)
 
 
 PIECE_BYTES = 4 << 20

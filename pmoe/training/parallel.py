@@ -287,13 +287,13 @@ def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) ->
 
     Raises ValueError if one of them is not a plain dense parameter of the model.
     """
-    parameters = {id(each): (name, each) for name, each in model.named_parameters()}
-    ids = {id(each) for each in arguments.list_of("replicated", replicated)}
+    parameters = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+    ids = {id(parameter) for parameter in arguments.list_of("replicated", replicated)}
     if not ids <= set(parameters):
         raise ValueError(
             f"replicated ({len(ids - set(parameters))} of {len(ids)} unknown) must be parameters of the model"
         )
-    for name, parameter in (parameters[each] for each in ids):
+    for name, parameter in (parameters[key] for key in ids):
         if is_expert(parameter) or isinstance(parameter, DTensor):
             kind = "an expert's" if is_expert(parameter) else "a DTensor"
             raise ValueError(f"replicated ({name}, {kind}) must be plain dense parameters")

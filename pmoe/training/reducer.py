@@ -184,8 +184,8 @@ class GradientReducer:
             return False
         if not seen.layers and not self._is_in_graph():
             return False
-        mine = (seen.order, [(each.layer, each.num_made) for each in seen.layers])
-        return all(each == mine for each in gathered(self.ranks, mine, stage="comparing gradients"))
+        mine = (seen.order, [(layer.layer, layer.num_made) for layer in seen.layers])
+        return all(theirs == mine for theirs in gathered(self.ranks, mine, stage="comparing gradients"))
 
     def _is_in_graph(self) -> bool:
         """Returns whether the last call of a layer was a part of a graph of torch.compile."""

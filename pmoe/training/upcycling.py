@@ -49,12 +49,12 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
     check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
     check_kind((nn.Module, Mapping), "a module, or tensors by name", dense=dense)
     experts = layer.experts
-    if any(each.is_meta for each in experts.parameters()):
+    if any(parameter.is_meta for parameter in experts.parameters()):
         raise ValueError("layer (on the meta device) must have values: call to_empty(device=...) before")
     if isinstance(experts, StackedExperts) and experts.hidden_dims() is not None:
         copies = _into_stacked(experts, dense)
     elif experts.are_modules:
-        copies = [copy for each in experts.as_modules() for copy in _into_module(each, dense)]
+        copies = [copy for expert in experts.as_modules() for copy in _into_module(expert, dense)]
     else:
         kind = type(experts).__name__
         raise TypeError(f"experts ({kind}) must be plain stacked ones (no parametrizations) or modules")

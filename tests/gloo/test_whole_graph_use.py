@@ -254,7 +254,7 @@ def seen(rank: int, world: int) -> None:
         program.watch = watches[key] = PassTimeline(program.instructions)
     loss_of(model, call, x).backward()
     for key, watch in watches.items():
-        ran = {each.task.name: each for each in watch.found}
+        ran = {each.task.name: each for each in watch.ran}
         instructions = run.PROGRAMS[key].instructions
         assert {each.name for each in instructions} <= ran.keys()
         assert all(0 <= each.start <= each.end for each in ran.values())

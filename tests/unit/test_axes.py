@@ -203,7 +203,7 @@ def cut_graph(
     inputs = module.graph.find_nodes(op="placeholder")
     split = GraphSplit(module, dict.fromkeys(inputs[:batch], 0), given[0].shape[0])
     whole = Range(split.names[0], split.names[-1], k, k)
-    return split, split.cut(RangePlan(split.names, (whole,)))
+    return split, split.apply(RangePlan(split.names, (whole,)))
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -266,7 +266,7 @@ def test_a_view_with_fewer_elements_than_the_batch_has_sequences_is_not_cut(k: i
     name_all(module.graph)
     split = GraphSplit(module, {x: 0}, 4)
     names = split.names
-    cut = split.cut(RangePlan(names, (Range(names[0], names[0], k, k),)))
+    cut = split.apply(RangePlan(names, (Range(names[0], names[0], k, k),)))
     torch.testing.assert_close(cut(A), function(A))
 
 

@@ -61,7 +61,7 @@ def test_no_benchmark_replaces_a_stored_result_unless_it_is_told_to() -> None:
 
 
 LINES_OF_PROGRESS = re.compile(
-    r"\b(counted|interleaved|in_turns|measure_quietly|told\.at|in_turn|timed_in_turns)\(|flush=True"
+    r"\b(counted|interleaved|in_turns|measure_quietly|progress\.at|in_turn|timed_in_turns)\(|flush=True"
 )
 OF_OTHERS = {"bench_fairseq.py": "fairseq's own lines"}
 COMPUTED = {"flashdmoe.py"}
@@ -197,7 +197,7 @@ def test_a_holder_is_there_before_a_product_and_a_short_kernel_comes_behind_it(
     monkeypatch.setattr(bench_beside, "torch", ticking.as_torch())
     monkeypatch.setattr(bench_beside, "flush_buffer", lambda: torch.zeros(1))
     beside = bench_beside.Beside()
-    seconds, outlasted = beside.held(lambda: ticking.put("product"), lambda: ticking.put("holder"))
+    seconds, outlasted = beside.during_holder(lambda: ticking.put("product"), lambda: ticking.put("holder"))
     assert ticking.told == [
         "side waits for current", "holder on side", "sleep on current", "product on current",
     ]  # fmt: skip

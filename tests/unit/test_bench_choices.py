@@ -107,10 +107,10 @@ def test_a_limited_copy_takes_as_long_as_its_bytes_at_that_rate(monkeypatch: pyt
 
     monkeypatch.setattr(copies, "time", Clock)
     limit = copies.CopyLimit()
-    limit.held(lambda: None, lambda: 1 << 40)
+    limit.limited(lambda: None, lambda: 1 << 40)
     assert slept == []
     limit.set_rate(100.0)
-    limit.held(lambda: now.__setitem__(0, 6.0), lambda: 250)
+    limit.limited(lambda: now.__setitem__(0, 6.0), lambda: 250)
     assert slept == [1.5]
 
 

@@ -52,7 +52,7 @@ def test_live_bytes_follow_every_tensor_with_its_name() -> None:
         c = torch.empty(200)
         mark(c, "c")
         mark(before, "not seen")
-    assert [(each.num_bytes, each.name, each.end is None) for each in seen.found] == [
+    assert [(each.num_bytes, each.name, each.end is None) for each in seen.records] == [
         (400, "a", False),
         (200, "other", True),
         (800, "c", True),

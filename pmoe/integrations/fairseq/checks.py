@@ -35,9 +35,8 @@ def layers_with_experts(config: Any, side: str) -> list[int]:
     """
     place_options = places(config)
     side_freq = place_options[f"{side}_freq"]
-    flag, freq = (
-        ("--moe-freq", place_options["freq"]) if side_freq is None else (f"--moe-{side}-freq", side_freq)
-    )
+    flag = "--moe-freq" if side_freq is None else f"--moe-{side}-freq"
+    freq = place_options["freq"] if side_freq is None else side_freq
     if not is_int(freq) or freq < 0:
         raise ValueError(f"{flag} ({freq}) must be a number of layers; 0 means no experts")
     num_layers = getattr(config, f"{side}_layers")

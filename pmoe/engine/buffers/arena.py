@@ -128,7 +128,7 @@ class DevicePool:
         """
         memory = self.new(like, elements)
         self._running[arena] = memory.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
+        self.peak_bytes = max(self.peak_bytes, sum(self._running.values()))
         return memory
 
     def give_back(self, arena: Arena) -> None:

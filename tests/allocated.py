@@ -50,6 +50,8 @@ class Allocated:
             address = event.extra_fields.ptr
             num_bytes = event.extra_fields.alloc_size
             if num_bytes > 0:
+                # A block that another thread freed, as gloo's do: its free is not seen before its next use.
+                self.left -= bytes_at.pop(address, 0)
                 bytes_at[address] = num_bytes
             elif bytes_at.pop(address, 0) == 0:
                 continue  # allocated before the function began

@@ -49,6 +49,9 @@ STAGE = 3
 ALIKE = 1.08
 """Memory that is at most this many times the allowed memory counts as allowed."""
 
+SHRINKS = 2
+"""How often the part of a batch is made smaller if its predicted peak is above the allowed memory."""
+
 ROOM = 0.85
 """Fraction of the allowed memory that a trial may take. The call itself holds the rest (its routing)."""
 
@@ -90,7 +93,7 @@ def measure_in_stages(
         stage = _choices_of_stage(batch, left, peaks, allowed)
         share = share_of_tokens(batch, peaks[stage[-1]], allowed)
         try:
-            part = _measure_part(batch, stage, share, most_rounds)
+            part = _measure_part(batch, stage, share, allowed, most_rounds)
         except torch.OutOfMemoryError:
             if not parts:
                 raise
@@ -156,8 +159,9 @@ def measure_in_little_memory(
     if batch.modules.options.budget is not None:
         return measure_trials(batch, choices, most_rounds)
     largest_peak = max(predicted_peaks(batch, choices))
-    share = share_of_tokens(batch, largest_peak, smallest_peak(batch, choices))
-    part = _measure_part(batch, choices, share, most_rounds)
+    allowed = smallest_peak(batch, choices)
+    share = share_of_tokens(batch, largest_peak, allowed)
+    part = _measure_part(batch, choices, share, allowed, most_rounds)
     return {} if part is None else times_of_whole([part])
 
 
@@ -174,18 +178,46 @@ class TrialsOfPart:
 
 
 def _measure_part(
-    batch: TrialBatch, choices: Sequence[Choice], share: float, most_rounds: int
+    batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float, most_rounds: int
 ) -> TrialsOfPart | None:
     """Returns the seconds of trials on the first tokens; None if these are too few. Collective.
 
     share: the fraction of the tokens on which trials run. Fewer than `MIN_TOKENS` tokens are too few.
+    allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
 
     `measure_in_little_memory` explains the other arguments.
     """
     if share * batch.counts.max_tokens < MIN_TOKENS:
         return None
-    part = batch if share == 1.0 else first_tokens(batch, share)
+    share, part = _part_with_room(batch, choices, share, allowed)
     return TrialsOfPart(share, measure_trials(part, choices, most_rounds))
+
+
+def _part_with_room(
+    batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
+) -> tuple[float, TrialBatch]:
+    """Returns the first tokens whose own predicted peak is within the allowed memory, and their share.
+
+    The peak is not proportional to the tokens: the first tokens may be routed less evenly than all tokens. So
+    the peak of the part is predicted from its own row counts, and the part is made smaller if this is too
+    much. Collective.
+
+    choices: the choices that run on the part.
+    share: the fraction of the tokens, if the peak were proportional to them. 1 returns the whole batch.
+    allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
+    """
+    if share == 1.0:
+        return share, batch
+    gradients = batch.sizes.expert_parameters * batch.sizes.element_size
+    most = ROOM * (allowed - _output_bytes(batch))
+    part = first_tokens(batch, share)
+    for _ in range(SHRINKS):
+        peak = max(predicted_peaks(part, choices))
+        if peak <= ALIKE * most:
+            break
+        share *= max(most - gradients, 0.0) / (peak - gradients)
+        part = first_tokens(batch, share)
+    return share, part
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
@@ -215,16 +247,28 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
     Raises OutOfMemoryError on every rank if no choice is left.
     """
     ordered = sorted(measured, key=lambda choice: measured[choice].step)
+    return {choice: measured[choice] for choice in from_first_with_room(batch, ordered)}
+
+
+def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
+    """Returns choices without the first ones, up to one for which every rank has enough memory. Collective.
+
+    The memory of a choice is allocated and freed again. Rank 0 warns once of the choices that are left out.
+
+    batch: the whole batch.
+    ordered: the choices, in the order in which they are tested.
+
+    Raises OutOfMemoryError on every rank if no choice is left.
+    """
     output = _output_bytes(batch)
-    peaks = dict(zip(ordered, predicted_peaks(batch, ordered), strict=True))
     without_room: list[Trial] = []
-    for choice in ordered:
+    for choice, peak in zip(ordered, predicted_peaks(batch, ordered), strict=True):
         trial = Trial(batch, choice)
-        if trial.has_room(ROOM * (peaks[choice] - output)):
+        if trial.has_room(ROOM * (peak - output)):
             break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))
-    return {choice: measured[choice] for choice in ordered[len(without_room) :]}
+    return ordered[len(without_room) :]
 
 
 def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
@@ -371,10 +415,11 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     if batch.modules.options.budget is not None:
         return batch
     [peak] = predicted_peaks(batch, [choice])
-    share = share_of_tokens(batch, peak, smallest_peak(batch, [choice]))
+    allowed = smallest_peak(batch, [choice])
+    share = share_of_tokens(batch, peak, allowed)
     if share * batch.counts.max_tokens < MIN_TOKENS:
         return None
-    return batch if share == 1.0 else first_tokens(batch, share)
+    return _part_with_room(batch, [choice], share, allowed)[1]
 
 
 def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:

@@ -20,7 +20,12 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import has_enough_tokens, measure_in_stages, with_room
+from pmoe.choose.part_of_batch import (
+    from_first_with_room,
+    has_enough_tokens,
+    measure_in_stages,
+    with_room,
+)
 from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
@@ -28,7 +33,7 @@ from pmoe.measure.bench import identity
 from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json, save_or_warn
 from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import times_by_trials
-from pmoe.planner.granularity import GranularityTable, PassDegrees, points_of
+from pmoe.planner.granularity import GranularityTable, PassDegrees, points_of, rounded
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.schedule.restore import Restore
@@ -40,7 +45,8 @@ from pmoe.warn import log
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     """Returns the number of chunks n of both passes for this batch: known, measured by trials, or by a rule.
 
-    1. If earlier trials give n for this number of tokens, their n is returned.
+    1. If earlier trials give n for this number of tokens, their n is returned. An n that comes from trials on
+       batches of other sizes may need too much memory here, so its memory is tested first (`n_with_room`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and kept in a file if $PMOE_CACHE is set.
     3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes. If
@@ -58,16 +64,47 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     learned = learned_degrees(modules) if batch.trials_allowed else modules.cache.choosers.get(_name(modules))
     table = GranularityTable() if learned is None else learned.table(batch.inputs.x_TM.dtype)
     degrees = table.lookup(batch.counts.max_tokens)
-    if degrees is None and learned is not None and batch.trials_allowed:
+    if learned is None or not batch.trials_allowed:
+        return degrees or degrees_by_rule(batch)
+    tested = (str(batch.inputs.x_TM.dtype), rounded(batch.counts.max_tokens), restore)
+    if degrees is None:
         degrees = search(
             table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
         )
         if degrees is not None:
             learned.keep()
-        else:
-            degrees = degrees_by_rule(batch)
-            table.remember(batch.counts.max_tokens, degrees)
-    return degrees_by_rule(batch) if degrees is None else degrees
+            learned.with_room[(*tested, degrees)] = degrees
+            return degrees
+        degrees = degrees_by_rule(batch)
+        table.remember(batch.counts.max_tokens, degrees)
+    key = (*tested, degrees)
+    if key not in learned.with_room:
+        learned.with_room[key] = n_with_room(batch, restore, degrees)
+    return learned.with_room[key]
+
+
+def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
+    """Returns the given numbers of chunks, or larger ones if a rank has too little memory. Collective.
+
+    More chunks need less memory. The memory of the predicted peak is allocated on all ranks and freed again,
+    so that the step itself does not run out of memory on one rank while the others wait for it.
+
+    batch: the routed batch.
+    restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
+        or made again for backward.
+    degrees: the numbers of chunks of both passes that are tested first.
+
+    Raises OutOfMemoryError, with the bytes that would be enough, on every rank if no number has room.
+    """
+    larger = [n for n in batch.modules.options.degrees if n > max(degrees.forward, degrees.backward)]
+    numbers = [(degrees.forward, degrees.backward), *((n, n) for n in larger)]
+    choices = all_choices(numbers, [restore])
+    try:
+        chosen = from_first_with_room(batch, choices)[0]
+    except torch.OutOfMemoryError:
+        every_choice = all_choices([(n, n) for n in batch.modules.options.degrees], [restore])
+        chosen = smallest_with_room(batch, every_choice)
+    return PassDegrees(chosen.forward, chosen.backward)
 
 
 def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
@@ -404,11 +441,14 @@ class LearnedDegrees:
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
+    with_room: the numbers of chunks whose memory was tested on all ranks, by (dtype of the rows, rounded
+        number of tokens, restore pair, numbers of chunks of the table).
     """
 
     key: Mapping[str, Any]
     tables: Tables = field(default_factory=dict)
     path: Path | None = None
+    with_room: dict[tuple[object, ...], PassDegrees] = field(default_factory=dict)
 
     def table(self, dtype: torch.dtype) -> GranularityTable:
         """Returns the table with the fastest number of chunks by number of tokens, at first an empty one.

@@ -34,10 +34,10 @@ from pmoe.comm.base import Exchange, FlatAllToAll
 from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
 from pmoe.comm.hierarchical import HierarchicalExchange
-from pmoe.measure.layer_modules import ROWS, gate_lines, order_lines
+from pmoe.measure.layer_modules import ROWS, gate_lines, order_lines, rows_within
 from pmoe.measure.module_cost import profile_module
 from pmoe.measure.operations import measure_exchange
-from pmoe.measure.profile import load_or_measure
+from pmoe.measure.profile import WHOLE_BYTES, WIDER, load_or_measure
 from pmoe.planner.costs import FREE, LayerCosts, LineCost
 from pmoe.planner.degree import TRIED
 from pmoe.planner.degree_search import (
@@ -60,23 +60,33 @@ HALVINGS = 24
 # ---- measured costs
 
 
-_operations: dict[tuple[object, ...], Operations] = {}
+_operations: dict[tuple[object, ...], tuple[Operations, float]] = {}
+"""The costs that this process uses, and the limit of bytes within which they were measured."""
 
 
 def operations_of(
-    grid: Grid, device: torch.device, dtype: torch.dtype, exchanges: Mapping[str, Exchange] | None = None
+    grid: Grid,
+    device: torch.device,
+    dtype: torch.dtype,
+    exchanges: Mapping[str, Exchange] | None = None,
+    most_bytes: float | None = None,
 ) -> Operations:
     """Returns the measured costs of FSMoE's operations, as lines alpha + beta * size, for these ranks.
 
-    The operations are products and collectives. Their costs are read from a stored profile, or measured.
-    Collective the first time for these ranks, device, dtype and exchanges.
+    The operations are products and collectives. Their costs are read from a stored profile, or measured. They
+    are measured again if they were measured within fewer bytes than ``most_bytes`` / `WIDER`. Collective the
+    first time for these ranks, device, dtype and exchanges, and if they are measured again.
 
     grid: the ranks of the layer, across nodes and inside a node.
     device, dtype: of the rows.
     exchanges: all-to-alls other than the flat one, by name, whose costs are wanted, too.
+    most_bytes: how many bytes a measurement may take, the same on every rank. None measures only costs that
+        were never measured, with any number of bytes.
     """
     key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype, *sorted(exchanges or ()))
-    if key not in _operations:
+    _, limit = _operations.get(key, (None, 0.0))
+    if not _is_enough(limit, most_bytes):
+        most = math.inf if most_bytes is None else most_bytes
         profile = load_or_measure(
             grid.all,
             device,
@@ -85,10 +95,20 @@ def operations_of(
             across=grid.ep,
             inside=grid.esp,
             exchanges=exchanges,
+            most_bytes=most,
         )
         assert profile.operations is not None
-        _operations[key] = profile.operations
-    return _operations[key]
+        _operations[key] = (profile.operations, most if most < WHOLE_BYTES else math.inf)
+    return _operations[key][0]
+
+
+def _is_enough(limit: float, most_bytes: float | None) -> bool:
+    """Returns whether costs that were measured within ``limit`` bytes serve a layer that allows more bytes.
+
+    limit: 0 if nothing was measured.
+    most_bytes: how many bytes a measurement may take. None takes costs of any limit.
+    """
+    return limit > 0 if most_bytes is None else most_bytes <= WIDER * limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,44 +134,75 @@ class ModuleLines:
     expert: tuple[LineCost, LineCost] | None = None
 
 
-def module_lines(modules: LayerModules, rows_TM: Tensor) -> tuple[Operations, ModuleLines]:
+def module_lines(
+    modules: LayerModules, rows_TM: Tensor, most_bytes: float | None = None
+) -> tuple[Operations, ModuleLines]:
     """Returns the measured costs of FSMoE's operations and of a layer's own modules.
 
-    Collective the first time for a layer and a dtype of rows.
+    Collective the first time for a layer and a dtype of rows, and if costs are measured again, because they
+    were measured within fewer bytes than ``most_bytes`` / `WIDER`.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
+    most_bytes: how many bytes a measurement may take, the same on every rank. None measures only costs that
+        were never measured, with any number of bytes.
     """
     own_exchanges = {side: getattr(modules, side) for side in ("dispatch", "combine")}
     names = {side: exchange_name(exchange) for side, exchange in own_exchanges.items()}
     stored = {name: own_exchanges[side] for side, name in names.items() if name}
-    operations = operations_of(modules.grid, rows_TM.device, rows_TM.dtype, stored)
+    operations = operations_of(modules.grid, rows_TM.device, rows_TM.dtype, stored, most_bytes)
     key = ("module lines", rows_TM.dtype)
-    if key not in modules.cache.choosers:
-        order, restore, sort = _agreed(modules.grid, rows_TM.device, _order_costs(modules, rows_TM))
-        gate_forward, gate_backward = _agreed(modules.grid, rows_TM.device, _gate_costs(modules, rows_TM))
+    _, limit = modules.cache.choosers.get(key, (None, 0.0))
+    if not _is_enough(limit, most_bytes):
+        most = math.inf if most_bytes is None else most_bytes
+        row_bytes = _row_bytes(modules, rows_TM)
+        rows = rows_within(most, row_bytes)
+        order, restore, sort = _agreed(modules.grid, rows_TM.device, _order_costs(modules, rows_TM, rows))
+        gate_forward, gate_backward = _agreed(
+            modules.grid, rows_TM.device, _gate_costs(modules, rows_TM, rows)
+        )
         experts = modules.experts.as_modules()
         messages: dict[str, LineCost | None] = {}
         for side, exchange in own_exchanges.items():
             name = names[side]
             if name is None:
                 measured = measure_exchange(
-                    modules.ranks, rows_TM.device, rows_TM.dtype, exchange, modules.options.d_model
+                    modules.ranks,
+                    rows_TM.device,
+                    rows_TM.dtype,
+                    exchange,
+                    modules.options.d_model,
+                    most_bytes=most,
                 )
                 messages[side] = measured.line
             else:
                 messages[side] = operations.exchanges[name].line if name else None
-        modules.cache.choosers[key] = ModuleLines(
+        new_lines = ModuleLines(
             **messages,
             order=order,
             restore=restore,
             sort=sort,
             gate=(gate_forward, gate_backward),
-            expert=black_box(experts[0], rows_TM, modules.grid) if experts else None,
+            expert=black_box(experts[0], rows_TM, modules.grid, rows) if experts else None,
         )
-    lines: ModuleLines = modules.cache.choosers[key]
+        # The largest number of rows is timed within this many bytes. More bytes would change nothing.
+        is_whole = most >= ROWS[-1] * row_bytes
+        modules.cache.choosers[key] = (new_lines, math.inf if is_whole else most)
+    lines: ModuleLines = modules.cache.choosers[key][0]
     return operations, lines
+
+
+def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
+    """Returns the bytes that one row takes at most while an order, a gate or an expert is timed.
+
+    These are four rows of M columns (input, its copy, output, a gradient), four rows of hidden columns, and
+    six numbers for each expert, which a gate keeps for its backward pass.
+    """
+    sizes = memory_shape(modules, rows_TM)
+    return 4 * (sizes.d_model + sizes.columns.hidden + sizes.columns.scratch) * sizes.element_size + (
+        24 * sizes.num_experts
+    )
 
 
 def exchange_name(exchange: Exchange) -> str | None:
@@ -172,22 +223,26 @@ def exchange_name(exchange: Exchange) -> str | None:
     return f"{type(exchange).__name__} on {topology.num_nodes} nodes, {digest([repr(topology.members)]):x}"
 
 
-def _order_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]:
+def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
     """Returns this rank's costs of copying tokens to rows, of summing rows to tokens, and of sorting rows.
 
     Each is a line over the number of rows (`pmoe.measure.layer_modules.order_lines`).
+
+    rows: the numbers of rows that are timed.
     """
     options = modules.options
     with publishing_failures(modules.ranks, "timing the order"):
-        return order_lines(modules.order, rows_TM, options.top_k, options.num_experts)
+        return order_lines(modules.order, rows_TM, options.top_k, options.num_experts, rows)
 
 
-def _gate_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]:
+def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
     """Returns this rank's costs of the gate's forward and backward pass, as lines over its tokens.
 
     The costs are 0 if the gate cannot be timed apart from a call of the layer: its routing comes from
     outside, its parameters are DTensors, or it has hooks or a wrapper, which may communicate. They are also 0
     if a user's gate raises an error for random tokens; a warning then says so.
+
+    rows: the numbers of tokens that are timed.
     """
     gate = modules.gate
     is_spread = any(hasattr(parameter, "to_local") for parameter in gate.parameters())
@@ -196,9 +251,9 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]:
         return FREE.line, FREE.line
     if modules.trusts_gate:
         with publishing_failures(modules.ranks, "timing the gate"):
-            return gate_lines(gate, rows_TM)
+            return gate_lines(gate, rows_TM, rows)
     try:
-        return gate_lines(gate, rows_TM)
+        return gate_lines(gate, rows_TM, rows)
     except Exception as error:  # no rank waits for another here
         warn_once(
             f"the gate ({type(gate).__name__}) could not be timed with random tokens, and counts as free in "
@@ -207,7 +262,9 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor) -> tuple[LineCost, ...]:
         return FREE.line, FREE.line
 
 
-def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:
+def black_box(
+    module: nn.Module, rows_TM: Tensor, grid: Grid, rows: Sequence[int] = ROWS
+) -> tuple[LineCost, LineCost]:
     """Measures a user's expert. Returns the seconds of its forward and backward pass as lines over its rows.
 
     A line is alpha + beta * rows. Each alpha and each beta is the largest of any rank, so all ranks return
@@ -217,13 +274,14 @@ def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost,
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
     grid: the ranks that agree.
+    rows: the numbers of rows that are timed.
     """
 
     def make(count: int) -> Tensor:
         return torch.randn(count, rows_TM.shape[1], dtype=rows_TM.dtype, device=rows_TM.device)
 
     with publishing_failures(grid.all, "timing an expert"):
-        fits = profile_module(module, ROWS, make)
+        fits = profile_module(module, rows, make)
     forward, backward = _agreed(grid, rows_TM.device, [fit.line for fit in fits])
     return forward, backward
 
@@ -301,7 +359,13 @@ def layer_costs(
     )
 
 
-def step_costs(modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore: Restore) -> StepCosts:
+def step_costs(
+    modules: LayerModules,
+    rows_TM: Tensor,
+    num_tokens: int,
+    restore: Restore,
+    most_bytes: float | None = None,
+) -> StepCosts:
     """Returns the predicted costs of the tasks of a layer's forward and backward pass.
 
     FSMoE's solver and the partition of gradients use these costs. Collective the first time for a layer and a
@@ -313,11 +377,13 @@ def step_costs(modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore:
     num_tokens: number of tokens of the rank that has most.
     restore: the restore pair: whether dispatched rows and hidden activation are kept, offloaded or made again
         for backward.
+    most_bytes: how many bytes a measurement may take, the same on every rank. None measures only costs that
+        were never measured, with any number of bytes.
 
     If trials have found the fixed cost of a chunk for these tokens (`measure_chunk_cost`), it is included.
     """
     options = modules.options
-    operations, lines = module_lines(modules, rows_TM)
+    operations, lines = module_lines(modules, rows_TM, most_bytes)
     sizes = memory_shape(modules, rows_TM)
     make_costs = functools.partial(layer_costs, sizes, operations, num_tokens, rows_TM.device.type)
     if lines.expert is None:
@@ -409,7 +475,7 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
     seconds = tried(TRIED)
     fixed = (0.0, 0.0)
     if seconds is not None and all(map(math.isfinite, itertools.chain(*seconds))):
-        costs = step_costs(modules, rows_TM, batch.counts.max_tokens, restore)
+        costs = step_costs(modules, rows_TM, batch.counts.max_tokens, restore, batch.measuring_bytes)
         forward_few, forward_many, backward_few, backward_many = (
             trial[pass_index] for pass_index in (0, 1) for trial in seconds
         )
@@ -465,7 +531,7 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     key = ("solved", options, restore, x_TM.dtype, tokens, t_gar, needs_grad, has_chunk_cost)
     solved = modules.cache.choosers
     if key not in solved:
-        costs = step_costs(modules, x_TM, tokens, restore)
+        costs = step_costs(modules, x_TM, tokens, restore, batch.measuring_bytes)
         if needs_grad:
             seconds = costs.seconds(modules.degree_pairs(restore), t_gar)
             n, m = first_of_fastest(seconds)

@@ -29,13 +29,14 @@ from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
 from pmoe.measure.profile import profile_of, stored_profile_of
 from pmoe.measure.timing import begin_together, clock_of, in_turns
-from pmoe.planner.degree import DEGREES, MAX_DEGREE, Choice, all_choices
+from pmoe.planner.degree import DEGREES, MAX_DEGREE, TRIED, Choice, all_choices
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import counted_rows
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes, timed_rounds
 from pmoe.runners.pipeline import make_backward, make_forward
+from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 MIN_ROWS = 1024
@@ -105,13 +106,23 @@ class TrialBatch:
 
     @functools.cached_property
     def measuring_bytes(self) -> float:
-        """Bytes that measuring the profile may allocate, the same on every rank. Collective.
+        """Bytes that a measurement of costs may allocate, the same on every rank. Collective the first time.
 
         `MEASURING_SHARE` of the predicted peak of the layer's smallest step (the choice with the lowest
-        peak), so that measuring never needs more memory than a step.
+        peak), so that measuring never needs more memory than a step. With ``pipeline="solve"`` rows are
+        counted for the step with the most chunks, if that was not done before.
         """
-        choices = all_choices([(n, n) for n in self.degrees], self.modules.pairs)
-        return MEASURING_SHARE * min(predicted_peaks(self, choices))
+        batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
+        choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
+        return MEASURING_SHARE * min(predicted_peaks(batch, choices))
+
+    @functools.cached_property
+    def peaks(self) -> dict[tuple[int, int, Restore], float]:
+        """The peaks that `predicted_peaks` has predicted for this batch, the same on every rank.
+
+        The key of a peak is (chunks of forward, chunks of backward, restore pair).
+        """
+        return {}
 
     @property
     def trials_allowed(self) -> bool:
@@ -193,27 +204,36 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
     """Returns the predicted peak of both passes with each choice, in bytes, on the rank that needs most.
 
     The gate's memory is not counted, because trials do not route. The gradients of the experts' parameters
-    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). Collective.
+    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). The batch
+    remembers the peaks. Collective if a peak is not known yet.
     """
+    keys = [(choice.forward, choice.backward, choice.restore) for choice in choices]
+    missing = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in batch.peaks}
+    if missing:
+        own_peaks = [_own_peak(batch, choice) for choice in missing.values()]
+        device = batch.inputs.x_TM.device
+        stage = "comparing the predicted memory of choices"
+        agreed = largest(batch.modules.ranks, device, own_peaks, stage=stage)
+        batch.peaks.update(zip(missing, agreed, strict=True))
+    return [batch.peaks[key] for key in keys]
+
+
+def _own_peak(batch: TrialBatch, choice: Choice) -> float:
+    """Returns the predicted peak in bytes of both passes with a choice on this rank (`predicted_peaks`)."""
     modules = batch.modules
     counts = batch.counts
-    own_peaks = []
-    for choice in choices:
-        counted = choice.degrees if modules.options.solves else modules.options.degrees
-        call = rows_of_call(modules, batch.inputs.x_TM.shape[0], counted)
-        sizes = replace(batch.sizes, rotates=batch.sizes.rotates or choice.rearranged)
-        # Skewed routing is cut into more chunks than were asked for.
-        degrees = [
-            cuts(n, counts.send.shape[0])[counts.depth.get(n, 0)] for n in (choice.forward, choice.backward)
-        ]
-        forward, backward = (
-            counted_rows(sizes, counts, modules.ranks.rank, n, modules.grid.esp.rank) for n in degrees
-        )
-        is_rearranged = degrees[0] != degrees[1]
-        memory = predict(sizes, call, forward, backward, choice.restore, rearranged=is_rearranged)
-        own_peaks.append(float(max(memory.forward_peak, memory.backward_peak)))
-    device = batch.inputs.x_TM.device
-    return largest(modules.ranks, device, own_peaks, stage="comparing the predicted memory of choices")
+    counted = choice.degrees if modules.options.solves else modules.options.degrees
+    call = rows_of_call(modules, batch.inputs.x_TM.shape[0], counted)
+    sizes = replace(batch.sizes, rotates=batch.sizes.rotates or choice.rearranged)
+    # Skewed routing is cut into more chunks than were asked for.
+    degrees = [
+        cuts(n, counts.send.shape[0])[counts.depth.get(n, 0)] for n in (choice.forward, choice.backward)
+    ]
+    forward, backward = (
+        counted_rows(sizes, counts, modules.ranks.rank, n, modules.grid.esp.rank) for n in degrees
+    )
+    memory = predict(sizes, call, forward, backward, choice.restore, rearranged=degrees[0] != degrees[1])
+    return float(max(memory.forward_peak, memory.backward_peak))
 
 
 DROPPED = (math.inf, math.inf)
@@ -310,7 +330,7 @@ class Trial:
         """Returns whether every rank has enough memory for a step with the choice. Collective.
 
         The memory is allocated and freed again. The forward pass allocates its buffers as in a step. The rest
-        of ``num_bytes`` is allocated in blocks as large as the layer's input.
+        of ``num_bytes`` is allocated in blocks as large as the layer's input, of at least `MIN_ROWS` rows.
 
         num_bytes: the predicted bytes of the step.
         """
@@ -321,8 +341,11 @@ class Trial:
             plan, _ = self._timed(lambda: self.batch.plan(self.choice))
             forward, _ = self._timed(lambda: make_forward(_some(plan), inputs, True, TrialForward))
             if forward is not None:
-                num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // max(rows_TM.nbytes, 1)
-                self._timed(lambda: [memory.new(rows_TM, *rows_TM.shape) for _ in range(num_blocks)])
+                # Blocks as small as the input of a rank without tokens would be millions.
+                shape = (max(rows_TM.shape[0], MIN_ROWS), rows_TM.shape[1])
+                block_bytes = math.prod(shape) * rows_TM.element_size()
+                num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // block_bytes
+                self._timed(lambda: [memory.new(rows_TM, *shape) for _ in range(num_blocks)])
                 forward.arena.close()
         return not self._any_failed()
 

@@ -6,6 +6,7 @@ of this rank. Ranks agree on them elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,27 @@ CHUNKS = 4
 """Number of chunks into which rows are sorted for a measurement. The seconds hardly depend on it."""
 
 
-def order_lines(order: Order, rows_TM: Tensor, top_k: int, num_experts: int) -> tuple[LineCost, ...]:
+MIN_SIZE = 8
+"""The largest number of rows to time is at least twice this number, so that two numbers differ."""
+
+
+def rows_within(most_bytes: float, row_bytes: int) -> tuple[int, ...]:
+    """Returns the numbers of rows to time if their tensors may take only ``most_bytes`` bytes.
+
+    They are those of `ROWS` if these fit. Otherwise the largest number is what fits, and the others are a
+    quarter and a sixteenth of it.
+
+    row_bytes: the bytes that one row takes.
+
+    Example: 1e6 bytes, 4000 bytes a row -> 15, 62, 250.
+    """
+    most = int(min(ROWS[-1], max(2 * MIN_SIZE, most_bytes / row_bytes)))
+    return tuple(max(1, most * rows // ROWS[-1]) for rows in ROWS)
+
+
+def order_lines(
+    order: Order, rows_TM: Tensor, top_k: int, num_experts: int, rows: Sequence[int] = ROWS
+) -> tuple[LineCost, ...]:
     """Returns the seconds of three operations as lines over N, the number of rows.
 
     1. copying tokens to N rows, by the order;
@@ -36,14 +57,15 @@ def order_lines(order: Order, rows_TM: Tensor, top_k: int, num_experts: int) -> 
         used.
     top_k: K, the number of rows of each token.
     num_experts: E, the number of experts of all ranks.
+    rows: about how many rows are timed, in rising order. The i-th number has the rows of at least i tokens.
     """
     device = rows_TM.device
     now = clock_of(device)
     generator = torch.Generator(device).manual_seed(0)  # leaves the caller's random numbers as they are
     samples = []
     with torch.inference_mode(False), torch.no_grad():
-        for size in ROWS:
-            num_tokens = max(1, size // top_k)
+        for number, size in enumerate(rows, 1):
+            num_tokens = max(number, size // top_k)
             num_rows = num_tokens * top_k
             tokens_TM = torch.ones(num_tokens, rows_TM.shape[1], dtype=rows_TM.dtype, device=device)
             rows_NM = torch.ones(num_rows, rows_TM.shape[1], dtype=rows_TM.dtype, device=device)
@@ -71,12 +93,13 @@ def order_lines(order: Order, rows_TM: Tensor, top_k: int, num_experts: int) -> 
     return tuple(fit((size, seconds[at]) for size, seconds in samples).line for at in range(3))
 
 
-def gate_lines(gate: nn.Module, rows_TM: Tensor) -> tuple[LineCost, LineCost]:
+def gate_lines(gate: nn.Module, rows_TM: Tensor, rows: Sequence[int] = ROWS) -> tuple[LineCost, LineCost]:
     """Returns the seconds of a gate's forward and backward pass as lines over the number of tokens.
 
     gate: takes tokens (T, M), and also their ids, (T,) int64, if its ``needs_token_ids`` is True.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
+    rows: the numbers of tokens that are timed.
     """
     parameters = (parameter for parameter in gate.parameters() if parameter.is_floating_point())
     like = next(parameters, rows_TM)
@@ -87,5 +110,5 @@ def gate_lines(gate: nn.Module, rows_TM: Tensor) -> tuple[LineCost, LineCost]:
             return tokens_TM
         return tokens_TM, torch.zeros(num_tokens, dtype=torch.int64, device=like.device)
 
-    forward, backward = profile_module(gate, ROWS, make)
+    forward, backward = profile_module(gate, rows, make)
     return forward.line, backward.line

@@ -37,6 +37,9 @@ SMALLEST = 16
 A line is also measured at a sixteenth of its largest size, which must be at least one unit.
 """
 
+WEIGHT_SHARE = 16
+"""The weight of the measured products takes at most 1 / WEIGHT_SHARE of the bytes that measuring may take."""
+
 TRIES = 7
 """Number of runs of each size during the search for a size that takes long enough. The fastest run counts.
 
@@ -120,7 +123,11 @@ def products(device: torch.device, dtype: torch.dtype, most_bytes: float = math.
 
 
 def transfer(
-    lane: str, size: int, make: Callable[[int], TimedCall], first_bytes: int = FIRST_BYTES
+    lane: str,
+    size: int,
+    make: Callable[[int], TimedCall],
+    first_bytes: int = FIRST_BYTES,
+    unit_bytes: int | None = None,
 ) -> LaneWork:
     """Returns messages or copies as work to be timed in different sizes.
 
@@ -128,13 +135,15 @@ def transfer(
     size: bytes of one unit, by which the size of the work is counted.
     make: a function that takes a number of units, and returns a function that sends or copies this many.
     first_bytes: smallest size to try, in bytes.
+    unit_bytes: bytes of memory that one unit takes. None stands for 2 * size: a tensor to read and a tensor
+        to write.
     """
     first_units = max(16, first_bytes // size)
     max_units = max(64, MAX_BYTES // size)
     return LaneWork(
         lane=lane,
         size=size,
-        unit_bytes=2 * size,  # there is a tensor to read and a tensor to write
+        unit_bytes=2 * size if unit_bytes is None else unit_bytes,
         first_units=first_units,
         max_units=max_units,
         make=make,

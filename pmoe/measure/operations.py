@@ -13,6 +13,7 @@ milliseconds.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from pmoe.measure.bench import AGREEING, MESSAGES, Bench, TimedCall, identity, o
 from pmoe.measure.line_fits import (
     QUICK,
     USUAL,
+    WEIGHT_SHARE,
     Effort,
     LaneWork,
     longest_units,
@@ -37,6 +39,7 @@ from pmoe.measure.line_fits import (
     messages,
     products,
     transfer,
+    within_bytes,
 )
 from pmoe.planner.cost_model import COMMUNICATE, COMPUTE
 from pmoe.planner.costs import FREE, Fit
@@ -76,6 +79,7 @@ def measure_operations(
     inside: Ranks | None = None,
     quick: bool = False,
     full: bool = False,
+    most_bytes: float = math.inf,
 ) -> Operations:
     """Measures FSMoE's operations: a product and four collectives. Collective; all ranks return the same.
 
@@ -87,6 +91,8 @@ def measure_operations(
         quick: smaller sizes and fewer runs.
         full: whether all sizes of Section 6.2 of the FSMoE paper are measured. By default there are five
             smaller sizes.
+        most_bytes: how many bytes the measured tensors may take at once, the same on every rank. With few
+            bytes, only small products and messages can be measured. ``full`` does not obey it.
 
     ``across`` and ``inside`` are subsets of ``ranks`` that are equally large on every rank; None stands for
     all ranks. Each rank measures on its own groups, at the same time as the other ranks. The seconds are
@@ -104,8 +110,8 @@ def measure_operations(
     names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
     lines: dict[str, Any] = dict.fromkeys(names, FREE)
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
-        for name, work in _operations(device, dtype, across, inside).items():
-            lines[name] = _line(bench, work, effort, full)
+        for name, work in _operations(device, dtype, across, inside, most_bytes).items():
+            lines[name] = _line(bench, within_bytes(work, most_bytes), effort, full)
     [seconds] = largest(ranks, device, [time.perf_counter() - begin], stage=AGREEING)
     return Operations(num_across=across.size, num_inside=inside.size, seconds=seconds, **lines)
 
@@ -116,6 +122,7 @@ def measure_exchange(
     dtype: torch.dtype,
     exchange: Exchange,
     columns: int = WIDTH["cpu"],
+    most_bytes: float = math.inf,
 ) -> Fit:
     """Measures a layer's own all-to-all, such as a hierarchical one or a user's. Collective.
 
@@ -126,6 +133,8 @@ def measure_exchange(
     exchange: the all-to-all. It is bound to its ranks, which are among ``ranks``, and called as a layer calls
         it. The bytes that it counts as traffic are taken back.
     columns: number of columns of the rows.
+    most_bytes: how many bytes the measured tensors may take at once, the same on every rank. A hierarchical
+        all-to-all makes two copies of the rows, which are included.
     """
     device = torch.device(device)
     peers = exchange.ranks
@@ -146,9 +155,10 @@ def measure_exchange(
 
         return with_stage(peers, run)
 
-    work = transfer(COMMUNICATE, max(1, peers.size - 1) * columns * dtype.itemsize, make)
+    row_bytes = max(1, peers.size - 1) * columns * dtype.itemsize
+    work = transfer(COMMUNICATE, row_bytes, make, unit_bytes=4 * row_bytes)
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
-        line = _line(bench, work, QUICK, full=False)
+        line = _line(bench, within_bytes(work, most_bytes), QUICK, full=False)
     vars(exchange.traffic).update(vars(traffic_before))
     return line
 
@@ -182,13 +192,14 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
 
 
 def _operations(
-    device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
+    device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks, most_bytes: float
 ) -> dict[str, LaneWork]:
     """Returns the work to measure, by the name of its field in `Operations`.
 
     dtype: dtype of all tensors.
     across: ranks among which rows are dispatched (all-to-all) and gradients are summed (all-reduce).
     inside: ranks that share each expert (all-gather, reduce-scatter).
+    most_bytes: how many bytes the tensors of one kind of work may take.
 
     A collective in a group of one rank is left out, because nothing is sent.
     """
@@ -212,13 +223,15 @@ def _operations(
         gradient = zeros(n)
         return with_stage(across, lambda: dist.all_reduce(gradient, group=across.group))
 
-    works = {"gemm": products(device, dtype)}
+    works = {"gemm": products(device, dtype, most_bytes / WEIGHT_SHARE)}
     if across.size > 1:
         works["all_to_all"] = messages(across, device, dtype)
         works["all_reduce"] = transfer(COMMUNICATE, size, all_reduce)
+    # One unit takes an element of this rank's rows, and twice one element for each rank.
+    unit_bytes = (2 * inside.size + 1) * size
     for name, make in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
         if inside.size > 1:
-            works[name] = transfer(COMMUNICATE, (inside.size - 1) * size, make)
+            works[name] = transfer(COMMUNICATE, (inside.size - 1) * size, make, unit_bytes=unit_bytes)
     return works
 
 

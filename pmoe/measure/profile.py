@@ -84,27 +84,36 @@ def load_or_measure(
     """
     device = torch.device(device)
     profile = stored = _found_by_all(ranks, device, identity(ranks, device, dtype))
+    key = (ranks.name, device, dtype)
+    limit = most_bytes if most_bytes < WHOLE_BYTES else math.inf
+    if profile is None and limit <= WIDER * _limits.get(key, math.inf) < math.inf:
+        profile = PROFILES.get(key)  # measured by this process in little memory, so in no file
     if profile is None:
         log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
-        limit = most_bytes if most_bytes < WHOLE_BYTES else math.inf
         profile = measure(ranks, device, dtype, quick=True, most_bytes=limit)
-        _limits[ranks.name, device, dtype] = limit
+        _limits[key] = limit
+    elif stored is not None:
+        _limits[key] = math.inf
+    is_whole = _limits.get(key, math.inf) == math.inf
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
         operation_lines = profile.operations
         if operation_lines is None or [operation_lines.num_across, operation_lines.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
-            operation_lines = measure_operations(ranks, device, dtype, across=across, inside=inside)
+            operation_lines = measure_operations(
+                ranks, device, dtype, across=across, inside=inside, most_bytes=limit
+            )
+            is_whole = is_whole and limit == math.inf
         for name, exchange in sorted((exchanges or {}).items()):
             if name in operation_lines.exchanges:
                 continue
             log.info("measuring the all-to-all %s on %s, once", name, device)
-            line = measure_exchange(ranks, device, dtype, exchange)
+            line = measure_exchange(ranks, device, dtype, exchange, most_bytes=limit)
+            is_whole = is_whole and limit == math.inf
             operation_lines = replace(operation_lines, exchanges={**operation_lines.exchanges, name: line})
         if operation_lines is not profile.operations:
             profile = replace(profile, operations=operation_lines)
-    is_whole = _limits.get((ranks.name, device, dtype), math.inf) == math.inf
     if ranks.rank == 0 and profile is not stored and is_whole:
         path = profile_path(profile)
         save_or_warn(
@@ -113,7 +122,7 @@ def load_or_measure(
         )
     if ranks.rank == 0 and profile.doubt:
         warn_once(profile.doubt)
-    PROFILES[ranks.name, device, dtype] = profile
+    PROFILES[key] = profile
     return profile
 
 

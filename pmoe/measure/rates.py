@@ -22,6 +22,7 @@ from pmoe.measure.line_fits import (
     QUICK,
     TRIES,
     USUAL,
+    WEIGHT_SHARE,
     Effort,
     LaneWork,
     longest_units,
@@ -38,9 +39,6 @@ from pmoe.planner.profile import Profile
 
 FIRST_COPY_BYTES = 2**20
 """Smallest size of a measured copy, in bytes."""
-
-WEIGHT_SHARE = 16
-"""The weight of the measured products takes at most 1 / WEIGHT_SHARE of the bytes that measuring may take."""
 
 MIN_SPEED = 1e-3
 """Smallest stored speed of computation, messages or copies beside others, relative to its speed alone.

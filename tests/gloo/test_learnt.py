@@ -200,23 +200,27 @@ def test_only_layers_that_are_alike_learn_together() -> None:
         assert tried[0] == tried[1] < tried[2] < tried[3] < tried[4]
 
 
-def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
+def changing_job(rank: int, world: int, folder: str, reuse: bool) -> dict[str, Any]:
     """Runs 2,000 steps with another number of tokens in each. Returns numbers of searches, ranges, live
-    tensors.
+    tensors, and the bytes that the pool of buffers keeps.
+
+    reuse: the layer's ``memory_reuse``.
     """
     search._LEARNED.clear()
     told = listen()
     draw = random.Random(0)  # the same sizes on every rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PMOE_CACHE", folder)
-        layer = build(pipeline=True, top_k=1)
-        held, known = [], []
+        layer = build(pipeline=True, top_k=1, memory_reuse=reuse)
+        held, known, kept, rooms = [], [], [], []
         for number in range(2000):
             step(layer, draw.randrange(2048, 6000), rank)
             if number % 500 == 499:
                 gc.collect()
                 held.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
                 known.append(len(layer.layer_modules.cache.choosers))
+                kept.append(pmoe.pool("cpu").device.kept_bytes)
+                rooms.append(len(search.learned_degrees(layer.layer_modules).with_room))
     [table] = search.learned_degrees(layer.layer_modules).tables.values()
     tried = [line for line in told.lines if line.startswith("pipeline=True takes")]
     return {
@@ -225,18 +229,26 @@ def changing_job(rank: int, world: int, folder: str) -> dict[str, Any]:
         "answers": len(table.answers),
         "tensors": held,
         "choosers": known,
+        "kept": kept,
+        "rooms": rooms,
+        "in_use": pmoe.pool("cpu").device.bytes_in_use,
     }
 
 
 @pytest.mark.slow
-def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reuse", [False, True])
+def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_memory(
+    reuse: bool, tmp_path: Path
+) -> None:
     """There are 27 entries from 2,048 to 6,000 tokens, each of which is searched at most once."""
-    first, second = ranks(2).run(changing_job, str(tmp_path))
+    first, second = ranks(2).run(changing_job, str(tmp_path), reuse)
     assert (first["ranges"], first["searches"]) == (second["ranges"], second["searches"])
     assert 1 <= len(first["ranges"]) <= first["searches"] <= 27 and first["answers"] <= 27
     for got in (first, second):
         assert len(set(got["choosers"])) == 1
         assert max(got["tensors"]) - min(got["tensors"]) <= 20, got["tensors"]
+        assert got["kept"][-1] <= 1.10 * got["kept"][0] and got["in_use"] == 0
+        assert max(got["rooms"]) <= 27 * 5 * 4  # entries, numbers of chunks, restore pairs
 
 
 # ---- batches on which no trial can run

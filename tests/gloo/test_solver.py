@@ -68,7 +68,7 @@ def taking(pair_of: dict[int, tuple[int, int]] | tuple[int, int]) -> Iterator[No
         counts.
     """
 
-    def costs(modules: Any, rows_TM: Tensor, num_tokens: int, restore: Any) -> Takes:
+    def costs(modules: Any, rows_TM: Tensor, num_tokens: int, restore: Any, most_bytes: Any = None) -> Takes:
         if isinstance(pair_of, tuple):
             return Takes(pair_of)
         return Takes(pair_of[min(limit for limit in pair_of if limit >= num_tokens)])
@@ -478,8 +478,8 @@ def own_modules_job(rank: int, world: int, watched: bool) -> tuple[Any, int, int
     x = tokens(9, rank).requires_grad_()
     real = solve.measure_exchange
 
-    def measured(ranks: Any, device: Any, dtype: Any, exchange: Any, columns: int) -> Fit:
-        fit = real(ranks, device, dtype, exchange, columns)
+    def measured(ranks: Any, device: Any, dtype: Any, exchange: Any, *rest: Any, **limit: Any) -> Fit:
+        fit = real(ranks, device, dtype, exchange, *rest, **limit)
         assert fit(1e9) > 0
         return replace(fit, line=LineCost(exchange.nap, 0.0))
 
@@ -551,9 +551,9 @@ def hierarchical_job(rank: int, world: int, folder: str, old: bool) -> dict[str,
     real = profile.measure_exchange
     solve._operations.clear()
 
-    def noted(ranks: Any, device: Any, dtype: Any, exchange: Any) -> Fit:
+    def noted(ranks: Any, device: Any, dtype: Any, exchange: Any, **limit: Any) -> Fit:
         measured.append(type(exchange).__name__)
-        fit = real(ranks, device, dtype, exchange)
+        fit = real(ranks, device, dtype, exchange, **limit)
         return replace(fit, line=LineCost(0.5, fit.line.beta_seconds))
 
     def operations(*args: Any, **options: Any) -> Any:

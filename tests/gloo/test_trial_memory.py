@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.choose import part_of_batch, search
+from pmoe.choose import part_of_batch, search, trials
 from pmoe.engine.plan import make_plan
 from pmoe.engine.variants import trial
 from pmoe.measure import profile
+from pmoe.planner.granularity import BatchRange, Excess, PassDegrees
 from pmoe.warn import GIVEN
 from tests.failing_trials import ERRORS, Failing
 from tests.pool import ranks
@@ -52,7 +53,12 @@ def job(
     most: float,
     options: dict[str, Any],
     few_are_fast: bool = False,
+    known: int | None = None,
 ) -> dict[str, Any]:
+    """Runs a step in which allocations of rank 1 fail in trials.
+
+    known: number of chunks of a range of batch sizes that earlier trials found; None for no trials before.
+    """
     search._LEARNED.clear()
     GIVEN.clear()
     failing = Failing(rank, ERRORS[name], at, most)
@@ -70,6 +76,10 @@ def job(
             patches.append(mock.patch.object(part_of_batch, "times_of_whole", few_fast))
         for patch in patches:
             patch.start()
+        if known is not None:
+            fastest = {PassDegrees(known, known): Excess(0.0, 0.0)}
+            table = search.learned_degrees(layer.layer_modules).table(torch.float32)
+            table.ranges[TOKENS // 2] = BatchRange(TOKENS // 2, 2 * TOKENS, 2, fastest)
         try:
             got = step(layer, rank)
             error = ""
@@ -84,6 +94,7 @@ def job(
         "error": error,
         "warned": [str(each.message) for each in caught if "ran out of memory" in str(each.message)],
         "allocations": failing.count,
+        "in_use": pmoe.pool("cpu").device.bytes_in_use,
     }
     if got:
         fixed = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=ran.forward, **options)  # type: ignore[union-attr]
@@ -105,6 +116,47 @@ def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) ->
     assert first["same"] and second["same"]
     assert first["warned"] and not second["warned"]
     assert "n=1 " in first["warned"][0] or "n=2 " in first["warned"][0]
+    assert first["in_use"] == second["in_use"] == 0
+
+
+def test_an_n_of_other_batch_sizes_is_not_taken_where_it_is_too_large_for_one_rank() -> None:
+    """A range from 1,024 to 4,096 tokens has n = 1, whose ring slots are above rank 1's limit here."""
+    first, second = ranks(2).run(job, "torch", None, 1_200_000, {"memory_reuse": "S4"}, False, 1)
+    assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
+    assert first["same"] and second["same"]
+    assert "n=1 " in first["warned"][0] and not second["warned"]
+    for got in ranks(2).run(job, "torch", None, float("inf"), {"memory_reuse": "S4"}, False, 1):
+        assert got["ran"] == (1, 1) and got["allocations"] > 0 and not got["warned"]
+
+
+def test_if_no_n_has_room_for_a_batch_of_a_known_range_all_ranks_raise_one_error() -> None:
+    first, second = ranks(2).run(job, "torch", None, 0.0, {"memory_reuse": "S4"}, False, 1)
+    assert first["error"] == second["error"]
+    assert "n=16 with communicate/recompute: about" in first["error"]
+
+
+def predicting_job(rank: int, world: int) -> list[tuple[int, tuple[int, int]]]:
+    """Returns (number of the batch, chunks) of each prediction of a peak in a step that searches."""
+    predicted = []
+    batches: list[Any] = []
+    own_peak = trials._own_peak
+
+    def noted(batch: Any, choice: Any) -> float:
+        if not any(batch is each for each in batches):
+            batches.append(batch)
+        number = next(at for at, each in enumerate(batches) if each is batch)
+        predicted.append((number, (choice.forward, choice.backward)))
+        return own_peak(batch, choice)
+
+    with mock.patch.object(trials, "_own_peak", noted):
+        job(rank, world, "torch", None, float("inf"), {"memory_reuse": "S4"})
+    return predicted
+
+
+def test_a_search_predicts_the_peak_of_each_choice_once() -> None:
+    first, second = ranks(2).run(predicting_job)
+    assert first == second and len(first) == len(set(first))
+    assert {(0, (n, n)) for n in (1, 2, 4, 8, 16)} <= set(first)
 
 
 @pytest.mark.sampled(6)

@@ -105,10 +105,13 @@ class Machine:
             degrees=DEGREES,
             sizes=SimpleNamespace(d_model=1, element_size=OUTPUT / 4096, expert_parameters=0),
         )
+
+        def predicted(part: Any, choices: Sequence[Choice]) -> list[float]:
+            share = part if isinstance(part, float) else 1.0
+            return [share * PEAKS[choice.forward] for choice in choices]
+
         with (
-            mock.patch.object(
-                part_of_batch, "predicted_peaks", lambda _, choices: [PEAKS[each.forward] for each in choices]
-            ),
+            mock.patch.object(part_of_batch, "predicted_peaks", predicted),
             mock.patch.object(part_of_batch, "first_tokens", lambda _, share: share),
             mock.patch.object(part_of_batch, "measure_trials", self.measure_trials),
         ):

@@ -80,11 +80,20 @@ class CountedOperations:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.most_bytes = 0.0
 
     def __call__(
-        self, ranks: Ranks, device: str, dtype: torch.dtype, *, across: Ranks | None, inside: Ranks | None
+        self,
+        ranks: Ranks,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        across: Ranks | None,
+        inside: Ranks | None,
+        most_bytes: float,
     ) -> Operations:
         self.calls += 1
+        self.most_bytes = most_bytes
         sizes = [(part or ranks).size for part in (across, inside)]
         return replace(OPERATIONS, num_across=sizes[0], num_inside=sizes[1], seconds=float(self.calls))
 
@@ -111,6 +120,43 @@ def test_operations_are_measured_when_first_asked_for_and_kept_in_the_same_file(
     assert load_or_measure(Ranks(), "cpu") == found, "not asked for, they stay"
     assert (base.calls, operations.calls) == (1, 1)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_operations_that_were_measured_in_little_memory_are_in_no_file_and_measured_again_with_more(
+    tmp_path: Path, counted: tuple[Counted, CountedOperations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, operations = counted
+    monkeypatch.setattr(profile_module, "PROFILES", {})
+    monkeypatch.setattr(profile_module, "_limits", {})
+    load_or_measure(Ranks(), "cpu", operations=True, most_bytes=1e6)
+    assert operations.most_bytes == 1e6
+    load_or_measure(Ranks(), "cpu", operations=True, most_bytes=2e6)
+    assert (base.calls, operations.calls) == (1, 1), "what this process measured serves up to four times 1e6"
+    assert not list(tmp_path.iterdir())
+    load_or_measure(Ranks(), "cpu", operations=True, most_bytes=5e6)
+    assert (base.calls, operations.calls, operations.most_bytes) == (2, 2, 5e6)
+    load_or_measure(Ranks(), "cpu", operations=True, most_bytes=1e12)
+    assert (base.calls, operations.calls, operations.most_bytes) == (3, 3, float("inf"))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_lines_that_are_measured_in_little_memory_have_all_sizes_and_take_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = 400_000
+    taken: list[int] = []
+    fit = operations.measured_line
+
+    def noted(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: int) -> Fit:
+        sizes = list(sizes)
+        assert len(set(sizes)) == 5
+        taken.append(max(sizes) * work.unit_bytes)
+        return fit(bench, work, sizes, repeats)
+
+    monkeypatch.setattr(operations, "measured_line", noted)
+    found = measure_operations(Ranks(), "cpu", quick=True, most_bytes=limit)
+    assert_lines(found, 1, 1)
+    assert taken and max(taken) <= limit
 
 
 def test_operations_of_other_nodes_are_measured_again(

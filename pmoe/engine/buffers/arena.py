@@ -57,7 +57,7 @@ class Arena:
     def close(self) -> None:
         """Gives the memory back to the pool. Called on the compute lane, after all lanes have ended."""
         if self._memory is not None:
-            self._pool.give_back(self._memory, self)
+            self._pool.give_back(self)
             self._memory = None
             self.buffers.clear()
 
@@ -71,18 +71,21 @@ class DevicePool:
     On a GPU torch's caching allocator provides and reuses the memory. On the CPU torch would request new
     pages from the operating system in each pass, so the pool keeps memory of its own (`HostPool`).
 
-    bytes_in_use: bytes of ring slots (buffers in which chunks take turns) of passes that run now.
-    peak_bytes: the largest value that bytes_in_use has had.
+    peak_bytes: the largest value that `bytes_in_use` has had.
     """
 
     peak_bytes: int
-    bytes_in_use: int
 
     def __init__(self, device: torch.device) -> None:
-        self.bytes_in_use = 0
         self.peak_bytes = 0
         self._device = device
-        self._running: weakref.WeakSet[Arena] = weakref.WeakSet()
+        # The bytes of each running pass. A pass that fails before it runs leaves this table with its arena.
+        self._running: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def bytes_in_use(self) -> int:
+        """The bytes of ring slots (buffers in which chunks take turns) of passes that run now."""
+        return sum(self._running.values())
 
     @functools.cached_property
     def _own(self) -> HostPool:
@@ -124,19 +127,16 @@ class DevicePool:
             error.
         """
         memory = self.new(like, elements)
-        self._running.add(arena)
-        self.bytes_in_use += memory.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
+        self._running[arena] = memory.nbytes
+        self.peak_bytes = max(self.peak_bytes, sum(self._running.values()))
         return memory
 
-    def give_back(self, memory: Tensor, arena: Arena) -> None:
+    def give_back(self, arena: Arena) -> None:
         """Counts the memory of a pass as no longer in use.
 
-        memory: the result of `take`.
-        arena: the object that took the memory.
+        arena: the object that took the memory (`take`).
         """
-        self._running.discard(arena)
-        self.bytes_in_use -= memory.nbytes
+        self._running.pop(arena, None)
 
     def trim(self) -> None:
         """Gives the free memory of this pool back: to the operating system, or on a GPU to the CUDA driver.

@@ -536,7 +536,7 @@ class CountsExchange:
         it sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
         """
         if self._received is None:
-            device_FWX = self._own_FPX
+            device_FWX = self._own_FPX.long()
             headers = self._header.unsqueeze(0)
         else:
             messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
@@ -549,7 +549,7 @@ class CountsExchange:
         agreed = self._agree(recv_FWE, headers)
         relayed = self._relay(device_FWX)
         on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
-        if device_FWX.device.type == "cpu":
+        if not device_FWX.is_cuda:
             return device_FWX, on_device
         # All numbers reach the host in one copy, because each copy is a synchronisation.
         flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()

@@ -184,9 +184,11 @@ class Watch(TorchDispatchMode):
         self.current.advance()
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        # These two read the rows that they pick: others of the same tensor may still be on their way.
         if func.overloadpacket is torch.ops.aten.index_select and given["dim"] == 0:
-            # It reads the rows that it picks: others of the same tensor may still be on their way.
             given["self"] = [given["self"][at] for at in runs(given["index"])]
+        if func.overloadpacket is torch.ops.aten._embedding_bag_forward_only:
+            given["weight"] = [given["weight"][at] for at in runs(given["indices"])]
         if func.overloadpacket is torch.ops.aten.copy_:
             self.copied_rows += given["self"].shape[0] if given["self"].dim() else 1
         for argument in func._schema.arguments:

@@ -302,6 +302,23 @@ def of_run(name: str, *opened_by: str, **more: Any) -> Kind:
     )
 
 
+def made_trace(folder: Path) -> Path:
+    """Writes the trace of a layer that is called twice, and returns the file of rank 0."""
+    layer = pmoe.MoELayer(4, 6, 4, top_k=2)
+    with pmoe.record_routing(layer, folder / "trace"):
+        for _ in range(2):
+            layer(torch.ones(3, 4))
+    return folder / "trace" / "rank_00000.routing"
+
+
+def traced(path: Path) -> object:
+    return {name: [call.tolist() for call in calls] for name, calls in pmoe.read_routing(path.parent).items()}
+
+
+def other_trace(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 2', 1))
+
+
 def other_columns(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"step,", b"step,more,", 1))
 
@@ -343,6 +360,14 @@ KINDS: dict[str, Kind] = {
         remedy="measured again",
         may_be_missing=True,
     ),
+    "routing trace": Kind(
+        make=made_trace,
+        read=traced,
+        opened_by=("pmoe/integrations/routing_trace.py:read_routing",),
+        remedy="must hold",
+        other_version=other_trace,
+        is_json=False,
+    ),
     "run: run.json": of_run("run.json", "read_sessions", read=reported, other_version=other_format),
     "run: scalars.csv": of_run("scalars.csv", "_read", read=reported, other_version=other_columns),
     "run: layers.csv": of_run("layers.csv", "_read", read=reported, other_version=other_columns),
@@ -359,6 +384,8 @@ KINDS: dict[str, Kind] = {
 NO_FOREIGN_FILE = {
     "pmoe/choose/search.py:from_fields": "the key of the layer itself, as JSON would give it back",
     "pmoe/measure/store.py:load_json": "reads for all that name it",
+    "pmoe/integrations/routing_trace.py:record_routing": "writes a new file",
+    "pmoe/integrations/routing_trace.py:_layers_in": "a line that read_routing has read",
     "pmoe/measure/store.py:save_json": "writes a new file",
     f"{FILES}:_write_to_disk": "writes a new file",
     f"{FILES}:_sync_folder": "opens a folder",

@@ -119,13 +119,8 @@ def read_routing(folder: str | os.PathLike[str], rank: int = 0) -> dict[str, lis
     if not path.is_file():
         raise ValueError(f"folder ({folder}) must hold the trace of rank ({rank}): there is no file {path}")
     with path.open("rb") as file:
-        try:
-            header = json.loads(file.readline())
-            layers: dict[str, int] = header["layers"]
-            is_known = header["format"] == FORMAT
-        except (ValueError, TypeError, KeyError):
-            is_known = False
-        if not is_known:
+        layers = _layers_in(file.readline())
+        if layers is None:
             raise ValueError(f"folder ({path}) must hold a file of record_routing of format {FORMAT}")
         names = list(layers)
         dtype = _dtype(list(layers.values()))
@@ -133,10 +128,24 @@ def read_routing(folder: str | os.PathLike[str], rank: int = 0) -> dict[str, lis
         while len(sizes := file.read(24)) == 24:
             number, num_tokens, top_k = np.frombuffer(sizes, "<i8").tolist()
             size = num_tokens * top_k * dtype.itemsize
-            if not (0 <= number < len(names) and num_tokens >= 0 and top_k >= 0):
+            is_possible = num_tokens >= 0 and top_k >= 0 and size <= path.stat().st_size
+            if not (0 <= number < len(names) and is_possible):
                 raise ValueError(f"folder ({path}) must hold a file of record_routing; a record is damaged")
             if len(data := file.read(size)) < size:
                 break
             expert = np.frombuffer(data, dtype).astype(np.int64).reshape(num_tokens, top_k)
             calls[names[number]].append(torch.from_numpy(expert))
     return calls
+
+
+def _layers_in(first_line: bytes) -> dict[str, int] | None:
+    """Returns the number of experts by layer name from the first line of a file; None if it is no trace."""
+    try:
+        header = json.loads(first_line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        return None
+    layers = header.get("layers")
+    is_valid = isinstance(layers, dict) and layers and all(type(count) is int for count in layers.values())
+    return layers if is_valid else None

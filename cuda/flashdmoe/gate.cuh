@@ -58,7 +58,8 @@ class Group {
   // the number of rows of each expert over all groups, and the gate's loss.
   __device__ __forceinline__ void place() const {
     count_warps([](int, int32_t) {});
-    const route::ChunkCounts counts = route::count_chunk<Shape>(stages_, shared_, 0, at_.block, stages_.sizes.chunk_blocks);
+    const route::ChunkCounts counts =
+        route::count_chunk<Shape>(stages_, shared_, 0, at_.block, stages_.sizes.chunk_blocks);
     const int capacity = pass_.routing.capacity;
     const int32_t* const home_E = homes(counts.total_E);
     const auto put = [&](int64_t slot, int32_t expert, int32_t placed) {

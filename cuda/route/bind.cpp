@@ -20,10 +20,10 @@ int32_t* ints(Address data) { return reinterpret_cast<int32_t*>(data); }
 route::Problem problem(int device, Address stream, int64_t num_tokens, int64_t num_experts, int64_t top_k,
                        int64_t num_chunks, bool normalize, double z_loss_weight, int64_t sorted_chunks,
                        int64_t first_last, int64_t num_last) {
-  return {device,     reinterpret_cast<void*>(stream),
-          num_tokens, num_experts,
-          top_k,      num_chunks,
-          normalize,  z_loss_weight,
+  return {device,        reinterpret_cast<void*>(stream),
+          num_tokens,    num_experts,
+          top_k,         num_chunks,
+          normalize,     z_loss_weight,
           sorted_chunks, first_last,
           num_last};
 }

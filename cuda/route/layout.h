@@ -97,9 +97,9 @@ inline float z_scale(double z_loss_weight, int64_t num_tokens) {
   return static_cast<float>(z_loss_weight / static_cast<double>(larger(num_tokens, int64_t{1})));
 }
 
-// Rows are counted by chunk. They may be sorted by groups of chunks: with sorted_chunks = 2, the rows of chunks
-// 0 and 1 are sorted by expert as if both were one chunk. Within such a group, the rows of the num_last experts
-// from first_last on come after those of all other experts.
+// Rows are counted by chunk. They may be sorted by groups of chunks: with sorted_chunks = 2, the rows of
+// chunks 0 and 1 are sorted by expert as if both were one chunk. Within such a group, the rows of the
+// num_last experts from first_last on come after those of all other experts.
 struct Sizes {
   int64_t num_tokens;
   int32_t num_experts;

@@ -59,7 +59,9 @@ ROOM = 0.85
 def measure_in_stages(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds of the whole batch with choices of which one will be taken. Collective.
+    """Returns the seconds that the whole batch takes with each choice that was tried. Collective.
+
+    The layer will take one of these choices.
 
     If all choices need about as much memory as the layer's smallest step, they are tried at once
     (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the batch:
@@ -368,11 +370,11 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
 def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     """Returns the predicted peak, in bytes, of the smallest step that the layer may make. Collective.
 
-    It is the step with the number of chunks, of all that the layer may choose, for which the fewest bytes are
-    predicted.
+    Every number of chunks that the layer may choose is combined with every restore pair of ``choices``. The
+    result is the smallest predicted peak of all.
 
     batch: the routed batch.
-    choices: choices with the restore pairs that the layer may choose.
+    choices: only their restore pairs are used, not their numbers of chunks.
     """
     pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
     return min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
@@ -410,7 +412,8 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.
 
-    Returns the whole batch with a memory budget, and None if fewer than `MIN_TOKENS` tokens fit.
+    Returns the whole batch if the layer has a memory budget, because every choice within the budget has room
+    for it. Returns None if fewer than `MIN_TOKENS` tokens fit.
     """
     if batch.modules.options.budget is not None:
         return batch

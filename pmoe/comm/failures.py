@@ -33,6 +33,7 @@ from pmoe.comm.group_options import timeout_of
 from pmoe.comm.group_record import GroupRecord, collectives, is_known, names_of_left_groups, record_of_group
 from pmoe.comm.meeting import IS_OPEN, Meeting, left_out
 from pmoe.comm.ranks import Ranks
+from pmoe.comm.shared_gpu import shared_gpu_hint
 from pmoe.warn import warn_once
 
 FAILED = "pmoe/failed"
@@ -326,9 +327,9 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
         yield
     except RuntimeError as error:
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
+        cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late
         failed = RuntimeError(
-            f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; "
-            f"{'' if isinstance(error, PeerError) else late}{error}"
+            f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; {cause}{error}"
         )
         leave(failed, ranks, stage="", by_itself=False)
         raise failed from error

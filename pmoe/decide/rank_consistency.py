@@ -59,6 +59,7 @@ def compare_options(modules: LayerModules) -> bool:
     expert and callbacks, which every rank holds:
 
         options                       must be the same; ValueError with the option, values and ranks if not
+        kind of GPU                   must be the same; ValueError with each rank's if not. Not on the CPU
         values of replicated parts    must be the same; a warning if not
         experts                       normally differ. They may be equal if they were built equal. ValueError
                                       if they were built different and one rank's have overwritten all others
@@ -75,6 +76,9 @@ def compare_options(modules: LayerModules) -> bool:
     device = torch.device("cpu") if like is None else like.device
     built = experts.built
     current = sampled(experts)
+    kind = kind_of_gpu(device)
+    if kind:
+        options[GPU] = kind
     digests = [float(digest([value])) for value in (*options.values(), *dense.values(), built, current)]
     flags = [float(built == current), float(experts.was_loaded)]
     *are_equal, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(
@@ -89,6 +93,8 @@ def compare_options(modules: LayerModules) -> bool:
     unequal_options = [
         name for name, is_same in zip(options, are_equal[: len(options)], strict=True) if not is_same
     ]
+    if GPU in unequal_options:
+        raise ValueError(_gpus_that_differ(modules, kind))
     if unequal_options:
         raise ValueError(_options_that_differ(modules, unequal_options, options[unequal_options[0]]))
     unequal_parts = [
@@ -99,6 +105,36 @@ def compare_options(modules: LayerModules) -> bool:
         warn_once(_values_that_differ(modules, unequal_parts[0]))
     experts.are_equal = are_same
     return not are_same
+
+
+GPU = "the kind of GPU"
+"""The name under which ranks compare their kinds of GPUs, beside the layer's options."""
+
+
+def kind_of_gpu(device: torch.device) -> str:
+    """Returns the name and the compute capability of a GPU; "" for a device that is none.
+
+    Example: "NVIDIA H200 (compute capability 9.0)"
+    """
+    if device.type != "cuda":
+        return ""
+    of_device = torch.cuda.get_device_properties(device)
+    return f"{of_device.name} (compute capability {of_device.major}.{of_device.minor})"
+
+
+def _gpus_that_differ(modules: LayerModules, mine: str) -> str:
+    """Returns the error message for ranks on different kinds of GPUs. Collective: it collects the kinds.
+
+    modules: the modules and options of the layer.
+    mine: the kind of this rank's GPU.
+    """
+    kinds = gathered(modules.ranks, mine, stage="showing the kinds of GPUs")
+    kinds_of_ranks = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+    return (
+        f"the GPUs of a MoELayer's ranks must be of one kind, and differ: {kinds_of_ranks}. Kernels, the "
+        "number of chunks and the memory of buffers are chosen for one kind: give the job GPUs of one kind, "
+        "or build the layer over a group of ranks that have it, by MoELayer(..., group=...)"
+    )
 
 
 def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> str:

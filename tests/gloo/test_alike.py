@@ -17,7 +17,7 @@ import pmoe
 from pmoe.call.options import Switches
 from pmoe.comm.base import FlatAllToAll
 from pmoe.decide import rank_consistency
-from tests.pool import ranks
+from tests.pool import Pool, ranks
 
 D_MODEL, D_HIDDEN = 6, 12
 
@@ -188,3 +188,68 @@ def test_one_rank_has_nobody_to_compare_with() -> None:
     with mock.patch.object(rank_consistency, "compare_options") as compared:
         build()(torch.randn(3, D_MODEL))
     assert not compared.called
+
+
+# ---- GPUs
+
+
+def of_kind(rank: int, world: int, kinds: list[str], built_alike: bool = True) -> str:
+    """The error of a layer whose ranks take their GPUs for those kinds; "" for none."""
+    layer = build(pipeline=1 if built_alike else rank + 1)
+    with mock.patch.object(rank_consistency, "kind_of_gpu", lambda device: kinds[rank]):
+        try:
+            layer(torch.ones(rank, D_MODEL))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_mixed_group_of_gpus_is_refused_by_name_on_every_rank() -> None:
+    h200, a100 = "NVIDIA H200 (compute capability 9.0)", "NVIDIA A100 (compute capability 8.0)"
+    assert ranks(2).run(of_kind, [h200, h200]) == ["", ""]
+    errors = ranks(2).run(of_kind, [h200, a100], False)  # the GPUs come before options that differ
+    assert errors[0] == errors[1]
+    assert f"must be of one kind, and differ: rank 0: {h200}; rank 1: {a100}" in errors[0]
+    assert "MoELayer(..., group=...)" in errors[0]
+    assert ranks(2).run(of_kind, [h200, h200]) == ["", ""], "all ranks leave the same collectives behind"
+
+
+def compared_numbers(rank: int, world: int) -> str:
+    """The kind of a CPU. Raises AssertionError if a first call compares more numbers than before."""
+    sizes = list[int]()
+    largest = rank_consistency.same
+
+    def counted(ranks: Any, device: torch.device, values: list[float], **options: Any) -> list[bool]:
+        sizes.append(len(values))
+        return largest(ranks, device, values, **options)
+
+    layer = build()
+    expected = len(rank_consistency.options_in_words(layer.layer_modules))
+    expected += len(rank_consistency.dense_values(layer.layer_modules)) + 4
+    with mock.patch.object(rank_consistency, "same", counted):
+        layer(torch.ones(2, D_MODEL))
+    assert sizes == [expected]
+    return rank_consistency.kind_of_gpu(torch.device("cpu"))
+
+
+def test_ranks_on_cpus_compare_nothing_more() -> None:
+    assert ranks(2).run(compared_numbers) == ["", ""]
+
+
+def refused_by_nccl(rank: int, world: int) -> str:
+    """The error of a first call in which NCCL refuses two ranks on one GPU."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise dist.DistBackendError("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000")
+
+    layer = build()
+    with mock.patch.object(dist, "all_reduce", refuse), pytest.raises(RuntimeError) as caught:
+        layer(torch.ones(2, D_MODEL))
+    return str(caught.value)
+
+
+def test_ranks_on_one_gpu_without_the_environment_are_told_what_to_set() -> None:
+    with Pool(2) as pool:
+        for error in pool.run(refused_by_nccl):
+            assert "two ranks of this job use one GPU" in error and "NCCL_HOSTID" in error
+            assert "a peer has died" not in error and "rank 1 and rank 0 both on CUDA device 1a000" in error

@@ -1,0 +1,63 @@
+"""Several ranks on one GPU over NCCL: the environment that allows it, and what to say if it is missing.
+
+NCCL refuses a job in which two ranks have one host and one GPU. The host is known by a text, which the
+variable NCCL_HOSTID replaces. A rank with a text of its own counts as a machine of its own, so ranks send
+rows through sockets. Such a job is slow. It shows whether results are right, not how long they take.
+"""
+
+from __future__ import annotations
+
+OFFICIAL_SINCE = (2, 30)
+"""The first version of NCCL that allows several ranks on one GPU, by a variable of its own."""
+
+REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
+"""What NCCL says if it refuses such a job: up to 2.29, and from 2.30 on."""
+
+
+def shared_gpu_environment(rank: int, version: tuple[int, ...]) -> dict[str, str]:
+    """Returns the variables that let a rank share its GPU with other ranks of an NCCL job on one machine.
+
+    They must be set before the process uses CUDA or NCCL.
+
+    rank: the global rank; each process must have a NCCL_HOSTID of its own.
+    version: the version of NCCL, as torch.cuda.nccl.version() returns it.
+
+    Example: rank 1 with NCCL 2.29.7 -> {"NCCL_HOSTID": "pmoe-1", "NCCL_NET": "Socket", ...}
+    """
+    variables = {
+        "NCCL_HOSTID": f"pmoe-{rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        "NCCL_RAS_ENABLE": "0",
+        # Kernels of all ranks share the multiprocessors, and wait there for each other.
+        "NCCL_MAX_CTAS": "2",
+        # A kernel that is loaded late waits for the device, on which a collective may wait for this rank.
+        "CUDA_MODULE_LOADING": "EAGER",
+    }
+    if version >= OFFICIAL_SINCE:
+        variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    return variables
+
+
+def shared_gpu_hint(error: BaseException) -> str:
+    """Returns what to do if NCCL has refused several ranks on one GPU; "" for any other error.
+
+    error: the error of a collective.
+    """
+    if not any(refusal in str(error) for refusal in REFUSALS):
+        return ""
+    variables = shared_gpu_environment(0, OFFICIAL_SINCE)
+    own, official = variables.pop("NCCL_HOSTID"), variables.pop("NCCL_MULTI_RANK_GPU_ENABLE")
+    common = " ".join(f"{name}={value}" for name, value in variables.items())
+    return (
+        "two ranks of this job use one GPU. Give each rank a GPU of its own: "
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), and as many ranks as GPUs. Or, to try several '
+        f"ranks on one GPU, set NCCL_HOSTID to another text in each process ({own}, ...), and {common}; "
+        f"from NCCL 2.30 on NCCL_MULTI_RANK_GPU_ENABLE={official}, too (docs/gpu.md). NCCL said: "
+    )

@@ -1,5 +1,5 @@
-"""W gloo ranks that stay alive between tests, since starting processes is the slow part. A job is a
-module-level function."""
+"""W ranks that stay alive between tests, since starting processes is the slow part. A job is a module-level
+function. The ranks use gloo, or what PMOE_TESTS_BACKEND says (tests/backend.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
+
+from tests import backend
 
 GROUP_TIMEOUT_SECONDS = float(os.environ.get("PMOE_TESTS_GROUP_SECONDS", "28"))
 """Of the ranks that tests share. Shorter than 30, the bound of a heap's waits."""
@@ -29,27 +31,42 @@ _one_at_a_time = threading.Lock()
 """A start polls all children of this process: beside another thread's poll one of the two reads 255."""
 
 
-def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: float) -> None:
+def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: float, switch: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    place = backend.prepare(switch, rank, world)
     dist.init_process_group(
-        "gloo",
+        place.backend,
         init_method=f"file://{init_file}",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_seconds),
+        device_id=place.device if place.is_gpu else None,
     )
+    if place.device is not None:
+        backend.run_job(place, first_collectives, ())
     pipe.send(("ready",))
     while (job := pipe.recv()) is not None:
         function, args = job
         try:
-            value = function(rank, world, *args)
+            value = backend.run_job(place, function, (rank, world, *args))
             pipe.send(("ok", value, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
             pipe.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def first_collectives() -> None:
+    """Ranks are connected here, and not in the middle of the first job."""
+    import torch
+    import torch.distributed as dist
+
+    rows = torch.ones(dist.get_world_size())
+    dist.all_reduce(rows)
+    dist.all_to_all_single(torch.empty_like(rows), rows)
+    rows.tolist()
 
 
 def forks() -> Any:
@@ -77,14 +94,16 @@ class Pool:
                     raise
 
     def _start(self, timeout_seconds: float) -> None:
-        context = forks()
+        context, switch = forks(), backend.chosen()
+        timeout_seconds *= backend.patience(switch)
+        self.patience = backend.patience(switch)
         self.usable, self.num_groups = True, 1
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
         init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            args = (rank, self.world, init_file, theirs, timeout_seconds)
+            args = (rank, self.world, init_file, theirs, timeout_seconds, switch)
             process = context.Process(target=_worker, args=args, daemon=True)
             with _one_at_a_time:
                 process.start()
@@ -95,7 +114,7 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = JOB_SECONDS) -> list[Any]:
         self.start(function, *args)
-        return self._answers(timeout)
+        return self._answers(timeout * self.patience)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         for pipe in self.pipes:

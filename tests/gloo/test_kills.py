@@ -19,6 +19,7 @@ from torch.optim import AdamW
 
 import pmoe
 from pmoe.experts.operands import local_part
+from tests import backend
 from tests.gloo.lm import SLOW_IMPORT, batch, build, loss_of, make_mesh
 from tests.pool import forks
 
@@ -44,13 +45,20 @@ def numbers(model: nn.Module, optimizer: AdamW, step: int) -> list[tuple[torch.T
     return found
 
 
-def run(rank: int, world: int, folder: Path, rendezvous: str, pipe: Any) -> None:
-    """Continues from the last checkpoint, and saves until it is killed. Rank 0 reports each saved step."""
+def run(rank: int, world: int, folder: Path, rendezvous: str, pipe: Any, switch: str) -> None:
+    """Joins the other ranks, and saves until it is killed. switch: of tests/backend.py."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    place = backend.prepare(switch, rank, world)
     if world > 1:
         where = {"init_method": f"file://{rendezvous}", "rank": rank, "world_size": world}
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30), **where)
+        seconds = 30 * backend.patience(switch)
+        dist.init_process_group(place.backend, timeout=datetime.timedelta(seconds=seconds), **where)
+    backend.run_job(place, save_on, (rank, world, folder, pipe))
+
+
+def save_on(rank: int, world: int, folder: Path, pipe: Any) -> None:
+    """Continues from the last checkpoint, and saves without an end. Rank 0 reports each saved step."""
     model, optimizer = made(world)
     first = 1
     if (folder / "latest.json").exists():
@@ -75,7 +83,11 @@ def killed(world: int, folder: Path, draw: random.Random, number: int) -> int:
     context = forks()
     ours, theirs = context.Pipe()
     processes = [
-        context.Process(target=run, args=(rank, world, folder, f"{folder}-{number}", theirs), daemon=True)
+        context.Process(
+            target=run,
+            args=(rank, world, folder, f"{folder}-{number}", theirs, backend.chosen()),
+            daemon=True,
+        )
         for rank in range(world)
     ]
     for each in processes:

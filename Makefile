@@ -9,6 +9,8 @@
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
 # make gpu-ladder PYTHON=...        its first part: small steps that name what is wrong, and one report
+# make gpu-nccl PYTHON=...          tests of several ranks over NCCL, on one GPU or several
+# make gpu-first PYTHON=...         what to know first of a GPU, in 10 minutes; "make gpu-build" comes before it
 #
 # CUDA kernels take nvcc 5 minutes. make test compiles them only where there is a GPU, where they were compiled
 # before, or when asked; without them it skips the few tests that read them:
@@ -180,7 +182,7 @@ clean:
 # PYTHON is the machine's own and is never changed. What it lacks goes into .venv-gpu, from wheels/
 # where there is such a folder, else from the package index. pmoe itself is found by PYTHONPATH.
 
-.PHONY: gpu gpu-env gpu-build gpu-ladder gpu-test gpu-sanitize gpu-bench gpu-comet
+.PHONY: gpu gpu-env gpu-build gpu-ladder gpu-nccl gpu-first gpu-test gpu-sanitize gpu-bench gpu-comet
 GPU_PYTHON = $$([ -x .venv-gpu/bin/python ] && echo .venv-gpu/bin/python || echo "$(PYTHON)")
 GPU_RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(GPU_PYTHON)"
 
@@ -296,6 +298,19 @@ SANITIZED = $(wildcard tests/gpu/test_grouped_gemm*.py) tests/gpu/test_permute.p
 gpu-ladder: gpu-build
 	@export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 	timeout -k 5 478 "$(GPU_PYTHON)" -m tests.gpu.ladder
+
+# Tests of several ranks, which gloo carries elsewhere (tests/backend.py), one after the other: their processes share
+# the GPU. The first file that fails tells most.
+NCCL_TESTS = $(foreach one,specification behaviour streams padded reuse flexible checkpoint parallelize reducer faults \
+	kills,tests/gloo/test_$(one).py)
+gpu-nccl: gpu-build
+	@export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	PMOE_TESTS_BACKEND=nccl timeout -k 5 478 "$(GPU_PYTHON)" $(GPU_PYTEST) $(NCCL_TESTS) -m "$(QUICK)"
+
+# Builds nothing, so that no minute of a GPU goes by: make gpu-build first, or bring pmoe/_cuda.* along.
+gpu-first: gpu-env
+	@export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	timeout -k 5 640 "$(GPU_PYTHON)" -m tests.gpu.first_minutes
 
 # First, where there is a disassembler, the machine code that was just built: those tests need no GPU.
 gpu-test: gpu-build

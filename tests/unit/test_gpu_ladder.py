@@ -127,10 +127,58 @@ def test_virtual_ranks_of_the_persistent_kernels(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero_rows", "first_use", "missing_peer"])
-def test_what_is_asked_of_nccl_holds_over_gloo(name: str) -> None:
-    """The steps for NCCL pass over gloo, as far as they need no streams."""
-    nccl.run(name, 2, "gloo")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", list(nccl.CHECKS))
+def test_what_is_asked_of_nccl_holds_over_gloo(name: str, num_ranks: int) -> None:
+    """The steps for NCCL pass over gloo. In the place of streams, work is done when its call returns."""
+    nccl.run(name, nccl.Job("gloo", num_ranks, gpus=0))
+
+
+def test_a_check_that_rows_come_wrongly_fails_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = nccl.Job("gloo", 1, gpus=0)
+    monkeypatch.setattr(nccl, "SLEEP", 0)
+    monkeypatch.setattr(nccl.dist, "all_to_all_single", lambda out, rows, *_, **__: NoWork())
+    for name in ("zero_rows", "streams", "rotating_slots"):
+        try:
+            with pytest.raises(AssertionError):
+                nccl.run(name, job)
+        finally:
+            nccl.dist.destroy_process_group()
+
+
+class NoWork:
+    """A collective that moved nothing."""
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "asked, gpus, ranks, shared, devices",
+    [
+        ("1", 1, 1, False, [0]),
+        ("2", 1, 2, True, [0, 0]),
+        ("2", 2, 2, False, [0, 1]),
+        ("4", 1, 4, True, [0, 0, 0, 0]),
+        ("4", 2, 4, True, [0, 1, 0, 1]),
+        ("4", 8, 8, False, list(range(8))),
+    ],
+)
+def test_ranks_share_gpus_only_where_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch, asked: str, gpus: int, ranks: int, shared: bool, devices: list[int]
+) -> None:
+    jobs = list[nccl.Job]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch._C, "_nccl_version", lambda: (2 << 32) | (30 << 16) | 7, raising=False)
+    monkeypatch.setattr(torch._C, "_nccl_version_suffix", lambda: b"", raising=False)
+    monkeypatch.setattr(nccl, "run", lambda name, job: jobs.append(job))
+    nccl.check("zero_rows", asked)
+    (job,) = jobs
+    assert (job.backend, job.num_ranks, job.is_shared, job.version) == ("nccl", ranks, shared, (2, 30, 7))
+    assert [job.device(rank).index for rank in range(ranks)] == devices
+    hosts = {job.environment(rank).get("NCCL_HOSTID") for rank in range(ranks)}
+    assert len(hosts) == (ranks if shared else 1) and (None in hosts) != shared
+    assert job.patience == (nccl.PATIENCE if shared else 1)
 
 
 # ---- the decoder

@@ -1,4 +1,4 @@
-"""What the engine asks of NCCL, by one rank or by one a GPU; over gloo and the CPU in rehearsals.
+"""What the engine asks of NCCL, by one rank or several; over gloo and the CPU in rehearsals.
 
 Each check ends by itself on a healthy machine; the ladder ends it on another.
 """
@@ -10,45 +10,113 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from pmoe.comm.shared_gpu import shared_gpu_environment
+
 SECONDS = 15
+PATIENCE = 3
+"""How many times longer ranks may take that share a GPU: their processes take turns."""
 ROWS, COLUMNS = 840, 256
 """By any number of ranks up to 8, rows can be split evenly."""
 SLEEP = 50_000_000
 """Cycles: 25 ms at 2 GHz."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """The ranks of a check. gpus: of this machine; 0 for ranks on the CPU.
+
+    Where there are fewer GPUs than ranks, ranks share them: each has the variables of
+    `pmoe.comm.shared_gpu`.
+    """
+
+    backend: str
+    num_ranks: int
+    gpus: int
+    version: tuple[int, ...] = (0,)
+
+    @property
+    def is_shared(self) -> bool:
+        return 0 < self.gpus < self.num_ranks
+
+    @property
+    def patience(self) -> int:
+        return PATIENCE if self.is_shared else 1
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return shared_gpu_environment(rank, self.version) if self.is_shared else {}
+
+    def device(self, rank: int) -> torch.device:
+        return torch.device("cuda", rank % self.gpus) if self.gpus else torch.device("cpu")
+
+
 def check(name: str, ranks: str = "1") -> None:
-    """ranks: 1, or "all" for one a GPU, 8 at most. Raises what a rank raised."""
-    num_ranks = 1 if ranks == "1" else min(torch.cuda.device_count(), 8)
-    run(name, num_ranks, "nccl")
+    """Runs a check over NCCL. Raises what a rank raised.
+
+    ranks: how many, at least; with 4, one for each GPU, up to 8.
+    """
+    gpus = torch.cuda.device_count()
+    num_ranks = max(4, min(gpus, 8)) if ranks == "4" else int(ranks)
+    run(name, Job("nccl", num_ranks, gpus, tuple(torch.cuda.nccl.version()[:3])))
 
 
-def run(name: str, num_ranks: int, backend: str) -> None:
+def run(name: str, job: Job) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_ranks, name, backend, os.path.join(folder, "rendezvous"))
-        if num_ranks == 1:
+        arguments = (job, name, os.path.join(folder, "rendezvous"))
+        if job.num_ranks == 1:
             one_rank(0, *arguments)
         else:
-            multiprocessing.spawn(one_rank, arguments, nprocs=num_ranks)
+            multiprocessing.spawn(one_rank, arguments, nprocs=job.num_ranks)
 
 
-def one_rank(rank: int, num_ranks: int, name: str, backend: str, rendezvous: str) -> None:
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
+def one_rank(rank: int, job: Job, name: str, rendezvous: str) -> None:
+    os.environ.update(job.environment(rank))  # before CUDA and NCCL are used
+    device = job.device(rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=SECONDS),
-        device_id=device if backend == "nccl" else None,
+        job.backend, init_method=f"file://{rendezvous}", rank=rank, world_size=job.num_ranks,
+        timeout=datetime.timedelta(seconds=SECONDS * job.patience),
+        device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
-    CHECKS[name](device)
+    if name == "missing_peer":
+        missing_peer(device, seconds=4 * job.patience)
+    else:
+        CHECKS[name](device)
     if name not in LEFT_BROKEN:
         dist.destroy_process_group()
+
+
+class OfCPU:
+    """What the checks take of torch.cuda, for a device on which work is done when the call returns."""
+
+    Stream = torch.cpu.Stream
+    stream = staticmethod(torch.cpu.stream)
+    current_stream = staticmethod(torch.cpu.current_stream)
+    synchronize = staticmethod(torch.cpu.synchronize)
+
+    class Event:
+        """It is over as soon as it is recorded."""
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+    @staticmethod
+    def _sleep(cycles: int) -> None:
+        """Nothing runs beside the host that could sleep."""
+
+
+def streams_of(device: torch.device) -> Any:
+    return torch.cuda if device.type == "cuda" else OfCPU
 
 
 def splits(rank: int, num_ranks: int, empty: str) -> list[int]:
@@ -86,9 +154,9 @@ def first_use(device: torch.device) -> None:
     wait for work that waits for it.
     """
     group = dist.new_group(list(range(dist.get_world_size())))
-    if device.type == "cuda":
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(SLEEP)
+    cuda = streams_of(device)
+    with cuda.stream(cuda.Stream()):
+        cuda._sleep(SLEEP)
     exchange(device, "none")
     exchange(device, "none", group)
     exchange(device, "but one", group)
@@ -101,23 +169,24 @@ def streams(device: torch.device) -> None:
     """
     for warm in (False, True):  # at first use kernels are loaded and ranks are connected: that may wait
         held = one_behind_a_sleep(device)
-        assert not (warm and held), "the host was held until a collective was over"
+        assert not (warm and held and device.type == "cuda"), "the host was held until a collective was over"
 
 
 def one_behind_a_sleep(device: torch.device) -> bool:
     """Whether the host was held. Raises AssertionError where the collective did not wait."""
-    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    cuda = streams_of(device)
+    side, done = cuda.Stream(), cuda.Event()
     rows = torch.zeros(ROWS, COLUMNS, device=device)
     out = torch.empty_like(rows)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(SLEEP)
+    cuda.synchronize()
+    with cuda.stream(side):
+        cuda._sleep(SLEEP)
         rows.fill_(3.0)  # read before the sleep is over, it is 0
         dist.all_to_all_single(out, rows, async_op=True).wait()
         doubled = out * 2
         done.record()
     held = done.query()
-    torch.cuda.current_stream().wait_event(done)
+    cuda.current_stream().wait_event(done)
     assert torch.equal(doubled.cpu(), torch.full((ROWS, COLUMNS), 6.0)), "a collective began too early"
     return held
 
@@ -127,36 +196,38 @@ def rotating_slots(device: torch.device) -> None:
 
     Events order writes and reads. Tensors are freed while another stream reads them, by record_stream.
     """
-    lane, compute = torch.cuda.Stream(), torch.cuda.Stream()
+    cuda = streams_of(device)
+    lane, compute = cuda.Stream(), cuda.Stream()
     slots = [torch.full((ROWS, COLUMNS), float("nan"), device=device) for _ in range(2)]
-    free = [torch.cuda.Event() for _ in range(2)]
+    free = [cuda.Event() for _ in range(2)]
     sums = torch.zeros(12, device=device)
-    torch.cuda.synchronize()
+    cuda.synchronize()
     for turn in range(12):
-        slot, filled = slots[turn % 2], torch.cuda.Event()
-        with torch.cuda.stream(lane):
+        slot, filled = slots[turn % 2], cuda.Event()
+        with cuda.stream(lane):
             lane.wait_event(free[turn % 2])
             rows = torch.full((ROWS, COLUMNS), float(turn), device=device)
             dist.all_to_all_single(slot, rows, async_op=True).wait()
             copied = slot + 1
             filled.record()
-        with torch.cuda.stream(compute):
+        with cuda.stream(compute):
             compute.wait_event(filled)
-            torch.cuda._sleep(SLEEP // 20)
+            cuda._sleep(SLEEP // 20)
             sums[turn] = slot.mean() + copied.mean()
             free[turn % 2].record()
-        copied.record_stream(compute)
+        if device.type == "cuda":
+            copied.record_stream(compute)
         del copied, rows
-    torch.cuda.synchronize()
+    cuda.synchronize()
     wanted = 2 * torch.arange(12.0) + 1
     assert torch.equal(sums.cpu(), wanted), f"slots were written too early: {sums.tolist()}"
 
 
-def missing_peer(device: torch.device) -> None:
+def missing_peer(device: torch.device, seconds: float = 4) -> None:
     """The last rank stays away: the others' work must fail by the group's own timeout, told as an error of
     the work, and an abort must end the collective on the device. Nothing is asked of this process then."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # read where a group is made
-    group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=4))
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=seconds))
     ones = torch.ones(4, device=device)
     dist.all_reduce(ones, group=group)  # the communicator is there
     if device.type == "cuda":

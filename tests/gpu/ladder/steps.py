@@ -152,16 +152,23 @@ NCCL_MEANS = {
 }
 
 
-def nccl_steps(ranks: str) -> list[Step]:
-    several = ranks != "1"
+def nccl_steps(ranks: int) -> list[Step]:
+    """ranks: that many, on a GPU each where there are enough, else on shared ones."""
+    several = ranks > 1
     names = [each for each in NCCL_MEANS if several or each != "missing_peer"]
-    of = "several ranks" if several else "one rank"
+    titles = {each: each.replace("_", " ") for each in names}
+    needs: dict[int, dict[str, tuple[str, ...]]] = {
+        1: dict.fromkeys(names, ("copy",)),
+        2: dict.fromkeys(names, ("copy", "NCCL, 1 rank: zero rows")),
+        4: {each: ("copy", f"NCCL, 2 ranks: {titles[each]}") for each in names},
+    }
     return [
         Step(
-            name=f"NCCL, {of}: {each.replace('_', ' ')}", run=f"{HERE}nccl:check {each} {ranks}",
-            needs=("copy", *([f"NCCL, one rank: {names[0].replace('_', ' ')}"] if several else [])),
-            gpus=2 if several else 1, usual=18 if several else 9, seconds=60 if several else 20,
-            means=NCCL_MEANS[each][0], look=NCCL_MEANS[each][1],
+            name=f"NCCL, {ranks} rank{'s' if several else ''}: {titles[each]}",
+            run=f"{HERE}nccl:check {each} {ranks}", needs=needs[ranks][each],
+            usual=14 if several else 9, seconds=60 if several else 20,
+            means=NCCL_MEANS[each][0],
+            look=NCCL_MEANS[each][1] + ("; pmoe/comm/shared_gpu.py on one GPU" if several else ""),
         )
         for each in names
     ]  # fmt: skip
@@ -174,6 +181,7 @@ def all_steps() -> list[Step]:
         *(step for path in (HOPPER, AMPERE) for step in product_steps(path)),
         *moving_steps(),
         *fused_steps(),
-        *nccl_steps("1"),
-        *nccl_steps("all"),
+        *nccl_steps(1),
+        *nccl_steps(2),
+        *nccl_steps(4),
     ]

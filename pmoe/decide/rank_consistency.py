@@ -76,9 +76,8 @@ def compare_options(modules: LayerModules) -> bool:
     device = torch.device("cpu") if like is None else like.device
     built = experts.built
     current = sampled(experts)
-    kind = kind_of_gpu(device)
-    if kind:
-        options[GPU] = kind
+    # On the CPU, too: a rank on a GPU and a rank on the CPU must compare equally many values.
+    options[GPU] = kind = kind_of_gpu(device)
     digests = [float(digest([value])) for value in (*options.values(), *dense.values(), built, current)]
     flags = [float(built == current), float(experts.was_loaded)]
     *are_equal, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(

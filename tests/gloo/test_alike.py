@@ -214,26 +214,29 @@ def test_a_mixed_group_of_gpus_is_refused_by_name_on_every_rank() -> None:
     assert ranks(2).run(of_kind, [h200, h200]) == ["", ""], "all ranks leave the same collectives behind"
 
 
-def compared_numbers(rank: int, world: int) -> str:
-    """The kind of a CPU. Raises AssertionError if a first call compares more numbers than before."""
+def compared_numbers(rank: int, world: int, kind: str) -> list[int]:
+    """Returns how many numbers each comparison of a first call has on a rank with this kind of GPU."""
     sizes = list[int]()
-    largest = rank_consistency.same
+    compare = rank_consistency.same
 
     def counted(ranks: Any, device: torch.device, values: list[float], **options: Any) -> list[bool]:
         sizes.append(len(values))
-        return largest(ranks, device, values, **options)
+        return compare(ranks, device, values, **options)
 
     layer = build()
-    expected = len(rank_consistency.options_in_words(layer.layer_modules))
-    expected += len(rank_consistency.dense_values(layer.layer_modules)) + 4
-    with mock.patch.object(rank_consistency, "same", counted):
+    with (
+        mock.patch.object(rank_consistency, "same", counted),
+        mock.patch.object(rank_consistency, "kind_of_gpu", lambda device: kind),
+    ):
         layer(torch.ones(2, D_MODEL))
-    assert sizes == [expected]
-    return rank_consistency.kind_of_gpu(torch.device("cpu"))
+    return sizes
 
 
-def test_ranks_on_cpus_compare_nothing_more() -> None:
-    assert ranks(2).run(compared_numbers) == ["", ""]
+def test_ranks_on_cpus_and_on_gpus_compare_equally_many_numbers() -> None:
+    assert rank_consistency.kind_of_gpu(torch.device("cpu")) == ""
+    [[of_cpu], _] = ranks(2).run(compared_numbers, "")
+    [[of_gpu], _] = ranks(2).run(compared_numbers, "NVIDIA H200 (compute capability 9.0)")
+    assert of_cpu == of_gpu
 
 
 def refused_by_nccl(rank: int, world: int) -> str:

@@ -12,7 +12,7 @@
 # make gpu-nccl PYTHON=...          tests of several ranks over NCCL, on one GPU or several
 # make gpu-first PYTHON=...         what to know first of a GPU, in 10 minutes; "make gpu-build" comes before it
 #
-# CUDA kernels take nvcc 5 minutes. make test compiles them only where there is a GPU, where they were compiled
+# CUDA kernels take nvcc 8 minutes. make test compiles them only where there is a GPU, where they were compiled
 # before, or when asked; without them it skips the few tests that read them:
 #   make test EXTENSION=1
 #

@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.links import alike
+from bench.timing import counted
 from pmoe.decide import route as decide_route
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.cuda import CudaLanes
@@ -403,7 +404,7 @@ def rows(num_ranks: int, chunks: Sequence[int], where: bool = False) -> list[dic
     if num_ranks > 1:
         alike.start(num_ranks)
     found = []
-    for n in chunks:
+    for n in counted(chunks, "number of chunks"):
         for name, calls in count(n).items():
             row: dict[str, Any] = {"ranks": num_ranks, "n": n, "pass": name, **calls.row()}
             found.append(row | ({"where": dict(calls.where.most_common())} if where else {}))

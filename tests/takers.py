@@ -109,6 +109,7 @@ def by_one_ranks_kernels(features: Features) -> Iterator[str]:
         yield from layer
         return
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_rank, "DEVICES", ("cpu",))
         patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
         yield from differences(found(layer), expected(layer))
     assert layer.ran is not None
@@ -122,6 +123,7 @@ def capturing() -> Iterator[None]:
     """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(begin, "is_for_graph", lambda _: True)
+        patch.setattr(one_rank, "DEVICES", ("cpu",))
         patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
         yield
 

@@ -85,6 +85,7 @@ def test_an_attention_mask_of_integers_is_taken_as_it_is(dtype: torch.dtype) -> 
 
 
 def test_kernels_of_one_rank_see_the_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
     monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     layer = build()
     check(layer, (12,), REAL)

@@ -65,6 +65,7 @@ def test_on_every_path(way: str, use_reentrant: bool, monkeypatch: pytest.Monkey
     }
     layer, drop = build(**options[way]), nn.Dropout(0.5)
     if way == "alone":
+        monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
         monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     with using(lambda request: PlainSteps(request.ranks)) if way == "fused" else nullcontext():
         plain(lambda x: 2 * layer(drop(x)), use_reentrant)
@@ -106,6 +107,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
     for counts in (exact_counts, padded_counts, solver_counts):
         monkeypatch.setattr(counts, "choose", measured_first(counts.choose))
     if name == "alone":
+        monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
         monkeypatch.setattr(one_rank, "kernel_refusal", measure)
     block = Block(build(**OPTIONS.get(name, {})))
     got = step(block, lambda x: checkpoint(block, x, use_reentrant=False, **selective(saving_products)))
@@ -120,6 +122,7 @@ def test_and_routing_that_changed_is_refused_whatever_a_policy_saves(
     """A layer runs again as a whole. Together with a policy, the routing may be kept."""
     layer, drop = build(), nn.Dropout(0.5)
     if way == "alone":
+        monkeypatch.setattr(one_rank, "DEVICES", ("cpu",))
         monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
     for policy in (saving_nothing, saving_products):
         for preserved in (True, False):

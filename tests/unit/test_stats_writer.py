@@ -337,7 +337,7 @@ def test_without_tensorboard_it_is_refused_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
-        ImportError, match=r"tensorboard \(True\) must be False.*pip install 'pmoe\[tensorboard\]'"
+        ImportError, match=r"tensorboard \(True\) must be False.*pip install '\.\[tensorboard\]'"
     ):
         StatsWriter(tmp_path / "run", build(), tensorboard=True)
     assert not (tmp_path / "run").exists()

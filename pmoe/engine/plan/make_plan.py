@@ -352,12 +352,21 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert.
     sizes: for each chunk, the rows that it sends to each of P ranks, and behind these the rows that stay.
 
-    The slots of a chunk for a rank are contiguous, and the host knows where. So one operation joins them.
+    The slots of a chunk for a rank are contiguous, and the host knows where they are.
     """
-    width = len(sizes[0])
-    flat = [*itertools.chain.from_iterable(sizes)]
-    runs = slot[: sum(flat)].split_with_sizes(flat)
-    return torch.cat([run for rank in range(width - 1) for run in runs[rank::width]])
+    if slot.is_cuda:  # one operation joins them: each is a launch
+        flat = [*itertools.chain.from_iterable(sizes)]
+        runs = slot[: sum(flat)].split_with_sizes(flat)
+        by_rank = zip(*zip(*[iter(runs)] * len(sizes[0]), strict=True), strict=True)
+        return torch.cat([*itertools.chain.from_iterable(by_rank)][: -len(sizes)])
+    if len(sizes) == 1:
+        return slot[: sum(sizes[0][:-1])]
+    sizes_nP = torch.tensor(sizes)
+    sent_nP = sizes_nP[:, :-1]
+    first_nP = (sizes_nP.flatten().cumsum(0).view_as(sizes_nP) - sizes_nP)[:, :-1]
+    lengths = sent_nP.t().flatten()
+    shift = first_nP.t().flatten() - (lengths.cumsum(0) - lengths)
+    return slot[torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)]
 
 
 def _weight_journey(

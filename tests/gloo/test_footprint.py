@@ -329,6 +329,7 @@ def peaks_of_steps(layer: pmoe.MoELayer, num_tokens: int, rank: int) -> list[flo
         return [float(Allocated(step).peak) for _ in range(3)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fastest", SPEEDS)
 @pytest.mark.parametrize("reuse", [True, "S1", "S4", False])
 def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
@@ -358,7 +359,7 @@ def solving_job(rank: int, world: int, folder: str, tokens: int, options: dict[s
     return peaks
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [1024, 4096, 8192])
 @pytest.mark.parametrize("reuse", [True, "S1", "S4", False])
 def test_the_step_that_measures_costs_for_the_solver_takes_no_more_memory_than_later_ones(

@@ -67,7 +67,8 @@ class Allocations:
             if names is None or allocation.name in names:
                 changes.append((allocation.begin, allocation.num_bytes))
                 changes += [] if allocation.end is None else [(allocation.end, -allocation.num_bytes)]
-        live, steps = 0, [(0.0, 0)]
+        live = 0
+        steps = [(0.0, 0)]
         for moment, change in sorted(changes, key=lambda entry: entry[0]):
             live += change
             steps.append((moment, live))

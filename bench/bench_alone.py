@@ -265,7 +265,8 @@ def peaks(step: Step, way: str) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     y = step.forward(way)
     torch.cuda.synchronize()
-    forward, live = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    forward = torch.cuda.max_memory_allocated() - before
+    live = torch.cuda.memory_allocated() - before
     gradients = step.backward(way, y)
     torch.cuda.synchronize()
     both = torch.cuda.max_memory_allocated() - before
@@ -301,7 +302,8 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
     differences = check(step)
     torch.cuda.empty_cache()
     timings = time_in_turn(step, rounds)
-    rows, measured = [], {}
+    rows = []
+    measured = {}
     for name, way in WAYS.items():
         with way():
             saved = saved_bytes(step, name)

@@ -163,7 +163,8 @@ class Fused:
         self.launcher.divide = lambda kernel, direction: taken[kernel]
 
     def dispatch(self) -> None:
-        operands, scenario = self.operands, self.scenario
+        operands = self.operands
+        scenario = self.scenario
         _, self.active = comet_operators.dispatch_hidden(
             self.launcher, self.fused_routings, scenario.x_TM, scenario.weight_TK, operands.w1, operands.b1,
             activation="swiglu", keep=True,

@@ -60,7 +60,10 @@ from pmoe.text import table
 
 TOKENS, D_MODEL, D_HIDDEN, EXPERTS, TOP_K = 64, 64, 64, 8, 2
 SLACK = 8.0
-"""Ring slots are so large that skewed routing does not raise n: the stand-in's ranks all route alike."""
+"""How much larger a ring slot is than the rows of a chunk under even routing.
+
+All ranks of the stand-in route alike, so their rows are skewed. Smaller slots would need more chunks.
+"""
 PASSES = ("forward", "backward")
 LAUNCHES_NOTHING = ("empty", "new_empty", "resize_", "_unsafe_view", "unsafe_split", "lift_fresh")
 """Beginnings of the names of operators that allocate memory, or that return views without saying so."""

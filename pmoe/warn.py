@@ -45,7 +45,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_r
 
 
 TESTED = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 23), (5, 24))}
-"""The oldest and the newest release, major and minor number, with which pmoe's tests ran. By package name.
+"""For each package, the oldest and the newest release (major, minor) with which pmoe's tests ran.
 
 `make test-versions` installs these. A newer release is allowed, and pmoe warns of it once.
 """

@@ -210,14 +210,13 @@ def _part_with_room(
     """
     if share == 1.0:
         return share, batch
-    gradients = batch.sizes.expert_parameters * batch.sizes.element_size
     most = ROOM * (allowed - _output_bytes(batch))
     part = first_tokens(batch, share)
     for _ in range(SHRINKS):
         peak = max(predicted_peaks(part, choices))
         if peak <= ALIKE * most:
             break
-        share *= max(most - gradients, 0.0) / (peak - gradients)
+        share *= _fraction_within(batch, peak, most)
         part = first_tokens(batch, share)
     return share, part
 
@@ -388,13 +387,21 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
         those that will be tried.
     allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
     """
-    sizes = batch.sizes
     allowed -= _output_bytes(batch)
     if peak <= ALIKE * allowed:
         return 1.0
-    # The gradients of the experts' parameters do not shrink with the tokens.
-    gradients = sizes.expert_parameters * sizes.element_size
-    return max(ROOM * allowed - gradients, 0.0) / (peak - gradients)
+    return _fraction_within(batch, peak, ROOM * allowed)
+
+
+def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
+    """Returns the fraction of a batch's tokens whose step has a peak of ``most`` bytes.
+
+    The gradients of the experts' parameters do not shrink with the tokens; all else is proportional to them.
+
+    peak: the predicted peak in bytes with all tokens of the batch.
+    """
+    gradients = batch.sizes.expert_parameters * batch.sizes.element_size
+    return max(most - gradients, 0.0) / (peak - gradients)
 
 
 def _output_bytes(batch: TrialBatch) -> int:

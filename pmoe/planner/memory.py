@@ -224,7 +224,7 @@ def _forward_work(
     forward, backward: numbers of rows of each pass.
     buffers: bytes of forward's buffers at the four moments.
     """
-    # Of rows that stay, the routing weights are also held in sorted order.
+    # The pass also holds the routing weights of rows that stay, in sorted order.
     weights = (3 * (forward.received + forward.sent) + call.slots) * sizes.weight_size
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
@@ -262,7 +262,7 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
         buffers.first + _shared_gradients(sizes, call),
         buffers.leaving,
     )
-    # Of rows that stay, the routing weights and their gradients are also held in sorted order.
+    # The pass also holds the routing weights of rows that stay, and their gradients, in sorted order.
     weights = (3 * backward.received + 4 * call.slots) * sizes.weight_size
     unit = _unit_bytes(sizes, backward)
     if sizes.columns.staged:

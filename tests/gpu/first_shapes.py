@@ -43,7 +43,10 @@ def measure(scenario: Scenario) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def run(file: Path, machine: dict[str, Any], measure: Measure = measure) -> int:
-    """Writes the file anew after each shape. A shape that fails leaves its error. Returns how many failed."""
+    """Measures each shape, and writes all results so far after it. Returns how many shapes failed.
+
+    A shape that fails has its error in the place of results.
+    """
     shapes: dict[str, dict[str, Any]] = {}
     failed = 0
     for name, scenario in SHAPES.items():

@@ -74,7 +74,7 @@ def trace(call: Callable[[], object], device: torch.device, file: Path) -> dict[
 
 
 def run(folder: Path, device: torch.device, scenario: Scenario) -> dict[str, dict[str, float]]:
-    """Writes a trace of each variant, and one file of all sums, anew after each."""
+    """Writes a trace of each variant, and after each of them a file with the sums of all so far."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, float]] = {}
     for name, options in variants().items():

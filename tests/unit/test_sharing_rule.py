@@ -128,7 +128,7 @@ def test_the_rule_gathers_until_a_permute_costs_less_by_the_stored_times() -> No
 
 @pytest.mark.parametrize(("name", "saved"), [("Mixtral", 0.07), ("Phi-3.5-MoE", 0.07)])
 def test_both_rules_together_save_a_tenth_of_a_wide_first_product(name: str, saved: float) -> None:
-    """By the stored times of the old rule (gathered, sharing B), and of a permute before a product."""
+    """The stored times are those of gathered rows with a shared B, and of a permute before a product."""
     [document] = [each for each in stored("grouped_gemm")["models"] if each["model"]["name"] == name]
     model = document["model"]
     rows = {row["product"]: row for row in document["rows"]}

@@ -176,4 +176,8 @@ def test_whatever_task_a_rank_ends_at_the_others_are_told_in_time_and_end_cleanl
     with ThreadPoolExecutor(AT_ONCE * 2 // world) as threads:
         wrong = list(threads.map(lambda case: what_is_wrong(world, LAYERS[name], *case), cases))
     assert not any(wrong), {" ".join(case): each for case, each in zip(cases, wrong, strict=True) if each}
-    assert not shared_memory() - before
+    left_behind = shared_memory() - before
+    if left_behind:
+        time.sleep(2)  # other tests send tensors: each is for a moment a file
+        left_behind &= shared_memory()
+    assert not left_behind

@@ -5,8 +5,8 @@ again in backward (the second pass). In the first pass, each call of a layer rec
 the routing, the row counts, the number of chunks n, the restore pair and the choice of kernels. In the second
 pass, the i-th call of a layer reads the i-th record, so nothing is decided twice:
 
-    first pass    _First          a call of a layer gets a _Recording; its _Call is appended to _First.calls
-    second pass   _RunningAgain   the i-th call of a layer gets a _Replaying of _First.calls[i]
+    first pass    _FirstPass      a call of a layer gets a _Recording; its _Call is appended to `calls`
+    second pass   _RunningAgain   the i-th call of a layer gets a _Replaying of _FirstPass.calls[i]
 
 The gate runs in the first pass only, so gradients go through the autograd graph that it made in the first
 pass. This graph must not hold the layer's input, or the checkpoint would save no memory. `Ticket` says how
@@ -70,7 +70,7 @@ def checkpoint_contexts(
     another order or with another number of tokens, or if it calls `torch.autograd.grad` through a layer.
     Raises torch's errors for a policy that torch does not take.
     """
-    first = _First()
+    first = _FirstPass()
     second = _Second(first)
     if policy is None:
         return first, second
@@ -110,7 +110,7 @@ def _find(layer: nn.Module) -> Replay | None:
     contexts = _contexts.get()
     if not contexts or _in_another_checkpoint(contexts[-1].hooks):
         return None
-    firsts = [context for context in contexts if isinstance(context, _First)]
+    firsts = [context for context in contexts if isinstance(context, _FirstPass)]
     call: _Call | None = None
     if isinstance(contexts[0], _RunningAgain):
         call = contexts[0].next(layer)
@@ -211,7 +211,7 @@ class _Replaying(Replay):
         return routing
 
 
-_contexts: ContextVar[tuple[_First | _RunningAgain, ...]] = ContextVar("checkpoints", default=())
+_contexts: ContextVar[tuple[_FirstPass | _RunningAgain, ...]] = ContextVar("checkpoints", default=())
 """The checkpoint passes in which this thread is now, the outermost first.
 
 A recomputation is always the first entry, because it replaces the entries of all passes around it. Any
@@ -219,7 +219,7 @@ further entries are forward passes of checkpoints that the recomputed function i
 """
 
 
-class _First(AbstractContextManager[None]):
+class _FirstPass(AbstractContextManager[None]):
     """The context of a checkpoint's forward pass. It collects a record of each call of a layer.
 
     is_inside: whether the forward pass itself runs under other saved-tensor hooks, perhaps those of an outer
@@ -261,9 +261,9 @@ class _Second(AbstractContextManager[None]):
     records are read from the first one on.
     """
 
-    def __init__(self, first: _First) -> None:
+    def __init__(self, first: _FirstPass) -> None:
         self._first = first
-        self._outer: list[Token[tuple[_First | _RunningAgain, ...]]] = []
+        self._outer: list[Token[tuple[_FirstPass | _RunningAgain, ...]]] = []
 
     def __enter__(self) -> None:
         self._outer.append(_contexts.set((_RunningAgain(self._first),)))
@@ -281,7 +281,7 @@ class _RunningAgain:
     hooks: the checkpoint's own saved-tensor hooks during this pass.
     """
 
-    def __init__(self, first: _First) -> None:
+    def __init__(self, first: _FirstPass) -> None:
         self.hooks = top_hooks()
         self._first = first
         self._position = 0
@@ -336,7 +336,7 @@ def routing_is_kept() -> bool:
     checkpoint, which recomputes the routing.
     """
     last = next(reversed(_contexts.get()), None)
-    return isinstance(last, _First) and not last.is_inside and not _in_another_checkpoint(last.hooks)
+    return isinstance(last, _FirstPass) and not last.is_inside and not _in_another_checkpoint(last.hooks)
 
 
 def _in_another_checkpoint(own: SavedHooks | None) -> bool:

@@ -89,10 +89,10 @@ def measure_in_stages(
         return measure_in_little_memory(batch, choices, most_rounds)
     candidates = _with_more_chunks(batch, choices)
     peaks = dict(zip(candidates, predicted_peaks(batch, candidates), strict=True))
-    left = sorted(candidates, key=lambda choice: peaks[choice])
+    remaining = sorted(candidates, key=lambda choice: peaks[choice])
     parts: list[TrialsOfPart] = []
     while True:
-        stage = _choices_of_stage(batch, left, peaks, allowed)
+        stage = _choices_of_stage(batch, remaining, peaks, allowed)
         share = share_of_tokens(batch, peaks[stage[-1]], allowed)
         try:
             part = _measure_part(batch, stage, share, allowed, most_rounds)
@@ -105,9 +105,13 @@ def measure_in_stages(
         parts.append(part)
         times = times_of_whole(parts)
         fastest = min(part.times, key=lambda choice: times[choice].step)
-        left = [fastest, *left[left.index(fastest) + 1 :]]
-        left = [each for each in left if each not in times or times[each].step <= NEAR * times[fastest].step]
-        if fastest == stage[0] or len(left) == 1:
+        remaining = [fastest, *remaining[remaining.index(fastest) + 1 :]]
+        remaining = [
+            choice
+            for choice in remaining
+            if choice not in times or times[choice].step <= NEAR * times[fastest].step
+        ]
+        if fastest == stage[0] or len(remaining) == 1:
             return times
         allowed = peaks[fastest]
 
@@ -120,25 +124,25 @@ def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choi
 
 
 def _choices_of_stage(
-    batch: TrialBatch, left: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
+    batch: TrialBatch, remaining: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
 ) -> Sequence[Choice]:
-    """Returns the choices that the next stage tries: the first few of those that are left.
+    """Returns the choices that the next stage tries: the first few of the remaining ones.
 
     - Usually they are the first `STAGE` choices.
-    - If the last choice needs hardly more memory than the last of these, they are all choices that are left.
+    - If the last choice needs hardly more memory than the last of these, they are all remaining choices.
     - If `MIN_TOKENS` tokens of these `STAGE` choices do not fit into the allowed memory, they are the first
       two.
 
-    left: the choices that may be the fastest, in order of their memory.
+    remaining: the choices that may be the fastest, in order of their memory.
     peaks: predicted peak in bytes of each choice with the whole batch.
     allowed: bytes that trials may take.
     """
-    stage = left[:STAGE]
-    if peaks[left[-1]] <= ALIKE * peaks[stage[-1]]:
-        return left
+    stage = remaining[:STAGE]
+    if peaks[remaining[-1]] <= ALIKE * peaks[stage[-1]]:
+        return remaining
     if share_of_tokens(batch, peaks[stage[-1]], allowed) * batch.counts.max_tokens >= MIN_TOKENS:
         return stage
-    return left[:2]
+    return remaining[:2]
 
 
 def measure_in_little_memory(
@@ -440,15 +444,15 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     """
     modules = batch.modules
     inputs = batch.inputs
-    whole = batch.orders
-    count = int(share * whole.tokens.count)
-    token_of_slot = whole.tokens.of_slot
+    orders = batch.orders
+    count = int(share * orders.tokens.count)
+    token_of_slot = orders.tokens.of_slot
     num_rows = count
     if token_of_slot is not None:
         num_rows = int(torch.searchsorted(token_of_slot, count))
         token_of_slot = token_of_slot[:num_rows]
-    keep_TK = None if whole.keep_TK is None else whole.keep_TK[:num_rows]
-    orders = type(whole)(whole.modules, whole.expert_TK[:num_rows], keep_TK, Tokens(count, token_of_slot))
+    keep_TK = None if orders.keep_TK is None else orders.keep_TK[:num_rows]
+    orders = type(orders)(orders.modules, orders.expert_TK[:num_rows], keep_TK, Tokens(count, token_of_slot))
     num_bins = batch.counts.send.shape[0]
     exchange = CountsExchange(
         modules.grid,

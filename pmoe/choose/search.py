@@ -403,31 +403,33 @@ def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> T
     old_key = fields.get("key")
     if not isinstance(old_key, dict):
         raise ValueError(f"key ({old_key!r}) must be an object")
-    here = dict(key)
+    current_key = dict(key)
     if "d_model" in key:  # the key of a layer
         rotates = key["memory_reuse"] != "False" or key["memory_budget"] != "None"
         bypass_local = "bypass_local=True" in key["switches"]
-        here["sizes"] = [int(key[name]) for name in ("d_model", "d_hidden", "num_experts", "top_k")]
-        here["sizes"] += [key["num_ranks"]]
-        here["experts"] = key["experts"].partition("(")[0]
-        here["parameters"] = f"torch.{key['dtype']} on {key['device_type']}"
-        here["strategy"] = f"{key['memory_reuse']}, rotates={rotates}, bypass_local={bypass_local}"
-    _check_key(old_key, {name: value for name, value in here.items() if name in old_key})
+        current_key["sizes"] = [int(key[name]) for name in ("d_model", "d_hidden", "num_experts", "top_k")]
+        current_key["sizes"] += [key["num_ranks"]]
+        current_key["experts"] = key["experts"].partition("(")[0]
+        current_key["parameters"] = f"torch.{key['dtype']} on {key['device_type']}"
+        current_key["strategy"] = f"{key['memory_reuse']}, rotates={rotates}, bypass_local={bypass_local}"
+    _check_key(old_key, {name: value for name, value in current_key.items() if name in old_key})
     points = {B: {fastest} for B, fastest in points_of(fields).items()}
     return {f"torch.{key.get('dtype', 'float32')}": GranularityTable.from_points(points)}
 
 
-def _check_key(found: Any, here: Mapping[str, Any]) -> None:
+def _check_key(old_key: Any, current_key: Mapping[str, Any]) -> None:
     """Raises ValueError, with the first two differences, if the key in a file is not the key of this layer.
 
-    found: the key in the file: everything that changes the seconds of trials (`key_of_degrees`).
-    here: the key of this layer.
+    old_key: the key in the file: everything that changes the seconds of trials (`key_of_degrees`).
+    current_key: the key of this layer.
     """
-    if not isinstance(found, dict):
-        raise ValueError(f"key ({found!r}) must be an object")
-    names = [name for name in sorted({*found, *here}) if found.get(name) != here.get(name)]
+    if not isinstance(old_key, dict):
+        raise ValueError(f"key ({old_key!r}) must be an object")
+    names = [name for name in sorted({*old_key, *current_key}) if old_key.get(name) != current_key.get(name)]
     if names:
-        differences = "; ".join(f"{name} {found.get(name)!r}, here {here.get(name)!r}" for name in names[:2])
+        differences = "; ".join(
+            f"{name} {old_key.get(name)!r}, here {current_key.get(name)!r}" for name in names[:2]
+        )
         raise ValueError(f"holds the degrees of another layer, group or machine: {differences}")
 
 

@@ -399,17 +399,17 @@ def step_costs(
     )
     rows = num_tokens * sizes.top_k
     # Backward copies the kept tensors of each row: M columns of T_DI and H columns of T_M.
-    kept = [1.0] * (restore.dispatched == "keep")
-    kept += [sizes.columns.hidden / sizes.d_model] * (restore.hidden == "keep")
+    kept_columns = [1.0] * (restore.dispatched == "keep")
+    kept_columns += [sizes.columns.hidden / sizes.d_model] * (restore.hidden == "keep")
     local_experts = sizes.num_experts // sizes.ep_size * (1 + (sizes.stays > 0))
-    found = modules.cache.choosers.get(_chunk_key(modules, rows_TM, num_tokens, restore), (0.0, 0.0))
+    fixed = modules.cache.choosers.get(_chunk_key(modules, rows_TM, num_tokens, restore), (0.0, 0.0))
     return StepCosts(
-        forward=_with_fixed(forward, found[0]),
-        backward=_with_fixed(backward, found[1]),
+        forward=_with_fixed(forward, fixed[0]),
+        backward=_with_fixed(backward, fixed[1]),
         forward_options=make_options(direction="forward"),
         backward_options=make_options(direction="backward"),
-        copy_of_block=lines.order.alpha_seconds * len(kept) * local_experts,
-        copy_of_rows=lines.order.beta_seconds * sum(kept) * rows * sizes.esp_size,
+        copy_of_block=lines.order.alpha_seconds * len(kept_columns) * local_experts,
+        copy_of_rows=lines.order.beta_seconds * sum(kept_columns) * rows * sizes.esp_size,
         sort=lines.sort(rows),
         gate=(lines.gate[0](num_tokens), lines.gate[1](num_tokens)),
     )

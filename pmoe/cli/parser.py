@@ -58,5 +58,5 @@ def meant(word: str, known: Iterable[str]) -> str:
 
     Example: "memroy" -> ": did you mean memory?".
     """
-    found = get_close_matches(word, list(known), n=1)
-    return f": did you mean {found[0]}?" if found else ""
+    matches = get_close_matches(word, list(known), n=1)
+    return f": did you mean {matches[0]}?" if matches else ""

@@ -110,14 +110,14 @@ def _fitting(capability: tuple[int, int], archs: Sequence[str]) -> tuple[int, in
     binaries = []
     texts = []
     for name in archs:
-        found = re.fullmatch(r"(sm_|ptx)(\d+)([af]?)", name)
-        if found is None:
+        match = re.fullmatch(r"(sm_|ptx)(\d+)([af]?)", name)
+        if match is None:
             raise ValueError(f"archs ({name!r}) must be names such as sm_80, sm_90a or ptx80")
-        version = int(found[2])
-        if found[1] == "ptx" and version <= device:
+        version = int(match[2])
+        if match[1] == "ptx" and version <= device:
             texts.append(version)
-        is_same = version == device if found[3] == "a" else version // 10 == device // 10
-        if found[1] == "sm_" and is_same and version <= device:
+        is_same = version == device if match[3] == "a" else version // 10 == device // 10
+        if match[1] == "sm_" and is_same and version <= device:
             binaries.append(version)
     if binaries:
         return max(binaries), max(binaries)

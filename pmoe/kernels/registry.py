@@ -198,9 +198,9 @@ class Registry:
 
     # ---- results of measurements
 
-    def learn(self, request: ProductRequest, found: MeasuredChoice) -> None:
+    def learn(self, request: ProductRequest, result: MeasuredChoice) -> None:
         """Stores the result of a measurement. From now on `choose` returns the faster candidate."""
-        self.measured[request] = found
+        self.measured[request] = result
         self._ranked.pop((request, False), None)
 
     def learn_failure(self, request: ProductRequest, why: str) -> None:

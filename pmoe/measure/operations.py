@@ -163,22 +163,22 @@ def measure_exchange(
     return line
 
 
-def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:
+def part_of(ranks: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:
     """Checks a group for measuring collectives, on all ranks, and returns it. Collective.
 
-    whole: all ranks that measure.
+    ranks: all ranks that measure.
     name: name of the argument that is checked, for errors.
-    part: the group: some or all ranks of ``whole``. None stands for ``whole``.
+    part: the group: some or all ranks of ``ranks``. None stands for ``ranks``.
 
-    Raises ValueError on every rank if on any rank ``part`` is not within ``whole``, or if its size differs
+    Raises ValueError on every rank if on any rank ``part`` is not within ``ranks``, or if its size differs
     between ranks.
     """
-    part = whole if part is None else part
+    part = ranks if part is None else part
     own = set(part.members)
-    all_ranks = set(whole.members)
+    all_ranks = set(ranks.members)
     is_foreign = not own <= all_ranks
     highest, minus_lowest, any_foreign = largest(
-        whole, device, [part.size, -part.size, float(is_foreign)], stage=AGREEING
+        ranks, device, [part.size, -part.size, float(is_foreign)], stage=AGREEING
     )
     if any_foreign:
         own_text = f"ranks {sorted(own)}" if is_foreign else "on another rank"

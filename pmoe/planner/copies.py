@@ -338,7 +338,7 @@ class _Attempt:
         room: for each rank, the time that is left until ``target``; negative for ranks that need longer.
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
-        left: by busy rank, a heap of (-rows, expert) of the rows that its experts still have.
+        remaining: by busy rank, a heap of (-rows, expert) of the rows that its experts still have.
         sent: the price that an expert's owner pays for sending it. Only experts with copies have an entry.
     """
 
@@ -347,7 +347,7 @@ class _Attempt:
         self.moves: Moves = []
         self.room = [target - time for time in search.times]
         self.slots = [search.limits.per_rank] * len(self.room)
-        self.left: dict[int, list[tuple[int, int]]] = {}
+        self.remaining: dict[int, list[tuple[int, int]]] = {}
         self.sent: dict[int, int] = {}
         self._use_present(present)
         near, far = search.limits.near, search.limits.far
@@ -365,10 +365,10 @@ class _Attempt:
         rows_left: dict[int, int] = {}
         for expert, rank in present:
             owner = search.owners[expert]
-            left = rows_left.get(expert, search.loads[expert])
-            rows = min(-self.room[owner], self.room[rank], left)
+            unmoved = rows_left.get(expert, search.loads[expert])
+            rows = min(-self.room[owner], self.room[rank], unmoved)
             if rows > 0 and self.slots[rank]:
-                rows_left[expert] = left - rows
+                rows_left[expert] = unmoved - rows
                 self.sent.setdefault(expert, 0)
                 self.room[owner] += rows
                 self.room[rank] -= rows
@@ -379,7 +379,7 @@ class _Attempt:
                 (-rows_left.get(expert, -minus_rows), expert)
                 for minus_rows, expert in search.experts_of[owner]
             ]
-            self.left[owner] = sorted(pairs)
+            self.remaining[owner] = sorted(pairs)
 
     def _level(self, group: Sequence[int], price: int, way: _Way) -> None:
         """Lets the ranks of a group that need too long give rows to those that have time left.
@@ -412,21 +412,21 @@ class _Attempt:
         nodes = search.nodes
         room = self.room
         slots = self.slots
-        heap = self.left.get(owner)
+        heap = self.remaining.get(owner)
         if heap is None:
-            heap = self.left[owner] = search.experts_of[owner].copy()
+            heap = self.remaining[owner] = search.experts_of[owner].copy()
         busy = -room[owner]
         while busy > 0 and pool and heap:
-            minus_left, expert = heap[0]
-            left = -minus_left
+            minus_unmoved, expert = heap[0]
+            unmoved = -minus_unmoved
             paid = self.sent.get(expert, 0)
             unpaid = price - paid if price > paid else 0
-            if left <= unpaid:
+            if unmoved <= unpaid:
                 heappop(heap)
                 continue
             wanted = busy + unpaid
-            if wanted > left:
-                wanted = left
+            if wanted > unmoved:
+                wanted = unmoved
             at = bisect_left(pool, (wanted + price,))
             if at == len(pool):
                 free, rank = pool.pop()
@@ -445,7 +445,7 @@ class _Attempt:
             if cost > paid:
                 self.sent[expert] = cost
                 busy += cost - paid
-            rows = busy if busy < left else left
+            rows = busy if busy < unmoved else unmoved
             if rows > free - cost:
                 rows = free - cost
             self.moves.append((expert, rank, rows))
@@ -454,8 +454,8 @@ class _Attempt:
             slots[rank] -= 1
             if room[rank] > price and slots[rank]:
                 insort(pool, (room[rank], rank))
-            if rows < left:
-                heapreplace(heap, (rows - left, expert))
+            if rows < unmoved:
+                heapreplace(heap, (rows - unmoved, expert))
             else:
                 heappop(heap)
         room[owner] = -busy

@@ -105,7 +105,7 @@ class FewRanks:
         return frozenset(
             pair
             for options in self.options
-            for pair in [each for each in options if each in self.present][: self.per_rank]
+            for pair in [option for option in options if option in self.present][: self.per_rank]
         )
 
     def _climb(self, start: Pairs, enough: int) -> Pairs:
@@ -184,14 +184,14 @@ class FewRanks:
         time = self.smallest_time(pairs)
         work, hosts, _ = self._work(pairs)
         spare = [time * ranks.bit_count() - of_ranks for ranks, of_ranks in enumerate(work)]
-        left = {expert: self.loads[expert] for expert in hosts}
+        unmoved = {expert: self.loads[expert] for expert in hosts}
         moves = []
         for expert, rank in sorted(pairs, key=lambda pair: (pair[0], self.owners[pair[0]] != pair[1], pair)):
             sets = [ranks for ranks in self.sets_with[rank][1] if ranks & hosts[expert] != hosts[expert]]
-            rows = min(left[expert], *(spare[ranks] for ranks in sets))
+            rows = min(unmoved[expert], *(spare[ranks] for ranks in sets))
             for ranks in sets:
                 spare[ranks] -= rows
-            left[expert] -= rows
+            unmoved[expert] -= rows
             if rows:
                 moves.append((expert, rank, rows))
         return moves, time

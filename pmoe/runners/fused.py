@@ -299,8 +299,8 @@ class FusedForwardRunner:
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         with self.fused.steps.all_or_give_up():
-            y_TM, left = self._take_steps(inputs)
-        return y_TM, keep_for_backward(self.plan, left) if keep else None
+            y_TM, state = self._take_steps(inputs)
+        return y_TM, keep_for_backward(self.plan, state) if keep else None
 
     def _take_steps(self, inputs: Inputs) -> tuple[Tensor, ForwardState]:
         """Computes forward by the kernels. Returns the layer's output T_O, and the state that backward needs.
@@ -310,7 +310,7 @@ class FusedForwardRunner:
         inputs: the tensors of the call.
         """
         plan = self.plan
-        cut = self.plan.forward
+        pass_plan = self.plan.forward
         steps = self.fused.steps
         fused_routing = self.fused.fused_routing
         activation = self.fused.activation
@@ -320,26 +320,26 @@ class FusedForwardRunner:
         hidden_NG, active_NH = steps.dispatch_hidden(
             fused_routing, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
         )
-        n = len(cut.chunks)
-        m = len(cut.pieces)
+        n = len(pass_plan.chunks)
+        m = len(pass_plan.pieces)
         num_rows = fused_routing.num_received
         index_N = unit_index(
             self.recv_FWE.unflatten(0, (n, -1)).sum(1), fused_routing.rank, num_pieces=m, num_rows=num_rows
         )
-        received = [chunk.received.num_rows for chunk in cut.chunks]
+        received = [chunk.received.num_rows for chunk in pass_plan.chunks]
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
-        units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
+        units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(pass_plan.pieces)}
         rows_NM = steps.rows(fused_routing) if plan.restore.dispatched == "keep" else None
-        left = ForwardState(inputs=inputs)
+        state = ForwardState(inputs=inputs)
         for unit, unit_rows in zip(units, index_N.split(list(units.values())), strict=True):
-            kept = left.kept[unit] = SavedUnit()
-            kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, unit_rows)
+            saved = state.kept[unit] = SavedUnit()
+            saved.rows_NM = None if rows_NM is None else rows_NM.index_select(0, unit_rows)
             if hidden_NG is not None:
-                kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])
-        if cut.weights is not None:
+                saved.hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])
+        if pass_plan.weights is not None:
             weight_N = steps.row_weight(fused_routing).to(weight_TK.dtype)
-            left.weight_received = weight_N.index_select(0, index_N[: sum(received)])
-        return steps.product_combine(fused_routing, active_NH, w2, b2), left
+            state.weight_received = weight_N.index_select(0, index_N[: sum(received)])
+        return steps.product_combine(fused_routing, active_NH, w2, b2), state
 
 
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:

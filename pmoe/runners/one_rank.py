@@ -245,14 +245,14 @@ def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | No
     weights = ((experts, width, NUM_MODEL), (experts, NUM_MODEL, NUM_HIDDEN))
     biases = ((experts, width), (experts, NUM_MODEL)) if case.bias else ()
     shapes = (tokens, tokens, *weights, *biases)
-    operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
+    operands = [torch.randn(*shape, generator=generator).mul_(0.25).to(case.dtype) for shape in shapes]
     logits_TE = torch.randn(NUM_TOKENS, experts, generator=generator)
     both = functools.partial(_both_passes, top_k, normalize, case.activation)
     with torch.inference_mode(False), torch.autocast(case.device.type, enabled=False):
         plain = both(logits_TE, operands)
-        exact = both(logits_TE.double(), [each.double() for each in operands])
+        exact = both(logits_TE.double(), [operand.double() for operand in operands])
         try:
-            computed = both(logits_TE.to(case.device), [each.to(case.device) for each in operands])
+            computed = both(logits_TE.to(case.device), [operand.to(case.device) for operand in operands])
             return first_wrong(NAMES[: len(exact)], computed, plain, exact, case.dtype)
         except Exception as error:
             return f"a small case failed: {error}"
@@ -269,9 +269,9 @@ def _both_passes(
     """
     x_TM, grad_TM, *parameters = operands
     with torch.enable_grad():
-        differentiated = [each.requires_grad_() for each in (logits_TE, x_TM, *parameters)]
+        differentiated = [tensor.requires_grad_() for tensor in (logits_TE, x_TM, *parameters)]
         routes = route.route(logits_TE, top_k, normalize=normalize, z_loss_weight=0.1)
         inputs = Inputs(x_TM=x_TM, weight_TK=routes.weight_TK, parameters=parameters)
         y_TM = run_experts(OneRankRunner(routes, activation), inputs, Ranks.single(), needs_grad=True)
         gradients = torch.autograd.grad([routes.l_aux, y_TM], differentiated, [None, grad_TM])
-    return [*(each.detach() for each in (routes.weight_TK, routes.l_aux, y_TM)), *gradients]
+    return [*(tensor.detach() for tensor in (routes.weight_TK, routes.l_aux, y_TM)), *gradients]

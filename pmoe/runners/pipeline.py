@@ -201,7 +201,7 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
     ``swap`` is called in a fixed order, also for a tensor that is None. So one call can take all tensors out,
     and a later call can put them back.
     """
-    inputs = state.inputs.like([swap(each) for each in state.inputs.all])
+    inputs = state.inputs.like([swap(tensor) for tensor in state.inputs.all])
     swapped = ForwardState(inputs=inputs, weight_received=swap(state.weight_received))
     for unit, kept in state.kept.items():
         rows_NM = swap(kept.rows_NM)
@@ -210,8 +210,8 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
             tensors = [swap(tensor) for tensor in hidden.tensors]
             hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)
         swapped.kept[unit] = SavedUnit(rows_NM, hidden, kept.recipe)
-    for point, each in state.passed.items():
-        swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
+    for point, passed in state.passed.items():
+        swapped.passed[point] = replace(passed, tensors=tuple(map(swap, passed.tensors)))
     # For `pmoe.engine.variants.send_once`, forward found ``regroup``, so the plan does not have it.
-    swapped.regroup = [swap(each) for each in state.regroup]
+    swapped.regroup = [swap(tensor) for tensor in state.regroup]
     return swapped

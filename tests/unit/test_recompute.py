@@ -323,13 +323,13 @@ def test_nothing_is_left_after_backward() -> None:
     """The record of the routing is freed at once, because no cycle through the graph holds it."""
     block, kept = Block(build(pipeline=2)), []
 
-    class Watched(checkpointing_contexts._First):
+    class Watched(checkpointing_contexts._FirstPass):
         def __init__(self) -> None:
             super().__init__()
             kept.append(weakref.ref(self))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointing_contexts, "_First", Watched)
+        patch.setattr(checkpointing_contexts, "_FirstPass", Watched)
         gc.collect()
         gc.disable()
         try:

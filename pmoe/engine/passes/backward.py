@@ -308,4 +308,4 @@ def gradient_sums(
     new: the function that allocates the sums (`GradientSum`). They become the parameters' gradients.
     """
     pairs = zip(parameters, wanted, strict=True)
-    return [GradientSum(each, contributions, new) if wants else None for each, wants in pairs]
+    return [GradientSum(parameter, contributions, new) if wants else None for parameter, wants in pairs]

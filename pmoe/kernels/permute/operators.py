@@ -340,8 +340,8 @@ def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Ten
 
 @_permute_backward.register_fake
 @_unpermute_backward.register_fake
-def _(grad: Tensor, given: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return given.new_empty(given.shape), weight.new_empty(weight.shape)
+def _(grad: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weight.new_empty(weight.shape)
 
 
 # ---- autograd. If the weights need a gradient, one launch computes it together with that of the rows

@@ -272,7 +272,7 @@ class LayerModules(PassModules):
     def pairs(self) -> tuple[Restore, ...]:
         """The restore pairs to choose from: how backward may get the experts' input and hidden activation.
 
-        If backward has more chunks than forward and the experts are a user's own modules, only pairs that
+        If backward splits chunks of forward and the experts are a user's own modules, only pairs that
         recompute the hidden activation are left. The autograd graph that a module saves belongs to a whole
         chunk of forward, and cannot be split.
         """

@@ -150,8 +150,9 @@ class LayerOptions:
 
     @functools.cached_property
     def splits_backward(self) -> bool:
-        """Whether backward has more chunks than forward, so that chunks of forward are split in backward."""
-        return (self.pipeline_backward or 1) > (self.fixed_degree or 1)
+        """Whether chunks of forward are split in backward: its number of chunks does not divide forward's."""
+        n = self.fixed_degree or 1
+        return n % (self.pipeline_backward or n) > 0
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:

@@ -90,7 +90,7 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
     recomputes = pair is True or (pair and pair.hidden == "recompute")
     if options.splits_backward and not recomputes and modules.experts.are_modules:
         raise ValueError(
-            f"pipeline_backward ({options.pipeline_backward}) must be at most pipeline ({options.pipeline}) "
+            f"pipeline_backward ({options.pipeline_backward}) must divide pipeline ({options.pipeline}) "
             "if experts are modules and their hidden is kept or offloaded, because a saved graph cannot be "
             "split: "
             'use memory_reuse="S3" or "S4", which recompute it'

@@ -19,6 +19,9 @@ MAX_DEGREE = 16
 SOLVER_DEGREES = tuple(range(1, MAX_DEGREE + 1))
 """Numbers of chunks that pipeline="solve" chooses from, for each pass by itself."""
 
+MAX_COMMON = 256
+"""Largest least common multiple of the numbers of chunks of both passes, if neither divides the other."""
+
 TRIED = (1, 8)
 """Two numbers of chunks that pipeline="solve" measures by trials.
 
@@ -49,9 +52,11 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
     pipeline: the argument of the same layer that gives the number of chunks of the forward pass.
     pipeline_backward: None stands for as many chunks as in the forward pass.
 
-    Raises TypeError unless ``pipeline_backward`` is None or an int. Raises ValueError if neither number of
-    chunks divides the other, or if ``pipeline`` is True or "solve", which choose both numbers. One number
-    must divide the other so that a chunk of one pass consists of whole chunks of the other.
+    Chunks of both passes consist of whole bins, the ranges of tokens in which rows are counted. If neither
+    number divides the other, the bins are as many as their least common multiple, at most `MAX_COMMON`.
+
+    Raises TypeError unless ``pipeline_backward`` is None or an int. Raises ValueError if the numbers of
+    chunks need too many bins, or if ``pipeline`` is True or "solve", which choose both numbers.
     """
     if pipeline_backward is None:
         return
@@ -63,9 +68,15 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
             "which chooses both degrees"
         )
     n = int(pipeline) or 1
-    if not 1 <= pipeline_backward <= MOST or (n % pipeline_backward and pipeline_backward % n):
+    if not 1 <= pipeline_backward <= MOST:
         raise ValueError(
-            f"pipeline_backward ({pipeline_backward}) must divide pipeline ({n}) or be a multiple of it"
+            f"pipeline_backward ({pipeline_backward}) must be an int of at least 1, at most {MOST}"
+        )
+    bins = math.lcm(n, pipeline_backward)
+    if bins > max(n, pipeline_backward, MAX_COMMON):
+        raise ValueError(
+            f"pipeline_backward ({pipeline_backward}) must divide pipeline ({n}), be a multiple of it, or have "
+            f"a least common multiple with it of at most {MAX_COMMON}, not {bins}"
         )
 
 

@@ -26,7 +26,7 @@ ON_ONE_RANK: dict[str, str] = {
     "--moe-gate expert_choice": r"\(expert_choice\) must be another in a decoder",
     "--moe-memory-reuse S9": r"memory_reuse \('S9'\) must be .*S1",
     "--moe-memory-reuse keep/forget": r"\(keep/forget\) .*hidden \('forget'\) must be one of",
-    "--moe-pipeline 3 --moe-pipeline-backward 2": r"pipeline_backward \(2\) must divide pipeline \(3\)",
+    "--moe-pipeline 32 --moe-pipeline-backward 9": r"pipeline_backward \(9\) must divide pipeline \(32\)",
     "--moe-memory-budget 1GiB --moe-send-once true": r"'1GiB'\) must be left out where rows travel once",
     "--moe-shared-gate true": r"shared_gate \(True\) must be False without a shared_expert",
     "--activation-fn tanh": r"--activation-fn \(tanh\) must be one of relu, gelu",

@@ -71,7 +71,7 @@ PAIRS = [
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "pair, world, ep, esp, n, n_backward",
-    spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2)], every=9),
+    spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2), (3, 2)], every=9),
 )
 def test_sharded_experts_with_memory_reuse_equal_the_definition(
     pair: pmoe.Restore, world: int, ep: int, esp: int, n: int, n_backward: int | None

@@ -81,7 +81,7 @@ def check(world: int, cases: list[dict[str, Any]], num_tokens: int = TOKENS, loa
 @pytest.mark.parametrize("world", [2, 4])
 def test_output_gradients_and_drops_equal_the_layer_without_padding(world: int) -> None:
     degrees: list[dict[str, Any]] = [{"pipeline": n} for n in (1, 2, 3)]
-    degrees.append({"pipeline": 2, "pipeline_backward": 4})
+    degrees += [{"pipeline": 2, "pipeline_backward": 4}, {"pipeline": 3, "pipeline_backward": 2}]
     axes = (degrees, [1, 2, 4], [0.4, 1.0, 3.0], [True, False])
     cases = [
         {**degree, "top_k": top_k, "capacity_factor": factor, "bypass_local": bypass_local}

@@ -57,7 +57,7 @@ def test_ones_own_experts_have_the_same_gradients_with_reuse(
 def finer_backward_job(rank: int, world: int) -> None:
     x = tokens(TOKENS[world][rank], 10 + rank)
     expected = step(build(expert=mlp), x)
-    for n, n_backward in [(1, 3), (2, 4)]:
+    for n, n_backward in [(1, 3), (2, 4), (3, 2)]:
         for dispatched in ("keep", "offload", "communicate"):
             options = {"pipeline": n, "pipeline_backward": n_backward, "expert": mlp}
             layer = build(memory_reuse=Restore(dispatched, "recompute"), **options)

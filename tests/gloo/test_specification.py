@@ -174,7 +174,7 @@ def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "pair, world, n, n_backward",
-    spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)], every=7),
+    spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3), (3, 2), (4, 6)], every=7),
     ids=named,
 )
 def test_backward_may_have_other_chunks_than_forward(

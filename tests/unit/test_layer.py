@@ -83,11 +83,15 @@ from tests.own_experts import mlp
         ({"slack": 0.9}, ValueError, r"slack \(0.9\) must be a number of at least 1"),
         ({"slack": "2"}, TypeError, r"slack \('2'\) must be a number"),
         (
-            {"pipeline": 4, "pipeline_backward": 3},
+            {"pipeline": 32, "pipeline_backward": 9},
             ValueError,
-            r"pipeline_backward \(3\) must divide pipeline",
+            r"pipeline_backward \(9\) must divide pipeline \(32\), .* at most 256, not 288",
         ),
-        ({"pipeline": 4, "pipeline_backward": 0}, ValueError, r"pipeline_backward \(0\) must divide"),
+        (
+            {"pipeline": 4, "pipeline_backward": 0},
+            ValueError,
+            r"pipeline_backward \(0\) must be an int of at",
+        ),
         ({"pipeline": 4, "pipeline_backward": 2.0}, TypeError, r"pipeline_backward \(2.0\) must be None or"),
         (
             {"pipeline": True, "pipeline_backward": 2},
@@ -97,7 +101,7 @@ from tests.own_experts import mlp
         (
             {"pipeline": 2, "pipeline_backward": 4, "expert": nn.Identity},
             ValueError,
-            r"pipeline_backward \(4\) must be at most pipeline \(2\) if experts are modules",
+            r"pipeline_backward \(4\) must divide pipeline \(2\) if experts are modules",
         ),
         ({"dtype": torch.int64}, ValueError, r"dtype \(torch.int64\) must be a floating-point type"),
         ({"dtype": "float32"}, TypeError, r"dtype \('float32'\) must be a torch.dtype"),

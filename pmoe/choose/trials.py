@@ -233,6 +233,9 @@ def _own_peak(batch: TrialBatch, choice: Choice) -> float:
         counted_rows(sizes, counts, modules.ranks.rank, n, modules.grid.esp.rank) for n in degrees
     )
     memory = predict(sizes, call, forward, backward, choice.restore, rearranged=degrees[0] != degrees[1])
+    if not counts.needs_grad:  # forward saves nothing
+        output = batch.inputs.x_TM.nbytes
+        return float(memory.forward_peak - memory.saved + output)
     return float(max(memory.forward_peak, memory.backward_peak))
 
 

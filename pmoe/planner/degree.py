@@ -75,8 +75,8 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
     bins = math.lcm(n, pipeline_backward)
     if bins > max(n, pipeline_backward, MAX_COMMON):
         raise ValueError(
-            f"pipeline_backward ({pipeline_backward}) must divide pipeline ({n}), be a multiple of it, or have "
-            f"a least common multiple with it of at most {MAX_COMMON}, not {bins}"
+            f"pipeline_backward ({pipeline_backward}) must divide pipeline ({n}), be a multiple of it, or "
+            f"have a least common multiple with it of at most {MAX_COMMON}, not {bins}"
         )
 
 

@@ -315,17 +315,19 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     return peaks
 
 
-def peaks_of_steps(layer: pmoe.MoELayer, num_tokens: int, rank: int) -> list[float]:
-    """Returns the peaks in bytes of three steps with the same batch."""
+def peaks_of_steps(layer: pmoe.MoELayer, num_tokens: int, rank: int, trains: bool = True) -> list[float]:
+    """Returns the peaks in bytes of three steps with the same batch; of forward passes if not ``trains``."""
     columns = layer.options.d_model
     x = torch.randn(num_tokens, columns, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
     def step(_: Any) -> None:
         layer.zero_grad(set_to_none=True)
         x.grad = None
-        layer(x).sum().backward()
+        y = layer(x)
+        if trains:
+            y.sum().backward()
 
-    with freed_here():
+    with freed_here(), torch.set_grad_enabled(trains):
         return [float(Allocated(step).peak) for _ in range(3)]
 
 
@@ -339,7 +341,9 @@ def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
         assert first <= 1.10 * max(later)
 
 
-def solving_job(rank: int, world: int, folder: str, tokens: int, options: dict[str, Any]) -> list[float]:
+def solving_job(
+    rank: int, world: int, folder: str, tokens: int, options: dict[str, Any], trains: bool
+) -> list[float]:
     """Returns the peaks of the first step, in which the solver's costs are measured, and of two later ones.
 
     Most chunks count as the fastest, which makes the smallest later steps.
@@ -351,8 +355,11 @@ def solving_job(rank: int, world: int, folder: str, tokens: int, options: dict[s
         return max(seconds, key=sum)
 
     layer = pmoe.MoELayer(64, 256, 4, pipeline="solve", **options)
-    with mock.patch.object(solve, "first_of_fastest", most_chunks):
-        peaks = peaks_of_steps(layer, tokens, rank)
+    with (
+        mock.patch.object(solve, "first_of_fastest", most_chunks),
+        mock.patch.object(solve, "best_degree", lambda *_, **options: max(options["degrees"])),
+    ):
+        peaks = peaks_of_steps(layer, tokens, rank, trains)
     forget()
     assert layer.ran is not None and layer.ran.forward == 16
     assert not list(Path(folder).iterdir()), "small measurements are in no file"
@@ -362,8 +369,9 @@ def solving_job(rank: int, world: int, folder: str, tokens: int, options: dict[s
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [1024, 4096, 8192])
 @pytest.mark.parametrize("reuse", [True, "S1", "S4", False])
+@pytest.mark.parametrize("trains", [True, False])
 def test_the_step_that_measures_costs_for_the_solver_takes_no_more_memory_than_later_ones(
-    reuse: Any, tokens: int, tmp_path: Path
+    trains: bool, reuse: Any, tokens: int, tmp_path: Path
 ) -> None:
-    for first, *later in ranks(2).run(solving_job, str(tmp_path), tokens, {"memory_reuse": reuse}):
+    for first, *later in ranks(2).run(solving_job, str(tmp_path), tokens, {"memory_reuse": reuse}, trains):
         assert first <= 1.10 * max(later)

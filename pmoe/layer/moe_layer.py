@@ -89,8 +89,7 @@ class MoELayer(OldAttributes, nn.Module):
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
-        pipeline_backward: n of the backward pass; None is the same n. If neither divides the other, their
-            least common multiple must be at most 256.
+        pipeline_backward: n of the backward pass; None is the same n. Their common multiple is at most 256.
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
 

@@ -5,11 +5,12 @@ T_DI and of the hidden activation T_M between forward and backward: kept, offloa
 again.
 
     choose        `choose`: takes what the options fix, and lets open_choice choose the rest
-    open_choice   with a memory budget chooses both together; otherwise the pair by a cost model, then n
-    search        n by trials (MPipeMoE, Algorithm 1), and the tables that store their results
+    open_choice   with a memory budget chooses n and the pair together; otherwise the pair by a cost model,
+                  then n
+    search        n by trials (MPipeMoE, Algorithm 1), and the tables that store the results of trials
     solve         n by FSMoE's solver
     trials        measures both passes of a batch for several choices
-    part_of_batch the same on the first tokens of a batch, if all tokens would need too much memory
+    part_of_batch measures on the first tokens of a batch, if all tokens would need too much memory
     slots         limits for received rows, which ranks check when they exchange row counts
     dispatch      the all-to-all of dispatch="auto", chosen when a layer is built
 """

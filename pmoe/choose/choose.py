@@ -26,15 +26,16 @@ def choose(
 
     The restore pair says what becomes of the dispatched input T_DI and of the hidden activation T_M between
     forward and backward: kept, offloaded to the host, or made again. If the options fix the numbers of chunks
-    (micro-batches) and the pair, nothing is chosen or tried. Otherwise `pmoe.choose.open_choice.choose_among`
-    chooses. On a GPU, the kernels for the experts' products are measured first, if that was not done before.
+    (micro-batches) and the pair, the function returns these without any trial. Otherwise
+    `pmoe.choose.open_choice.choose_among` chooses. On a GPU, the kernels that can compute the experts' matrix
+    products are timed first, unless an earlier call has timed them.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call, with which trials run.
     orders: the routing of the call. Trials need it to cut the batch into chunks.
     restore: the pair, if the caller has chosen it; None if the options decide.
-    rows_for: returns the row counts for other numbers of chunks, with ``pipeline="solve"``; None if
+    rows_for: function that counts rows again for given numbers of chunks, with ``pipeline="solve"``; None if
         ``counts`` suit all numbers that the options allow.
     """
     options = modules.options

@@ -1,4 +1,4 @@
-"""The choice of dispatch="auto": the fastest all-to-all, by the links that `pmoe profile` measured."""
+"""The all-to-all that dispatch="auto" takes: the fastest by the link speeds that `pmoe profile` measured."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pmoe.warn import log
 TOKENS = 4096
 """Number of tokens of a rank for which the all-to-alls are compared, because the layer has no batch yet.
 
-They are cut into 4 chunks (micro-batches) unless the options fix another number. `pmoe plan` compares
-all-to-alls for any number of tokens."""
+The tokens are cut into as many chunks (micro-batches) as the options fix, or into 4 if the options leave the
+number open. `pmoe plan` compares all-to-alls for any number of tokens."""
 
 ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
 """Options that need the flat all-to-all, which sends each row straight to its destination."""
@@ -36,7 +36,7 @@ def fastest_dispatch(
     sent directly to its rank, is taken in these cases:
 
     - there is one node, or each node has one rank, or nodes have different numbers of ranks;
-    - another option needs it (`ONLY_FLAT`);
+    - an option of the layer works with the flat all-to-all only (`ONLY_FLAT`);
     - no stored profile has the speeds between nodes and inside them.
 
     spec: the options of the layer.

@@ -5,8 +5,8 @@ activation (T_M) are kept, offloaded or made again for backward. With a memory b
 chosen together: the fastest choice with which memory stays within the budget for any routing. Without a
 budget, the pair is chosen first, then n:
 
-    pair   fixed by ``memory_reuse``; if this is True, the cheapest by MPipeMoE's Eq. 10
-    n      fixed by ``pipeline``; if this is True, found by trials; if "solve", by FSMoE's solver
+    pair   memory_reuse=True: the cheapest by MPipeMoE's Eq. 10. Any other value fixes the pair
+    n      pipeline=True: found by trials. pipeline="solve": by FSMoE's solver. A number fixes n
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pmoe.warn import warn_once
 WRONG = 2.0
 """Largest factor by which the measured and the predicted seconds of a step may differ, up or down.
 
-If they differ more, the profile from which the seconds were predicted counts as wrong.
+If the two differ by a larger factor, rank 0 warns that the profile behind the prediction may be wrong.
 """
 
 HOST_SECONDS = 2e-3
-"""Seconds that a step may take beyond `WRONG` times the prediction, for work of the host (not predicted)."""
+"""Seconds that a step may take beyond `WRONG` times the prediction, which leaves out the host's work."""
 
 _compared: set[str] = set()
 """Profiles that were already compared with a measured step. A profile is named by the time when it was made.
@@ -51,7 +51,7 @@ _compared: set[str] = set()
 
 
 def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
-    """Measures which kernels compute the experts' products fastest, if that was not done before.
+    """Measures which kernels compute the experts' products fastest, unless an earlier call measured it.
 
     Collective if something is measured. Nothing is measured on the CPU, which has only one implementation.
 
@@ -61,7 +61,7 @@ def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Input
     """
     device = inputs.x_TM.device
     dtype = inputs.x_TM.dtype
-    if device.type != "cuda":  # on the CPU there is one way only
+    if device.type != "cuda":  # the CPU has only one implementation of the products
         return
     even_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
     for experts, rows in ((modules.experts, even_rows), (modules.shared_expert, counts.max_tokens)):
@@ -107,12 +107,13 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 def _chooser_of(batch: TrialBatch) -> Chooser:
     """Returns the object that chooses the number of chunks and the restore pair by predicted seconds.
 
-    The object is kept in the layer's cache, one for each set of options and dtype of rows. It remembers its
-    choices, so the same choice is not made twice.
+    The layer's cache keeps one such object for each set of options and dtype of rows. The object remembers
+    its choices by number of tokens, so a choice is made only once for batches of about the same size.
     """
     modules = batch.modules
     options = modules.options
-    # The solver chooses among numbers of chunks that have no common bins.
+    # Bins are the equal parts of the batch in which rows are counted; a chunk consists of whole bins. With
+    # the solver, no number of bins suits all numbers of chunks, so each choice is priced with its own bins.
     bins = None if options.solves else modules.bins_for(options.degrees)
     new_chooser = Chooser(pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=bins)
     key = ("predicted", options, batch.inputs.x_TM.dtype)
@@ -141,10 +142,11 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
-    """Compares the predicted and the measured time of a step with this choice, and returns the choice.
+    """Compares the predicted and the measured time of a step with ``choice``, and returns ``choice``.
 
     The prediction uses a profile, the measured rates of this machine. If the two times are far apart, rank 0
-    warns that the profile may be wrong, once for each profile. Collective.
+    warns that the profile may be wrong. Nothing is compared if there is no profile, if an earlier call has
+    compared with this profile, or if trials may not run. Collective.
     """
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
@@ -177,7 +179,7 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
     again for backward.
     """
     options = batch.modules.options
-    n = options.fixed_degree or 2  # n is chosen after the pair, which is compared for two chunks
+    n = options.fixed_degree or 2  # n is chosen later; until then the pairs are compared for two chunks
     n_backward = options.pipeline_backward or n
 
     def tried(pairs: Sequence[Restore]) -> Measured:

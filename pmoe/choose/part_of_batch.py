@@ -2,16 +2,16 @@
 
 A chunk is a micro-batch, n the number of chunks. The chunks of such a layer take turns in a few buffers, the
 ring slots. A ring slot has room for one chunk, so the step with n = 1 needs the most memory and the step with
-the largest n the least. The step that runs trials must not need more memory than later steps, and nobody
-knows yet which n these will have. So trials run on the first tokens of the batch only, as many as fit into
-the memory of a step that will surely be allowed, and in stages:
+the largest n needs the least. The step that runs trials must not need more memory than later steps, whose n
+is not known yet. So trials run in stages, each on the first tokens of the batch only: as many tokens as fit
+into the memory that later steps will surely take.
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  16, 8, 4             4
       2     a step with n = 4   4, 2, 1              2
       3     a step with n = 2   2, 1                 2, as before: the search ends
 
-The seconds of the whole batch are computed from a formula that is fitted to the trials:
+The seconds of the whole batch are computed by a formula that is fitted to the trials:
 
     seconds(n) = rows + filling / n + chunk * n
 
@@ -44,7 +44,9 @@ MIN_TOKENS = 256
 """Smallest number of tokens of a trial. Seconds of fewer tokens say nothing about the whole batch."""
 
 STAGE = 3
-"""Number of choices that a stage tries. With more of them, a stage would have to run on fewer tokens."""
+"""Number of choices that a stage tries. With more choices, a stage would have to run on fewer tokens, because
+the choice that needs the most memory limits the tokens.
+"""
 
 ALIKE = 1.08
 """Memory that is at most this many times the allowed memory counts as allowed."""
@@ -61,19 +63,19 @@ def measure_in_stages(
 ) -> dict[Choice, PassTimes]:
     """Returns the seconds that the whole batch takes with each choice that was tried. Collective.
 
-    The layer will take one of these choices.
+    The caller then takes one of ``choices`` for the layer's steps.
 
     If all choices need about as much memory as the layer's smallest step, they are tried at once
     (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the batch:
 
     1. The first stage tries the choices that need the least memory, on as many tokens as fit into the memory
-       of the smallest step. The next larger number of chunks is tried as well, even if it is not among the
-       choices: if it is slower, all larger numbers are slower too.
-    2. If a choice is faster than one that needs less memory, the layer will make steps with this choice or
-       with one that needs more. So the next stage may take the memory of its step. It tries this choice again
-       and choices that need more memory.
-    3. The stages end if the choice with the least memory of a stage is the fastest, or if all others are
-       clearly slower.
+       of the smallest step. The next number above the largest number of chunks is tried as well, even if it
+       is not among ``choices``: if that number is slower, all larger numbers are slower too.
+    2. If a choice is faster than the choices that need less memory, the layer's steps will need at least the
+       memory of that choice. So the next stage may take that much memory. The next stage tries the fastest
+       choice again, and choices that need more memory.
+    3. The stages end if the fastest choice of a stage is the one that needs the least memory, or if all
+       remaining choices are clearly slower than the fastest.
 
     batch: the routed batch.
     choices: the numbers of chunks (micro-batches) to try, with one restore pair, each once.
@@ -117,7 +119,7 @@ def measure_in_stages(
 
 
 def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
-    """Returns choices, and the next larger number of chunks if there is one."""
+    """Returns ``choices``, and a choice with the next larger number of chunks if the layer allows one."""
     most = max(max(choice.degrees) for choice in choices)
     larger = [n for n in batch.degrees if n > most]
     return [*choices, *all_choices([(n, n) for n in larger[:1]], [choices[0].restore])]
@@ -126,14 +128,16 @@ def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choi
 def _choices_of_stage(
     batch: TrialBatch, remaining: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
 ) -> Sequence[Choice]:
-    """Returns the choices that the next stage tries: the first few of the remaining ones.
+    """Returns the choices that the next stage tries: the first few of ``remaining``.
 
-    - Usually they are the first `STAGE` choices.
-    - If the last choice needs hardly more memory than the last of these, they are all remaining choices.
-    - If `MIN_TOKENS` tokens of these `STAGE` choices do not fit into the allowed memory, they are the first
-      two.
+    Normally the next stage tries the first `STAGE` choices of ``remaining``. There are two exceptions:
 
-    remaining: the choices that may be the fastest, in order of their memory.
+    - If the last choice of ``remaining`` needs at most `ALIKE` times the memory of the `STAGE`-th choice, the
+      stage tries all of ``remaining``.
+    - If fewer than `MIN_TOKENS` tokens of the `STAGE`-th choice fit into the allowed memory, the stage tries
+      only the first two choices.
+
+    remaining: the choices that may be the fastest, those that need the least memory first.
     peaks: predicted peak in bytes of each choice with the whole batch.
     allowed: bytes that trials may take.
     """
@@ -186,9 +190,9 @@ class TrialsOfPart:
 def _measure_part(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float, most_rounds: int
 ) -> TrialsOfPart | None:
-    """Returns the seconds of trials on the first tokens; None if these are too few. Collective.
+    """Returns the seconds of trials on the first tokens; None for fewer than `MIN_TOKENS` tokens. Collective.
 
-    share: the fraction of the tokens on which trials run. Fewer than `MIN_TOKENS` tokens are too few.
+    share: the fraction of the batch's tokens on which trials run.
     allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
 
     `measure_in_little_memory` explains the other arguments.
@@ -205,11 +209,12 @@ def _part_with_room(
     """Returns the first tokens whose own predicted peak is within the allowed memory, and their share.
 
     The peak is not proportional to the tokens: the first tokens may be routed less evenly than all tokens. So
-    the peak of the part is predicted from its own row counts, and the part is made smaller if this is too
-    much. Collective.
+    the peak of the first tokens is predicted from their own row counts, and fewer tokens are taken if the
+    peak is above the allowed memory. Collective.
 
-    choices: the choices that run on the part.
-    share: the fraction of the tokens, if the peak were proportional to them. 1 returns the whole batch.
+    choices: the choices that run on the first tokens.
+    share: the fraction of the tokens that would fit if the peak were proportional to the number of tokens. If
+        it is 1, the whole batch is returned.
     allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
     """
     if share == 1.0:
@@ -228,8 +233,8 @@ def _part_with_room(
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     """Returns whether all choices could be tried with at least `MIN_TOKENS` tokens. Collective.
 
-    Otherwise a search would try only the choices with many chunks, because these need less memory. It would
-    take one of them even if fewer chunks are faster.
+    If False, the caller should not search: the search could try only choices with many chunks, which need
+    less memory, and would take one of these even if fewer chunks are faster.
 
     batch: the routed batch.
     choices: all choices that may be taken, with one restore pair.
@@ -239,12 +244,12 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
 
 
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
-    """Drops the fastest choices until one is left for which every rank has enough memory. Collective.
+    """Drops the fastest choice while any rank has too little memory for it. Collective.
 
     A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
     memory of the fastest choice is allocated and freed again. If that fails on any rank, the choice is
-    dropped and the next one is tested. Choices that are slower than the first with enough memory are not
-    tested and stay in the result, because they will not be taken.
+    dropped, and the next fastest choice is tested. The test ends at the first choice with enough memory. The
+    slower choices stay in the result untested, because they will not be taken.
 
     batch: the whole batch.
     measured: the seconds of the choices.
@@ -256,9 +261,10 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
 
 
 def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
-    """Returns choices without the first ones, up to one for which every rank has enough memory. Collective.
+    """Returns ``ordered`` from the first choice for which every rank has enough memory. Collective.
 
-    The memory of a choice is allocated and freed again. Rank 0 warns once of the choices that are left out.
+    To test a choice, its memory is allocated and freed again. Rank 0 warns once of the choices that are left
+    out.
 
     batch: the whole batch.
     ordered: the choices, in the order in which they are tested.
@@ -283,8 +289,8 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
-    ``chunk`` are the seconds that each chunk adds even if it is small (`seconds_of_chunk`). It is
-    computed from this and all earlier trials with the same restore pair.
+    ``chunk`` are the seconds that each chunk adds even if it is small (`seconds_of_chunk`). They are computed
+    from all trials with the same restore pair on this part and on earlier parts.
 
     parts: the trials, in the order in which they ran. The first choice of each part but the first was tried
         in an earlier part, too. The machine may have become faster or slower in between, so the seconds from
@@ -343,7 +349,7 @@ def _of_whole(
     backward = of_whole(timed.backward, choice.backward * chunk_backward)
     step = forward + backward
     # Noise is relative to a step's seconds. Its absolute size grows by 1 / share, like the work on tokens.
-    # The seconds grow less, because the part for each chunk stays.
+    # The step's seconds grow by a smaller factor, because the seconds that each chunk adds stay the same.
     noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
     return PassTimes(forward, backward, step=step, runs=timed.runs, noise=noise)
 
@@ -351,21 +357,22 @@ def _of_whole(
 def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
     """Computes the seconds that each chunk adds to a pass even if it is small.
 
-    They are the factor ``chunk`` of a formula that is fitted to the trials, with factors that are not
-    negative, for n chunks of a share s of the tokens:
+    The result is the factor ``chunk`` of a formula that is fitted to the trials. It gives the seconds of a
+    pass in n chunks on a share s of the tokens:
 
-        seconds = s * rows + chunk * n + s * filling / n
+        seconds = s * rows + chunk * n + s * filling / n         (rows, chunk, filling >= 0)
 
     trials: (share of the tokens, number of chunks, seconds of the pass) of each trial.
 
     With two trials the term ``filling`` is left out, because a fit needs at least as many trials as terms.
-    With one trial the result is 0.
+    If all trials have the same share and number of chunks, the result is 0.
     """
     if len({(share, n) for share, n, _ in trials}) < 2:
         return 0.0
     share, n, seconds = np.array(trials, dtype=float).T
     terms = [n, share, share / n][: len(trials)]
-    # Divided by the seconds: the fit then minimizes relative errors, so short trials count as much as long.
+    # Both sides are divided by the seconds, so that the fit minimizes relative errors: short trials count as
+    # much as long ones.
     factors, _ = nnls(np.stack(terms, axis=1) / seconds[:, None], np.ones_like(seconds))
     return float(factors[0])
 
@@ -374,7 +381,7 @@ def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     """Returns the predicted peak, in bytes, of the smallest step that the layer may make. Collective.
 
     Every number of chunks that the layer may choose is combined with every restore pair of ``choices``. The
-    result is the smallest predicted peak of all.
+    result is the smallest predicted peak of these combinations.
 
     batch: the routed batch.
     choices: only their restore pairs are used, not their numbers of chunks.
@@ -387,8 +394,7 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
     """Returns the fraction of the tokens with which trials need no more than the allowed memory.
 
     batch: the routed batch.
-    peak: the predicted peak in bytes, with all tokens, of the one choice that needs the most memory, among
-        those that will be tried.
+    peak: the predicted peak in bytes with all tokens, the largest of all choices that will be tried.
     allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
     """
     allowed -= _output_bytes(batch)
@@ -398,9 +404,10 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
 
 
 def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
-    """Returns the fraction of a batch's tokens whose step has a peak of ``most`` bytes.
+    """Returns the fraction of a batch's tokens with which the peak of a step is ``most`` bytes.
 
-    The gradients of the experts' parameters do not shrink with the tokens; all else is proportional to them.
+    The gradients of the experts' parameters do not depend on the number of tokens; all other memory is
+    proportional to that number. The result is 0 if the gradients alone need more than ``most`` bytes.
 
     peak: the predicted peak in bytes with all tokens of the batch.
     """
@@ -411,7 +418,7 @@ def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
 def _output_bytes(batch: TrialBatch) -> int:
     """Returns the bytes of the layer's output on the rank that has most tokens.
 
-    A model may free the output before backward, so a step need not hold it. A trial does.
+    A model may free the output before backward, so a step need not hold the output. A trial holds it.
     """
     sizes = batch.sizes
     return batch.counts.max_tokens * sizes.d_model * sizes.element_size
@@ -423,8 +430,8 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.
 
-    Returns the whole batch if the layer has a memory budget, because every choice within the budget has room
-    for it. Returns None if fewer than `MIN_TOKENS` tokens fit.
+    Returns the whole batch if the layer has a memory budget, because every choice within the budget may run
+    on the whole batch. Returns None if fewer than `MIN_TOKENS` tokens fit.
     """
     if batch.modules.options.budget is not None:
         return batch

@@ -43,14 +43,15 @@ from pmoe.warn import log
 
 
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
-    """Returns the number of chunks n of both passes for this batch: known, measured by trials, or by a rule.
+    """Returns the number of chunks n of each pass for this batch: by earlier trials, new trials, or a rule.
 
-    1. If earlier trials give n for this number of tokens, their n is returned. An n that comes from trials on
-       batches of other sizes may need too much memory here, so its memory is tested first (`n_with_room`).
+    1. If earlier trials give n for this number of tokens, this n is returned. If those trials ran on batches
+       of other sizes, a step of this batch with n may need too much memory. So its memory is tested first,
+       and a larger n is returned if the memory is not enough (`n_with_room`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and kept in a file if $PMOE_CACHE is set.
     3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes. If
-       trials are allowed but could not run, its n is remembered, so that later batches of this size do not
+       trials are allowed but could not run, this n is remembered, so that later batches of this size do not
        ask for trials again.
 
     batch: the routed batch, on which trials run.
@@ -131,10 +132,12 @@ def search(
     numbers: the numbers of chunks to choose from, in rising order.
     apart: whether forward and backward may have different n.
 
-    Returns None if trials in the memory of a step would have too few tokens to say anything
-    (`has_enough_tokens`). If all trials run out of memory, larger numbers of chunks are tried, which need
-    less memory. If these run out of memory too, the number that needs least memory is returned without
-    being recorded. Raises OutOfMemoryError on every rank if any rank has too little memory even for that.
+    Trials may take no more memory than a step, so they run on the first tokens only. Returns None if too few
+    tokens fit into that memory (`has_enough_tokens`): trials on so few tokens say nothing about the batch.
+
+    If all trials run out of memory, larger numbers of chunks are tried, which need less memory. If the larger
+    numbers run out of memory too, the number that needs the least memory is returned without being recorded.
+    Raises OutOfMemoryError on every rank if any rank has too little memory even for that number.
     """
     max_tokens = batch.counts.max_tokens
     every_choice = all_choices([(n, n) for n in numbers], [restore])
@@ -185,8 +188,8 @@ def search(
 def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int]) -> dict[int, float] | None:
     """Returns the simulated seconds of a step by number of chunks, with equal numbers in both passes.
 
-    Returns None if no profile (measured rates of this machine) is stored. A profile is not measured for this,
-    because that would take longer than the trials.
+    Returns None if no profile (measured rates of this machine) is stored. A missing profile is not measured
+    here, because the measurement would take longer than the trials.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -214,10 +217,10 @@ def learned_degrees(
     everything that changes the seconds of a step.
 
     modules: the modules and options of the layer.
-    path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). None takes the
-        results that this process has. If it has none, None takes the results of the file in $PMOE_CACHE.
-    saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key. They
-        are taken if ``path`` is None, and neither this process nor the file in $PMOE_CACHE has results.
+    path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). If it is None, the
+        results come from the first of these that has any: this process, the file in $PMOE_CACHE, ``saved``.
+    saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key; None
+        without a checkpoint.
 
     Collective with ``path`` or ``saved``, and the first time without them. Raises OSError or ValueError on
     every rank if rank 0 cannot use ``path``.
@@ -281,8 +284,8 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
     """Returns the file in $PMOE_CACHE that keeps the results of trials with this key between runs.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    version: version of the file's format, 2 or 3. There are no files of version 1 in $PMOE_CACHE; only users
-        have such files, which `load_degrees` reads.
+    version: version of the file's format, 2 or 3. $PMOE_CACHE has no files of version 1. Users may have saved
+        such files elsewhere; `load_degrees` reads them.
 
     Returns None if $PMOE_CACHE is not set.
     """
@@ -329,8 +332,8 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
     key: everything that changes the seconds of trials (`key_of_degrees`).
     candidates: numbers of chunks that the tables may contain; None allows all.
 
-    Raises OSError if the file cannot be read. Raises ValueError, which names the path, for a file without
-    tables, of another format, with another key, or with other numbers of chunks.
+    Raises OSError if the file cannot be read. Raises ValueError, which names the path, if the file has no
+    tables, an unknown format, a key that differs from ``key``, or numbers of chunks not in ``candidates``.
     """
     check_path(path=path)
     return load_json(
@@ -341,16 +344,16 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
 def from_fields(
     fields: Mapping[str, Any], key: Mapping[str, Any], candidates: Sequence[int] | None = None
 ) -> Tables:
-    """Returns the results of trials that `to_fields`, of this or an older version, made data of.
+    """Returns the results of trials from data that `to_fields` of this or an older pmoe has made.
 
     fields: the data.
     key: everything that changes the seconds of trials (`key_of_degrees`).
     candidates: numbers of chunks that the tables may contain; None allows all.
 
-    Raises ValueError for data without tables, of another format, with another key, or with other numbers of
-    chunks.
+    Raises ValueError if the data has no tables, an unknown format, a key that differs from ``key``, or
+    numbers of chunks not in ``candidates``.
     """
-    # The key in the data has been through JSON, which makes lists of tuples.
+    # The key in the data has been through JSON, which turns tuples into lists.
     expected_key = json.loads(json.dumps(dict(key)))
     version = fields.get("format")
     if version == 1:
@@ -374,9 +377,9 @@ def from_fields(
 
 
 def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
-    """Returns one table for each dtype, from those of version 2 for each restore pair and dtype.
+    """Returns one table for each dtype: merges version 2's tables, one for each restore pair and dtype.
 
-    If restore pairs had different fastest numbers of chunks for the same number of tokens, the new table
+    If restore pairs had different fastest numbers of chunks for the same number of tokens, the merged table
     lists all of these numbers as equally fast.
 
     tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}. B is the number of tokens,
@@ -393,8 +396,8 @@ def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
 def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> Tables:
     """Returns the table of a file of version 1, under the dtype of this layer.
 
-    The key in such a file contains sizes, experts, parameters and the strategy, but not the machine. Only the
-    entries that the file's key has are compared with the key of this layer.
+    The key in a file of version 1 contains sizes, experts, parameters and the strategy, but not the machine.
+    Only the entries that the file's key has are compared with the key of this layer.
 
     fields: {"key": ..., "points": [[B, forward, backward], ...]}. B is the number of tokens, forward and
         backward are the numbers of chunks of the two passes.
@@ -468,9 +471,9 @@ class LearnedDegrees:
         return self.tables.setdefault(str(dtype), GranularityTable())
 
     def keep(self) -> None:
-        """Writes the tables to the file `path`, if this rank has one. Warns if they cannot be written.
+        """Writes the tables to the file `path`, if this rank has one. Warns if the tables cannot be written.
 
-        An OSError is not raised, because it would stop rank 0 while the other ranks go on.
+        An OSError becomes this warning, because an error would stop rank 0 while the other ranks go on.
         """
         if self.path is not None:
             path = self.path
@@ -495,8 +498,9 @@ def load_learned(
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
-    path: the file to load. None takes the results that rank 0's process has. If it has none, None takes the
-        results of the file in $PMOE_CACHE (`stored_path`), or else those of ``saved``.
+    path: the file to load. If it is None, the results come from the first of these that has any: the process
+        of rank 0, the file in $PMOE_CACHE (`stored_path`), ``saved``. If all three have no results, the
+        tables are empty.
     saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key.
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
@@ -514,7 +518,7 @@ def load_learned(
                 tables = tables or _stored_tables(own.path, key, candidates)
                 sent = (key, tables or _saved_tables(saved, key, candidates))
         except Exception as error:
-            # Any error is sent, also a warning that was made an error, because all ranks wait for rank 0.
+            # All ranks wait for rank 0. So any error is sent, even a warning that a filter made an error.
             sent = (key, error)
     key, agreed = from_first(ranks, sent, stage="sharing what trials found")
     if isinstance(agreed, Exception):
@@ -529,8 +533,8 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
 
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    path: the file in which new results will be kept. If the process has results already, their file stays the
-        same.
+    path: the file in which new results will be kept; None for no file. If the process has results for this
+        key already, ``path`` is ignored.
 
     Not collective.
     """
@@ -538,11 +542,12 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
 
 
 def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
-    """Returns the results of trials in a file; an empty dict if there is none or the file cannot be used.
+    """Returns the results of trials that a file in $PMOE_CACHE keeps; an empty dict if there are none.
 
-    Warns about a file that cannot be used.
+    Warns about a file that cannot be used, and returns an empty dict for it.
 
-    path: the file, or None. If it is missing, the file of version 2 is read.
+    path: the file in the present format (`stored_path`); None if $PMOE_CACHE is not set. If this file does
+        not exist but $PMOE_CACHE has a file of format version 2 with the same key, that file is read.
     key: everything that changes the seconds of trials (`key_of_degrees`). A file with another key is not
         used.
     candidates: numbers of chunks that the file may contain.
@@ -561,9 +566,9 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any]]:
     """Returns the results of trials of some layers as data for JSON, one entry for each key. Not collective.
 
-    A training checkpoint may hold them. `take_results` uses them when the training is resumed.
+    A training checkpoint may hold this data. `take_results` uses it when the training is resumed.
 
-    layers: the modules and options of each layer. Those without results are left out.
+    layers: the modules and options of each layer. Layers without results are left out.
     """
     learned = [modules.cache.choosers.get(_name(modules)) for modules in layers]
     distinct = {id(results): results for results in learned if results is not None}
@@ -573,12 +578,12 @@ def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any
 def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, Any]]) -> None:
     """Gives layers the results of trials that a training checkpoint holds. Collective.
 
-    A layer takes the results with its own key, so a checkpoint of another machine or of another number of
-    ranks is no error: the layer then searches again. Results that this process or the file in $PMOE_CACHE has
-    already stay, because they are at least as new.
+    A layer takes the results with its own key. If the checkpoint has none, because it is from a different
+    machine or number of ranks, the layer searches again. If this process or the file in $PMOE_CACHE has
+    results already, those stay, because they are at least as new as the checkpoint's.
 
     layers: the modules and options of each layer, the same layers on every rank.
-    saved: what `results_for_checkpoint` returned. All ranks use rank 0's.
+    saved: the data that `results_for_checkpoint` returned. All ranks use the data of rank 0.
     """
     for modules in layers:
         if modules.options.pipeline is True and modules.ranks.size > 1:
@@ -590,7 +595,7 @@ def _saved_tables(
 ) -> Tables:
     """Returns the results of trials with this key that a checkpoint holds; an empty dict if there are none.
 
-    saved: what `results_for_checkpoint` returned.
+    saved: the data that `results_for_checkpoint` returned.
     key: everything that changes the seconds of trials (`key_of_degrees`).
     candidates: numbers of chunks that the results may contain.
     """

@@ -19,20 +19,22 @@ from pmoe.warn import warn_once
 def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    Only layers with `LayerModules.limits_rows` have limits. Two things are limited. A chunk must fit into a
-    ring slot, a buffer of fixed size that chunks share: if it does not fit on every rank, all ranks cut the
-    batch into more chunks. And the dispatched rows (T_DI) must fit into the free host memory of every rank if
-    they are offloaded.
+    It is called only for layers with `LayerModules.limits_rows`. There are two limits:
+
+    - A chunk must fit into a ring slot, a buffer of fixed size that chunks share. If a chunk does not fit on
+      every rank, all ranks cut the batch into more chunks.
+    - The dispatched rows (T_DI) must fit into the free host memory of every rank if a pair offloads them.
 
     modules: the modules and options of the layer.
-    x_TM: (T, M), the rows of the batch: T tokens, M = d_model. Their dtype and device count.
+    x_TM: (T, M), the rows of the batch: T tokens, M = d_model. Only its device and the bytes of an element
+        are used.
     degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
-        # In each bin (the smallest possible chunk), rows that travel and rows that stay each begin on an
-        # aligned address, so up to two alignments are lost.
+        # In each bin (the smallest possible chunk), the rows that are sent and the rows that stay on their
+        # rank each begin at an aligned address, so padding of up to two alignments is lost.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
     return Slots(

@@ -1,12 +1,13 @@
 """FSMoE's solver (Section 4) for the numbers of chunks of ``pipeline="solve"``, on measured costs.
 
-The costs are measured on this machine, for evenly routed tokens, of which some stay on their rank. They are
-seconds of
+The costs are measured on this machine. The tokens are assumed to be evenly routed, so that a fraction of
+their rows stays on its rank. The costs are the seconds of
 
-- the all-to-all among nodes, of the kind that the layer has;
+- the all-to-all among nodes, of the kind that the layer uses (flat or hierarchical);
 - the all-gather and the reduce-scatter inside a node;
-- the experts: their products. If experts are a user's modules, whole modules are timed (Section 3.2);
-- the layer's order and gate, which are timed as modules, too.
+- the experts' products; if experts are a user's modules, one whole module is timed (Section 3.2);
+- the layer's gate, and its order: the module that copies tokens to rows sorted by expert, and sums the rows
+  of each token.
 
 Every pair of numbers of chunks that the layer allows is simulated, with the costs of each pass.
 
@@ -61,7 +62,10 @@ HALVINGS = 24
 
 
 _operations: dict[tuple[object, ...], tuple[Operations, float]] = {}
-"""The costs that this process uses, and the limit of bytes within which they were measured."""
+"""Costs that this process has measured or loaded, each with the most bytes that its measurement could take.
+
+The key holds the ranks, the device, the dtype and the names of the all-to-alls (`operations_of`).
+"""
 
 
 def operations_of(
@@ -73,15 +77,15 @@ def operations_of(
 ) -> Operations:
     """Returns the measured costs of FSMoE's operations, as lines alpha + beta * size, for these ranks.
 
-    The operations are products and collectives. Their costs are read from a stored profile, or measured. They
-    are measured again if they were measured within fewer bytes than ``most_bytes`` / `WIDER`. Collective the
-    first time for these ranks, device, dtype and exchanges, and if they are measured again.
+    The operations are products and collectives. Their costs are read from a stored profile, or measured. The
+    costs are measured again if their measurement was limited to fewer bytes than ``most_bytes`` / `WIDER`.
+    Collective the first time for these ranks, device, dtype and exchanges, and if costs are measured again.
 
     grid: the ranks of the layer, across nodes and inside a node.
-    device, dtype: of the rows.
-    exchanges: all-to-alls other than the flat one, by name, whose costs are wanted, too.
-    most_bytes: how many bytes a measurement may take, the same on every rank. None measures only costs that
-        were never measured, with any number of bytes.
+    device, dtype: device and dtype of the rows.
+    exchanges: the layer's all-to-alls that are not flat, by name. Their costs are measured in addition.
+    most_bytes: how many bytes a measurement may take, the same on every rank. If None, only missing costs are
+        measured, with any number of bytes.
     """
     key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype, *sorted(exchanges or ()))
     _, limit = _operations.get(key, (None, 0.0))
@@ -103,24 +107,25 @@ def operations_of(
 
 
 def _is_enough(limit: float, most_bytes: float | None) -> bool:
-    """Returns whether costs that were measured within ``limit`` bytes serve a layer that allows more bytes.
+    """Returns whether measured costs are good enough, so that they need not be measured again.
 
-    limit: 0 if nothing was measured.
-    most_bytes: how many bytes a measurement may take. None takes costs of any limit.
+    limit: how many bytes the measurement could take; 0 if nothing was measured.
+    most_bytes: how many bytes a new measurement could take. The old costs are good enough if this is at most
+        `WIDER` times ``limit``. If None, all measured costs are good enough.
     """
     return limit > 0 if most_bytes is None else most_bytes <= WIDER * limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLines:
-    """Measured costs of a layer's own modules, as lines alpha + beta * size. All ranks have the same.
+    """Measured costs of a layer's own modules, as lines alpha + beta * size, equal on all ranks.
 
-    dispatch, combine: seconds of an all-to-all by the bytes that a rank has for other ranks; None if it is
-        flat.
+    dispatch, combine: seconds of this all-to-all by the bytes that a rank sends to other ranks; None for the
+        flat all-to-all, whose cost is in `Operations`.
     order, restore: seconds of copying tokens to rows, and of summing rows to tokens, by the number of rows.
     sort: seconds of sorting rows by chunk and expert, by the number of rows.
-    gate: seconds of the gate's forward and backward pass, by the number of tokens. 0 for a gate that cannot
-        be timed apart (`_gate_costs`).
+    gate: seconds of the gate's forward and backward pass, by the number of tokens; 0 for a gate that cannot
+        be timed outside of a call (`_gate_costs`).
     expert: seconds of an expert's forward and backward pass by its number of rows, if it is a user's module;
         None for pmoe's own experts.
     """
@@ -139,14 +144,14 @@ def module_lines(
 ) -> tuple[Operations, ModuleLines]:
     """Returns the measured costs of FSMoE's operations and of a layer's own modules.
 
-    Collective the first time for a layer and a dtype of rows, and if costs are measured again, because they
-    were measured within fewer bytes than ``most_bytes`` / `WIDER`.
+    Collective the first time for a layer and a dtype of rows, and if costs are measured again. The costs are
+    measured again if their measurement was limited to fewer bytes than ``most_bytes`` / `WIDER`.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
-    most_bytes: how many bytes a measurement may take, the same on every rank. None measures only costs that
-        were never measured, with any number of bytes.
+    most_bytes: how many bytes a measurement may take, the same on every rank. If None, only missing costs are
+        measured, with any number of bytes.
     """
     own_exchanges = {side: getattr(modules, side) for side in ("dispatch", "combine")}
     names = {side: exchange_name(exchange) for side, exchange in own_exchanges.items()}
@@ -186,7 +191,7 @@ def module_lines(
             gate=(gate_forward, gate_backward),
             expert=black_box(experts[0], rows_TM, modules.grid, rows) if experts else None,
         )
-        # The largest number of rows is timed within this many bytes. More bytes would change nothing.
+        # The largest number of rows of the measurement fits into this many bytes: more would change nothing.
         is_whole = most >= ROWS[-1] * row_bytes
         modules.cache.choosers[key] = (new_lines, math.inf if is_whole else most)
     lines: ModuleLines = modules.cache.choosers[key][0]
@@ -194,10 +199,12 @@ def module_lines(
 
 
 def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
-    """Returns the bytes that one row takes at most while an order, a gate or an expert is timed.
+    """Returns an upper bound of the bytes for each row while one module of the layer is timed.
 
-    These are four rows of M columns (input, its copy, output, a gradient), four rows of hidden columns, and
-    six numbers for each expert, which a gate keeps for its backward pass.
+    The module is the gate, an expert, or the order (which copies tokens to rows and sums rows to tokens). For
+    each row the measurement holds at most four rows of M columns (the input, a copy of it, the output, a
+    gradient), four rows of hidden columns, and six 4-byte numbers for each expert, which a gate keeps for its
+    backward pass.
     """
     sizes = memory_shape(modules, rows_TM)
     return 4 * (sizes.d_model + sizes.columns.hidden + sizes.columns.scratch) * sizes.element_size + (
@@ -206,10 +213,10 @@ def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
 
 
 def exchange_name(exchange: Exchange) -> str | None:
-    """Returns the name under which a profile keeps the costs of an all-to-all.
+    """Returns the name under which a profile keeps the costs of an all-to-all; "" or None for two kinds.
 
-    Returns "" for one that sends each row straight to its rank, whose costs every profile has; None for a
-    user's own, whose costs are not stored.
+        ""      the all-to-all sends each row straight to its rank: every profile has its costs
+        None    the all-to-all is a user's own: its costs are not stored
 
     Example: "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b".
     """
@@ -226,7 +233,7 @@ def exchange_name(exchange: Exchange) -> str | None:
 def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
     """Returns this rank's costs of copying tokens to rows, of summing rows to tokens, and of sorting rows.
 
-    Each is a line over the number of rows (`pmoe.measure.layer_modules.order_lines`).
+    Each cost is a line over the number of rows (`pmoe.measure.layer_modules.order_lines`).
 
     rows: the numbers of rows that are timed.
     """
@@ -236,11 +243,11 @@ def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) ->
 
 
 def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
-    """Returns this rank's costs of the gate's forward and backward pass, as lines over its tokens.
+    """Returns this rank's costs of the gate's forward and backward pass, as lines over the number of tokens.
 
-    The costs are 0 if the gate cannot be timed apart from a call of the layer: its routing comes from
-    outside, its parameters are DTensors, or it has hooks or a wrapper, which may communicate. They are also 0
-    if a user's gate raises an error for random tokens; a warning then says so.
+    The costs are 0 if the gate cannot be timed outside of a call of the layer: the caller passes the routing,
+    the gate's parameters are DTensors, or the gate has hooks or a wrapper, which may communicate. The costs
+    are also 0 if a user's gate raises an error for random tokens; a warning then says so.
 
     rows: the numbers of tokens that are timed.
     """
@@ -254,7 +261,7 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> 
             return gate_lines(gate, rows_TM, rows)
     try:
         return gate_lines(gate, rows_TM, rows)
-    except Exception as error:  # no rank waits for another here
+    except Exception as error:  # timing a gate is no collective, so no other rank waits for this rank
         warn_once(
             f"the gate ({type(gate).__name__}) could not be timed with random tokens, and counts as free in "
             f'the step that pipeline="solve" predicts: {type(error).__name__}: {error}'
@@ -265,7 +272,7 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> 
 def black_box(
     module: nn.Module, rows_TM: Tensor, grid: Grid, rows: Sequence[int] = ROWS
 ) -> tuple[LineCost, LineCost]:
-    """Measures a user's expert. Returns the seconds of its forward and backward pass as lines over its rows.
+    """Measures a user's expert: returns the seconds of its forward and backward pass as lines over rows.
 
     A line is alpha + beta * rows. Each alpha and each beta is the largest of any rank, so all ranks return
     the same lines. Collective.
@@ -287,13 +294,12 @@ def black_box(
 
 
 def _agreed(grid: Grid, device: torch.device, lines: Sequence[LineCost]) -> list[LineCost]:
-    """Returns the costs that all ranks use: lines of which each alpha and each beta is the largest of any
-    rank.
+    """Returns lines that are equal on all ranks: each alpha and each beta is the largest of any rank.
 
     A line is alpha + beta * size, in seconds. Collective.
 
     grid: the ranks that agree.
-    device: of the rows.
+    device: device of the rows.
     lines: this rank's lines, equally many on every rank.
     """
     numbers = [number for line in lines for number in (line.alpha_seconds, line.beta_seconds)]
@@ -377,10 +383,11 @@ def step_costs(
     num_tokens: number of tokens of the rank that has most.
     restore: the restore pair: whether dispatched rows and hidden activation are kept, offloaded or made again
         for backward.
-    most_bytes: how many bytes a measurement may take, the same on every rank. None measures only costs that
-        were never measured, with any number of bytes.
+    most_bytes: how many bytes a measurement may take, the same on every rank. If None, only missing costs are
+        measured, with any number of bytes.
 
-    If trials have found the fixed cost of a chunk for these tokens (`measure_chunk_cost`), it is included.
+    If `measure_chunk_cost` has found a fixed cost of each chunk for batches of this size, the result includes
+    that cost.
     """
     options = modules.options
     operations, lines = module_lines(modules, rows_TM, most_bytes)
@@ -427,11 +434,10 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
         seconds of many chunks - seconds of few chunks = measured          (few, many = TRIED)
 
-    It stands for launches of small kernels and for work of the host, and is added to the experts' alpha. The
-    paper's model has no such term. Without it, more chunks always look better on a fast link.
+    The fixed cost stands for launches of small kernels and for work of the host. It is added to the experts'
+    alpha. The paper's model has no such term, so on a fast link it always prefers more chunks.
 
-    costs: costs of one pass. If they already predict a difference of ``measured`` or more, they are returned
-        unchanged.
+    costs: costs of one pass, returned unchanged if they already predict a difference of ``measured`` or more.
     options: the schedule of this pass.
     measured: measured difference in seconds. It may be negative.
     """
@@ -441,8 +447,8 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
         fixed_costs = _with_fixed(costs, seconds)
         return pass_seconds(fixed_costs, many, options) - pass_seconds(fixed_costs, few, options)
 
-    # The difference grows with the fixed cost, which many chunks pay more often than few. `high` is enough:
-    # 8 chunks pay it 8 times or more, 1 chunk pays it at most 3 times.
+    # The difference grows with the fixed cost, because many chunks pay that cost more often than few. `high`
+    # is large enough: 8 chunks pay the cost at least 8 times, 1 chunk at most 3 times.
     low = 0.0
     high = abs(measured) + pass_seconds(costs, few, options)
     if differ(low) >= measured:
@@ -454,11 +460,14 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
 
 def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> bool:
-    """Finds the fixed cost of a chunk by trials, for both passes. Returns whether it is known afterwards.
+    """Finds the fixed cost of a chunk by trials, for both passes. Returns whether the cost is known now.
 
-    The layer remembers the costs for this size of batch, and `step_costs` includes them. Trials run without
-    the gradients that a `pmoe.GradientReducer` sends inside the backward pass. If a trial runs out of memory,
-    or if none has room, a chunk costs nothing. Collective the first time.
+    The layer remembers the cost for this size of batch, and `step_costs` includes it. Trials run without the
+    all-reduces that a `pmoe.GradientReducer` adds to the backward pass. Collective the first time.
+
+    Returns False, and remembers nothing, if trials may not run on this batch (`TrialBatch.may_try`). If a
+    trial runs out of memory, or if no trial could run, the layer remembers a cost of 0 s, and the result is
+    True.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call.
@@ -505,10 +514,12 @@ def _chunk_key(
 def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
     """Returns the numbers of chunks n and m of both passes with the fewest predicted seconds.
 
-    They are chosen for the number of tokens of the rank that has most, rounded up to three significant binary
-    digits, so that similar batches have the same n and m. The layer remembers the answer. Every allowed pair
-    is simulated (`LayerModules.degree_pairs`); of equally fast pairs the lowest is taken. Without a backward
-    pass, n is the best of the forward pass alone.
+    Every allowed pair (n, m) is simulated (`LayerModules.degree_pairs`). Of equally fast pairs, the one with
+    fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is fastest in the
+    forward pass. On a single rank the result is (1, 1).
+
+    The seconds are predicted for the number of tokens of the rank that has most, rounded up to three
+    significant binary digits, so that similar batches have the same n and m. The layer remembers the answer.
 
     batch: the routed batch. The answer depends only on numbers that all ranks share, so all get the same n
         and m.

@@ -40,7 +40,7 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 MIN_ROWS = 1024
-"""Smallest number of rows of a chunk. Smaller products lose more time than better overlap would save.
+"""Smallest number of rows of a chunk. With fewer rows, products lose more time than overlap saves.
 
 Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
 """
@@ -52,11 +52,11 @@ T = TypeVar("T")
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
-    """Returns a number of chunks by a rule: the largest with at least MIN_ROWS rows in each chunk.
+    """Returns the largest number of chunks (of `DEGREES`) with at least MIN_ROWS rows in each chunk, or 1.
 
     max_rows: number of rows (tokens times choices) of the rank that has most, so that all ranks get the same
-        result. Too few rows for two chunks give 1.
-    num_ranks: number of ranks. With one rank no rows travel, and 1 is returned.
+        result. If there are too few rows for two chunks, the result is 1.
+    num_ranks: number of ranks. With one rank the result is 1, because no rows are sent.
     """
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
@@ -92,7 +92,8 @@ class TrialBatch:
     def profile(self) -> Profile:
         """Returns the profile of this device and group: measured rates of products and messages.
 
-        If it must be measured, that takes less memory than any step of the layer. Collective the first time.
+        A missing profile is measured first, in less memory than any step of the layer needs. Collective the
+        first time.
         """
         x_TM = self.inputs.x_TM
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
@@ -108,9 +109,9 @@ class TrialBatch:
     def measuring_bytes(self) -> float:
         """Bytes that a measurement of costs may allocate, the same on every rank. Collective the first time.
 
-        `MEASURING_SHARE` of the predicted peak of the layer's smallest step (the choice with the lowest
-        peak), so that measuring never needs more memory than a step. With ``pipeline="solve"`` rows are
-        counted for the step with the most chunks, if that was not done before.
+        The number is `MEASURING_SHARE` times the predicted peak of the layer's smallest step (the choice with
+        the lowest peak), so that measuring never needs more memory than a step. With ``pipeline="solve"``,
+        rows are first counted for the step with the most chunks, unless they have been counted for it before.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
@@ -118,20 +119,22 @@ class TrialBatch:
 
     @functools.cached_property
     def peaks(self) -> dict[tuple[int, int, Restore], float]:
-        """The peaks that `predicted_peaks` has predicted for this batch, the same on every rank.
+        """The cache of `predicted_peaks`: peak memory in bytes by choice, on the rank that needs the most.
 
-        The key of a peak is (chunks of forward, chunks of backward, restore pair).
+        It is empty at first, and equal on all ranks. The key of a choice is (chunks of forward, chunks of
+        backward, restore pair).
         """
         return {}
 
     @property
     def trials_allowed(self) -> bool:
-        """Whether trials may run: they are worth their time, and change nothing in the model.
+        """Whether trials are worth their time on this batch, and change nothing in the model.
 
-        They are worth their time if rows travel, gradients are wanted, and there are enough rows for two
-        chunks. They would change something if experts are a user's modules, which may count the rows that
-        they compute, or if there are callbacks. No trials run if all tasks run one after the other
-        (``sequential``).
+        Trials are worth their time if there are several ranks, gradients are needed, and there are enough
+        rows for two chunks. They are not if all tasks run one after the other (``sequential``).
+
+        Trials could change the model if the layer has callbacks, or if experts are a user's modules, which
+        may, for example, count the rows that they compute.
         """
         modules = self.modules
         shared = modules.shared_expert
@@ -143,17 +146,17 @@ class TrialBatch:
     def may_try(self) -> bool:
         """Whether trials may run on this batch.
 
-        They may not run if `trials_allowed` is False, or if any rank has too little free host memory: a
-        choice that offloads would fail there.
+        Two things are needed: `trials_allowed` is True, and every rank has enough free host memory, because
+        trials of choices that offload need it.
         """
         return self.trials_allowed and not self.counts.host_shortage
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The numbers of chunks into which this batch can be cut with the row counts that it has.
+        """The numbers of chunks into which this batch can be cut without counting its rows again.
 
-        Without ``pipeline="solve"`` they are all numbers that the options allow. With it, they are only the
-        numbers for which rows were counted.
+        With ``pipeline="solve"`` these are the numbers for which rows were counted. Otherwise they are all
+        numbers that the options allow.
         """
         options = self.modules.options
         if not options.solves:
@@ -162,11 +165,12 @@ class TrialBatch:
         return tuple(n for n in options.degrees if bins % n == 0 and n in (self.counts.depth or {n}))
 
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
-        """Returns this batch with row counts for some choices.
+        """Returns this batch with row counts that suit the numbers of chunks of ``choices``.
 
-        Rows are counted again only with ``pipeline="solve"``; that is a collective. They are also counted for
-        the largest number of chunks that the options allow, if all other allowed numbers divide it, because a
-        step with the most chunks needs the least memory (`pmoe.choose.part_of_batch.smallest_peak`).
+        Rows are counted again only with ``pipeline="solve"``; this is a collective. Otherwise the batch is
+        returned unchanged. If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for
+        `MAX_DEGREE` chunks, because the step with the most chunks needs the least memory
+        (`pmoe.choose.part_of_batch.smallest_peak`).
 
         choices: the numbers of chunks and restore pairs.
         """
@@ -182,8 +186,8 @@ class TrialBatch:
     def _orders(self) -> SortedSlots:
         """The routing for trials, without the all-reduces that a gradient reducer adds to backward passes.
 
-        A `pmoe.GradientReducer` sends gradients of other layers during this layer's backward pass. The
-        backward pass of a trial must not, because it is no part of a training step.
+        A `pmoe.GradientReducer` sends gradients of other layers during this layer's backward pass. A trial
+        must not send them, because its backward pass is no part of a training step.
         """
         orders = self.orders
         if orders.modules.gradients is not None:
@@ -204,8 +208,8 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
     """Returns the predicted peak of both passes with each choice, in bytes, on the rank that needs most.
 
     The gate's memory is not counted, because trials do not route. The gradients of the experts' parameters
-    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). The batch
-    remembers the peaks. Collective if a peak is not known yet.
+    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). The peaks
+    are cached (`TrialBatch.peaks`). Collective if a peak is not in the cache.
     """
     keys = [(choice.forward, choice.backward, choice.restore) for choice in choices]
     missing = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in batch.peaks}
@@ -249,9 +253,9 @@ def measure_trials(
     """Returns the seconds of forward and backward with each choice. Collective.
 
     Each choice runs one step that is not timed. Then the choices run in turns and are timed, until it is
-    clear which one is the fastest (`pmoe.planner.timed_rounds`). After each round the ranks agree on the
-    seconds of the slowest rank, so all ranks time the same choices again. The bytes that trials send do not
-    count as traffic of the model.
+    clear which choice is the fastest (`pmoe.planner.timed_rounds`). After each round the ranks agree on the
+    seconds of the slowest rank, so all ranks time the same choices in the next round. The bytes that trials
+    send do not count as traffic of the model.
 
     If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
     warns once.
@@ -301,7 +305,7 @@ class Trial:
     def run(self) -> tuple[float, float]:
         """Runs both passes once, and returns the seconds of each; `DROPPED` if the choice has failed.
 
-        Each pass first allocates its buffers. Then the ranks compare whether one of them ran out of memory,
+        Each pass first allocates its buffers. Then the ranks exchange whether any of them ran out of memory,
         so that no rank waits for a message of a rank that has not begun. A rank that runs out of memory later
         still takes part in all messages of the pass (`pmoe.engine.variants.trial`). The layer's output serves
         as the gradient with which the backward pass begins, because only the time matters.
@@ -310,7 +314,7 @@ class Trial:
             return DROPPED
         inputs = self.batch.inputs
         with publishing_failures(self.batch.modules.ranks, "a trial"):
-            # Made for each run: the plans of all choices together would take more memory than a step.
+            # The plan is made for each run: the plans of all choices together would take too much memory.
             plan, _ = self._timed(lambda: self.batch.plan(self.choice))
             forward, made = self._timed(lambda: make_forward(_some(plan), inputs, True, TrialForward))
             if self._any_failed() or forward is None:
@@ -344,7 +348,7 @@ class Trial:
             plan, _ = self._timed(lambda: self.batch.plan(self.choice))
             forward, _ = self._timed(lambda: make_forward(_some(plan), inputs, True, TrialForward))
             if forward is not None:
-                # Blocks as small as the input of a rank without tokens would be millions.
+                # On a rank with few tokens, blocks as small as its input would be millions of blocks.
                 shape = (max(rows_TM.shape[0], MIN_ROWS), rows_TM.shape[1])
                 block_bytes = math.prod(shape) * rows_TM.element_size()
                 num_blocks = max(int(num_bytes) - forward.taken_bytes, 0) // block_bytes
@@ -365,8 +369,8 @@ class Trial:
     def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
         """Calls a function. Returns (its result, its seconds), or (None, 0) if this rank is out of memory.
 
-        The function is not called if an earlier call ran out of memory, so that `failure` is set. If this
-        call runs out of memory, its error is stored in `failure`. All other errors are raised.
+        If an earlier call ran out of memory (`failure` is set), the function is not called. If this call runs
+        out of memory, the error is stored in `failure`. All other errors are raised.
         """
         if self.failure is not None:
             return None, 0.0
@@ -378,7 +382,7 @@ class Trial:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.failure = error.with_traceback(None)  # its frames would keep tensors alive
+            self.failure = error.with_traceback(None)  # a traceback's frames keep tensors alive
             return None, 0.0
 
     def _any_failed(self) -> bool:
@@ -422,7 +426,7 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
 def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
     """Returns the choice with the fewest predicted bytes, after checking that every rank has the memory.
 
-    It is used if every choice ran out of memory in trials. Collective.
+    The callers use it after every choice ran out of memory in trials. Collective.
 
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to choose from.

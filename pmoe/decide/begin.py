@@ -52,9 +52,9 @@ def begin_call(
 
 
 def is_for_graph(x: object) -> bool:
-    """Returns whether a CUDA graph is being captured, which then has to hold the call with the input x.
+    """Returns whether a CUDA graph is being captured on x's GPU, so that the graph must hold the call.
 
-    Only calls on a GPU can be captured. The answer is False for an x that is no tensor.
+    Only calls on a GPU can be captured. If x is not a tensor, the answer is False.
     """
     return isinstance(x, Tensor) and x.is_cuda and is_captured(x.device)
 

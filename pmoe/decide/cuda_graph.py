@@ -1,6 +1,6 @@
 """Checks whether a CUDA graph can hold a call, while the graph is being captured.
 
-A call that it cannot hold raises an error before any kernel is launched.
+If the graph cannot hold the call, an error is raised before any kernel is launched.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _padded_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> st
     """Returns why a graph cannot hold a call of a layer with ``pad_to_capacity``; None if it can.
 
     With ``pad_to_capacity`` each rank sends a fixed number of rows to each expert, so the host need not wait
-    for row counts. Other reasons remain: the tasks are being timed, random state would be restored on the
-    host, or the ranks have not yet compared a call with this number of tokens.
+    for row counts. A graph still cannot hold the call if its tasks are being timed, if random state would be
+    restored on the host, or if no call with these properties (`PaddedCallKey`) was made before.
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

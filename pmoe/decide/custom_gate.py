@@ -1,8 +1,9 @@
 """The checks of a gate that is a user's module: when the layer is built, and of its `Routing` in every call.
 
 Shapes and dtypes are checked on the host, and a wrong one raises at once. Values are checked on the device,
-because reading them on the host would make it wait for the device. A wrong value gives the number of a
-`Fault`. The ranks exchange this number together with the row counts, so that all ranks raise.
+because reading them on the host would make the host wait for the device. If a value is wrong, the device
+computes the number of a `Fault`. The ranks exchange this number together with the row counts, so that all
+ranks raise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
 
 NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
-"""The fields of a `Routing`, and of its `Mix` if it has one, that may not be None.
+"""The fields that must be set in a `Routing`, and in its `Mix` (SoftMoE's mixing weights) if it has one.
 
 ``expert`` is an integer tensor, and the other fields are floating-point tensors.
 """
@@ -50,11 +51,12 @@ def check_gate(
 
 
 def clamped_with_fault(call: Call, routing: Routing, x_TM: Tensor) -> tuple[Routing, Tensor]:
-    """Returns the gate's routing with all indices inside their ranges, and what was wrong with it before.
+    """Returns the gate's routing with all indices clamped to their ranges, and the fault that was found.
 
     Indices outside their range are clamped, so that no kernel reads outside its memory before the ranks have
     exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens. The second result
-    is the number of a `Fault` as an int64 scalar on the device, so that the host does not wait.
+    is the number of a `Fault` as an int64 scalar on the device, so that the host does not wait; it is the
+    number of `Fault.NONE` if nothing was wrong.
 
     routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).
     x_TM: (T, M), the T tokens with M = d_model columns.

@@ -37,7 +37,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
     The values are copied to the host, so the host waits for a GPU. Some tensors have no readable values:
     tensors on the meta device, uninitialised parameters, and tensor subclasses that store values in their own
-    format. For these the digest has only the name, shape and dtype.
+    format. The digest of such a tensor has only its name, shape and dtype.
     """
     if not tensors:
         return ""

@@ -53,8 +53,8 @@ class ExactCounts:
         """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
 
         call: the call.
-        degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all that
-            the options allow.
+        degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all numbers
+            that the options allow.
 
         n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
         uses the counts of the first pass.
@@ -67,8 +67,8 @@ class ExactCounts:
         orders_type = DeduplicatedSlots if modules.options.send_once else SortedSlots
         self.fuses = False
         self._exchange = None
-        # A checkpoint expects both of its passes to save the same tensors, but the second pass exchanges
-        # nothing. So the exchange is hidden from the checkpoint.
+        # A checkpoint expects its two passes to save the same tensors, but only the first pass has an
+        # exchange. So the exchange is hidden from the checkpoint.
         with hidden_from_checkpoints(), publishing_failures(modules.ranks, "the exchange of row counts"):
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
@@ -137,13 +137,13 @@ class ExactCounts:
     def finish_exchange(self) -> RankCounts:
         """Waits for the exchange of row counts and returns the counts.
 
-        Raises FaultError or ValueError on all ranks in two cases: any rank has a fault, or a state dict was
-        loaded and two ranks now hold equal experts (`LoadedExchange.finish`).
+        Raises FaultError on all ranks if any rank has a fault. Raises ValueError on all ranks if a state dict
+        was loaded and two ranks now hold equal experts (`LoadedExchange.finish`).
         """
         exchange = self._exchange
         assert exchange is not None
-        # The exchange refers to this object. Without this line, the two would be a reference cycle, and their
-        # tensors would live until the garbage collector runs.
+        # The exchange refers to this object. Without this line, the exchange and this object would form a
+        # reference cycle, and their tensors would live until the garbage collector runs.
         self._exchange = None
         return exchange.finish()
 
@@ -188,7 +188,7 @@ def in_chunks(
 ) -> Decision:
     """Plans the chunks (micro-batches) of a call. Returns the decision to run them on the pipeline engine.
 
-    source: has the call, and its tokens with their routing.
+    source: the source of the row counts, which also holds the call and its routed tokens.
     inputs: the rows and parameters of the call.
     orders: sorts the (token, choice) slots of the call for any number of chunks.
     counts: the row counts.

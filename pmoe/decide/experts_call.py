@@ -34,7 +34,7 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
 HOOKS = "a hook or a parameter of the experts or the shared expert"
-"""The stage of a call of the experts before `ExpertsCall.decide` and after `run`."""
+"""Words for error reports: what is running in a call of the experts before `decide` and after `run`."""
 
 
 def run(decision: Decision) -> Tensor:
@@ -63,10 +63,10 @@ class ExpertsCall:
         self.call: Call = source.call
         self.routed: RoutedBatch = source.routed
         self.decision: Decision | None = None
-        # Set to None after its use: this frees what only planning needs.
+        # Set to None after planning: this frees tensors that only planning needs.
         self._source: CountsSource | None = source
-        # What this rank does, in words, while it may fail alone: `__call__` then publishes its error.
-        # It is "" where all ranks raise an error together, or where another function publishes it.
+        # Words for what this rank is doing while an error may occur on this rank only: `__call__` then
+        # publishes the error. "" while all ranks raise errors together, or while a called function publishes.
         self._stage = HOOKS
         self._had_grad = False  # whether gradients were enabled in the first run
 
@@ -76,8 +76,8 @@ class ExpertsCall:
         If a hook or the plan raises an error on this rank, the error is published to the other ranks, because
         they would wait for this rank.
 
-        Raises ValueError if a forward hook returns something else than a tensor of T rows, or if a wrapper of
-        the experts did not call them.
+        Raises ValueError if a forward hook returns anything but a tensor of T rows, or if a wrapper of the
+        experts did not call the experts.
         """
         call = self.call
         x_TM = self.routed.x_TM
@@ -103,7 +103,7 @@ class ExpertsCall:
         return self.decision, y_TM
 
     def _check_second_run(self) -> None:
-        """Raises RuntimeError if a reentrant checkpoint around the experts alone runs them a second time.
+        """Raises RuntimeError if a reentrant checkpoint around the experts alone runs the experts again.
 
         A checkpoint with ``use_reentrant=True`` runs first without gradients, then with gradients, and passes
         on only the gradients of its arguments. The routing weights are not among the arguments, so their
@@ -118,8 +118,8 @@ class ExpertsCall:
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Decides and computes the call; the experts module runs this method inside its forward.
 
-        experts: the experts that run the method. A wrapper may call another object than the layer's own
-            experts.
+        experts: the experts that run this method. If a tool wraps the layer's experts, this may be a copy of
+            them.
         x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts.
 
         Returns (T, M), the results of the tokens. A checkpoint around the experts may run this method a
@@ -145,14 +145,14 @@ class ExpertsCall:
 
         The restore pair says how backward gets the experts' input and hidden activation. The runner is the
         object that computes both passes. All ranks agree on everything that changes the order of collectives.
-        The second pass of an activation checkpoint uses what the ranks agreed on in the first pass.
+        The second pass of an activation checkpoint uses the agreement of the first pass.
 
         A checkpoint raises an error if its two passes save different tensors. Time measurements and
-        comparisons between ranks happen in one pass only, so the checkpoint's hooks are switched off for
-        them.
+        comparisons between ranks happen in one pass only, so the checkpoint's hooks are switched off
+        meanwhile.
 
-        experts: the experts to compute. A wrapper may call other experts than the first `Experts` module that
-            it holds. PEFT, for example, trains a copy.
+        experts: the experts to compute. They need not be the layer's own experts: a tool such as PEFT may
+            wrap those, and call a copy that it trains.
         inputs: the rows and parameters of the call.
         """
         modules = self.call.scheduled
@@ -171,9 +171,9 @@ class ExpertsCall:
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
-    """Checks the rows that a forward pre-hook of the experts has put in place of the layer's rows.
+    """Checks and returns the rows with which a forward pre-hook of the experts has replaced the layer's rows.
 
-    Returns these rows. The routing is decided before the hook runs, so a hook may only change values.
+    The routing is decided before the hook runs, so a hook may only change values.
 
     x_TM: the value that the hook returned.
     before_TM: (T, M), the rows that the layer passed to its experts, for T tokens with M = d_model columns.
@@ -200,8 +200,8 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     """
     x = decision.routed.x
     call = decision.call
-    # No view unless it is needed: FSDP2 warns of a module that returns a view, because an operation in place
-    # on it would drop FSDP2's hook.
+    # A view is made only if the shapes differ: FSDP2 warns of a module that returns a view, because an
+    # in-place operation on the view would drop FSDP2's hook.
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
     with publishing_failures(call.modules.ranks, "before_moe_end of a callback"):
         for callback in call.modules.callbacks:
@@ -225,12 +225,12 @@ def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
 def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
     """Returns the rows and parameters with which a call is computed.
 
-    They are cast to autocast's dtype if autocast is on. Parameters are read in every call, because the
-    parameters of a module may be replaced between calls.
+    Rows and parameters are cast to autocast's dtype if autocast is on. Parameters are read in every call,
+    because the parameters of a module may be replaced between calls.
 
     call: the call.
     routed: its tokens with their routing.
-    experts: the experts to compute. A wrapper may call other experts in each call.
+    experts: the experts to compute. A wrapper of the experts may use a different copy in each call.
 
     Raises ValueError if parameters differ from the rows in dtype or device.
     """

@@ -7,8 +7,8 @@ COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one p
 If the fused kernels cannot compute a call, all ranks run it in chunks (micro-batches) instead. pmoe then
 warns once for each reason, except with "auto".
 
-Three functions look for a reason not to use fused kernels, in this order. Each one knows more than the one
-before, and gives the same answer on all ranks:
+Three functions look for a reason not to use fused kernels, in this order. Each function knows more than the
+function before, and gives the same answer on all ranks:
 
     layer_refusal   options and modules of the layer
     may_fuse        also the dtype and device of the rows
@@ -65,8 +65,8 @@ def is_persistent(modules: LayerModules) -> bool:
 def stacked(modules: LayerModules) -> StackedExperts:
     """Returns the layer's experts as `StackedExperts`, for type checkers.
 
-    In such experts one tensor holds a weight of all experts of this rank. Kernels compute only these, so the
-    callers have checked the type before.
+    `StackedExperts` keep each weight of all experts of this rank in one tensor. Fused kernels can compute
+    only such experts, and the callers have checked this before.
     """
     assert isinstance(modules.experts, StackedExperts)
     return modules.experts
@@ -85,7 +85,7 @@ def fused_pair(modules: LayerModules) -> Restore | None:
 def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether fused kernels may compute a call, before its row counts are known.
 
-    If not, it warns of the reason (with fused="auto" it does not warn).
+    If the answer is False, the function warns of the reason, except with fused="auto".
 
     modules: the modules and options of the layer.
     device: device of the rows that reach the experts.
@@ -189,10 +189,10 @@ def kernels_runner(
 
 
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
-    """Returns the operators that launch fused kernels for a call; None if these cannot compute the call.
+    """Returns the operators that launch fused kernels for a call; None if the kernels cannot compute it.
 
-    In that case the function also warns of the reason, except with fused="auto". The first call with a
-    device, dtype and sizes is collective, because all ranks must agree; the answer is then cached.
+    If the result is None, the function warns of the reason, except with fused="auto". The first call with a
+    device, dtype and sizes is collective, because all ranks must agree. Then the answer is cached.
 
     modules: the modules and options of the layer.
     inputs: the rows and parameters of the call.

@@ -1,4 +1,4 @@
-"""Exchanged row counts for a layer that asks for fused kernels, with chunks for all other calls.
+"""Row counts of a layer that asks for fused kernels: all ranks exchange the counts.
 
 Calls that fused kernels cannot compute run in chunks (micro-batches). A row is a copy of a token for one of
 its experts. The row counts say how many rows each rank sends to each expert of the other ranks.
@@ -62,7 +62,8 @@ class FusedCounts(ExactCounts):
     def _sort_for_kernels(self) -> SortedRows:
         """Returns the (token, choice) slots sorted by expert, as COMET's kernels need them.
 
-        Dropped slots are last. The slots of a call are sorted once.
+        Dropped slots are last. The slots of a call are sorted once, and later calls of this method return the
+        same result.
         """
         if self._sorted is None:
             orders = self.orders
@@ -92,7 +93,7 @@ class FusedCounts(ExactCounts):
 
         counts: the row counts, after the ranks have exchanged them.
         inputs: the rows and parameters of the call.
-        restore: the pair that fused kernels have; None if the options decide.
+        restore: the pair of the fused kernels, if they compute the forward pass; None if the options decide.
         """
         return choose(self.call.modules, counts, inputs, self.orders, restore)
 
@@ -127,8 +128,7 @@ class FusedCounts(ExactCounts):
         )
 
     def _journey(self, shared: RankCounts) -> FusedRouting:
-        """Returns where this rank's rows go and which rows it receives, in the form that COMET's kernels
-        need.
+        """Returns the destinations of this rank's rows, and the rows that it receives, for COMET's kernels.
 
         shared: the exchanged row counts.
         """

@@ -1,7 +1,7 @@
 """Row counts of a call on one rank: GPU kernels route and sort the rows, and the counts stay on the device.
 
-So the host does not wait for the device. The kernels of `pmoe.runners.one_rank` compute the call, or the
-fused kernels if the layer asks for them.
+The host therefore does not wait for the device. The call is computed by the kernels of
+`pmoe.runners.one_rank`, or by fused kernels if the layer asks for them.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class OneRankCounts:
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
-        """Routes a call by the kernels of one rank, and returns the source of its row counts.
+        """Routes a call by GPU kernels that need no other rank, and returns the source of its row counts.
 
-        Returns None if these kernels cannot compute the call. Another source must then provide the counts.
+        Returns None if neither the kernels of `pmoe.runners.one_rank` nor fused kernels can compute the call.
+        Its row counts must then come from a different source (`pmoe.decide.sources`).
         """
         modules = call.modules
         replay = call.replay
@@ -102,7 +103,7 @@ class OneRankCounts:
         return self._agreed
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by the kernels of one rank, or by fused kernels if they were chosen.
+        """Builds the decision to run by `pmoe.runners.one_rank`, or by fused kernels if they were chosen.
 
         modules: not used, because the kernels take the layer's own experts.
         inputs: the rows and parameters of the call.

@@ -76,8 +76,7 @@ class PaddedCounts:
         self._pad_for(modules.counted_degrees)
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
-        """Returns the routing: that of the gate, or tensors that the persistent kernel fills when it is
-        launched.
+        """Returns the gate's routing, or tensors without values that the persistent kernel fills later.
 
         x_TM: (T, M), the rows of T tokens with M = d_model columns.
         """
@@ -180,17 +179,18 @@ class PaddedCounts:
         device: the device of `RankCounts.recv_device`; the other tensors are on the host.
         """
         splits = self._splits
-        # The solver's answer depends on this number, which must not depend on the answer by way of the bins.
+        # The solver's answer depends on this number of rows. So the number must not depend on the bins, which
+        # follow from the solver's answer.
         num_rows = splits.num_experts * splits.capacity if self._solves else splits.num_rows
         max_tokens = -(-num_rows // self.routed.routing.expert.shape[1])
         num_ranks = self.call.modules.ranks.size
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
-        """Sets the numbers of padded rows, so that the batch can be cut into any of these numbers of chunks.
+        """Sets the numbers of padded rows, so that the batch can be cut into n chunks for each n in degrees.
 
-        With ``pipeline="solve"`` they are set again whenever the solver may take other numbers of chunks than
-        before. Otherwise they are set once, for all numbers of chunks that the options allow.
+        With ``pipeline="solve"`` the numbers are set again whenever the solver may take other numbers of
+        chunks than before. Otherwise they are set once, for all numbers of chunks that the options allow.
         """
         modules = self.call.modules
         if self._degrees and not (self._solves and set(degrees) != set(self._degrees)):
@@ -203,12 +203,11 @@ class PaddedCounts:
             vars(self).pop(counts, None)
 
     def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
-        """Returns the padded rows, ready to be sorted into chunks, and the number of real rows of each
-        expert.
+        """Returns the padded rows, ready to be sorted into chunks, and (E,), the real rows of each expert.
 
-        Both results are computed once for a call. The second has shape (E,), for E experts, and does not
-        count padding. If the routing has no values yet (`defer_routing`), it is computed now, because the
-        persistent kernel will not be launched.
+        The real rows of E experts do not include padding. Both results are computed once for a call. If the
+        routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel will
+        not be launched.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         """
@@ -225,9 +224,9 @@ class PaddedCounts:
 def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
     """Checks that the ranks' calls agree, and exchanges faults, unless earlier calls have done so.
 
-    It is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host waits for
-    the exchange, so ranks compare only the first call with the values of ``kind``, and a call in which a
-    checkpoint routes the same tokens a second time.
+    The check is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host
+    waits for the exchange, so ranks compare only the first call with the values of ``kind``, and a call in
+    which a checkpoint routes the same tokens a second time.
 
     call: the call.
     routed: its tokens with their routing, and the fault of this rank.
@@ -242,8 +241,8 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
     is_again = routed.gated.is_again
     compares = compares_always(device)
     if routed.failure is not None and known_kinds and not compares:
-        # On CUDA this rank may be the only one to start an exchange, because other ranks skip it if they have
-        # compared a call with their number of tokens before. So this rank raises without them.
+        # On CUDA this rank may be the only one to start an exchange: the other ranks skip the exchange if
+        # they have compared a call with their number of tokens before. So this rank raises by itself.
         raise routed.failure
     if kind in known_kinds and not (compares or is_again):
         return
@@ -260,16 +259,16 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
             )
 
         check_same_calls(LoadedExchange(modules, routed, begin).finish())
-    if len(known_kinds) >= 256:  # all ranks know the same kinds, so they forget them at the same call
+    if len(known_kinds) >= 256:  # all ranks know the same kinds, so all ranks forget them at the same call
         known_kinds.clear()
     known_kinds.add(kind)
 
 
 def compares_always(device: torch.device) -> bool:
-    """Whether ranks compare every call of a layer with ``pad_to_capacity``, or only the first of each kind.
+    """Returns whether ranks compare every call of a layer with ``pad_to_capacity``: True on the CPU.
 
-    In these layers every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
-    They compare that number and report faults. On the CPU this happens in every call. On CUDA it would make
-    the host wait for the device, so only the first call with a number of tokens is compared.
+    In such a layer every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
+    The ranks compare that number and report faults. On CUDA the host would have to wait for the device, so
+    the result is False, and ranks compare only the first call with each `PaddedCallKey`.
     """
     return device.type != "cuda"

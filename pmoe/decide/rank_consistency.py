@@ -51,21 +51,22 @@ def check_same_options(modules: LayerModules) -> None:
 
 
 def compare_options(modules: LayerModules) -> bool:
-    """Compares a layer between its ranks.
+    """Compares the options and values of a layer between its ranks. Collective.
 
-    Returns False if all ranks hold equal experts, else True. Collective.
+    Returns False if all ranks hold equal experts, else True.
 
     One reduction compares digests of the following on all ranks. Replicated parts are the gate, the shared
     expert and callbacks, which every rank holds:
 
-        options                       must be the same; ValueError with the option, values and ranks if not
-        kind of GPU                   must be the same; ValueError with each rank's if not. Not on the CPU
-        values of replicated parts    must be the same; a warning if not
-        experts                       normally differ. They may be equal if they were built equal. ValueError
-                                      if they were built different and one rank's have overwritten all others
+        options                       must be the same; else ValueError with the option, values and ranks
+        kind of GPU                   must be the same; else ValueError with the kind of each rank's GPU
+        values of replicated parts    must be the same; else a warning
+        experts                       normally differ. Equal experts are allowed if they were built equal.
+                                      ValueError if they were built different, and one rank's experts have
+                                      overwritten those of all other ranks
 
     If experts of any rank were loaded from a state dict, the ranks also compare the loaded experts, and
-    ValueError is raised if two ranks hold the same.
+    ValueError is raised if two ranks hold equal experts.
 
     All ranks raise the same errors and issue the same warnings.
     """
@@ -76,7 +77,7 @@ def compare_options(modules: LayerModules) -> bool:
     device = torch.device("cpu") if like is None else like.device
     built = experts.built
     current = sampled(experts)
-    # On the CPU, too: a rank on a GPU and a rank on the CPU must compare equally many values.
+    # A rank on the CPU has an entry, too, because all ranks must compare equally many values.
     options[GPU] = kind = kind_of_gpu(device)
     digests = [float(digest([value])) for value in (*options.values(), *dense.values(), built, current)]
     flags = [float(built == current), float(experts.was_loaded)]
@@ -85,8 +86,9 @@ def compare_options(modules: LayerModules) -> bool:
     )
     if experts.was_loaded or not all_loaded_or_none:
         check_loaded(modules)
-    # The experts differed at construction, and are the same on all ranks now. On some rank they have not
-    # changed since, and on the others they have: so a copy of that rank's experts has overwritten the others.
+    # The experts differed at construction, and are the same on all ranks now. On some rank the experts have
+    # not changed since, and on other ranks they have: so a copy of that rank's experts has overwritten the
+    # experts of the other ranks.
     elif are_same and not (were_same or all_changed_or_none):
         raise ValueError(COPIED)
     unequal_options = [
@@ -107,11 +109,11 @@ def compare_options(modules: LayerModules) -> bool:
 
 
 GPU = "the kind of GPU"
-"""The name under which ranks compare their kinds of GPUs, beside the layer's options."""
+"""The name under which ranks compare their kinds of GPUs, together with the layer's options."""
 
 
 def kind_of_gpu(device: torch.device) -> str:
-    """Returns the name and the compute capability of a GPU; "" for a device that is none.
+    """Returns the name and the compute capability of a GPU; "" for a device that is not a GPU.
 
     Example: "NVIDIA H200 (compute capability 9.0)"
     """
@@ -177,9 +179,9 @@ def _values_that_differ(modules: LayerModules, part: str) -> str:
 
 # ---- options that were set between calls
 #
-# An option may change the sizes of messages. If one rank alone has set it, a collective with unequal sizes
-# aborts a peer's process. So a rank whose options have changed first waits until all ranks begin the same
-# call (`pmoe.comm.meeting`). Then the ranks compare their options again.
+# An option may change the sizes of messages. If only one rank has set the option, a collective with unequal
+# sizes aborts a peer's process. So a rank whose options have changed first waits until all ranks begin the
+# same call (`pmoe.comm.meeting`). Then the ranks compare their options again.
 
 
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:

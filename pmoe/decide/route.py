@@ -31,8 +31,8 @@ from pmoe.kernels.route import refusal, route
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
     """Checks the input of a call and routes its tokens to experts.
 
-    ask: returns the checked routing of the rows (T, M) of the call, T tokens with M = d_model columns; None
-        calls the gate (`run_gate`).
+    ask: returns the checked routing of the rows (T, M) of the call, T tokens with M = d_model columns. If it
+        is None, `run_gate` calls the gate.
 
     On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
     with the error, because it must still take part in the exchange of row counts: the exchange reports the
@@ -67,8 +67,8 @@ def apply_start_callbacks(call: Call) -> Tensor:
     M is d_model, and N the number of tokens that the mask marks: callbacks and the gate do not get the rows
     of padding.
 
-    Raises TypeError or FaultError for a wrong input, and FaultError if a callback fails on one of several
-    ranks.
+    Raises TypeError or FaultError for a wrong input. If a callback fails, raises FaultError with several
+    ranks, and the callback's own error with a single rank.
     """
     x = call.x if call.mask is None else _tokens_of(call)
     for callback in call.modules.callbacks:
@@ -86,7 +86,7 @@ def apply_start_callbacks(call: Call) -> Tensor:
 def _tokens_of(call: Call) -> Tensor:
     """Returns the rows of the input for which the mask of the call is True: (N, M), N tokens, M = d_model.
 
-    Raises FaultError if the mask does not fit the input.
+    Raises FaultError if the shape, device or dtype of the mask does not suit the input.
     """
     x = call.x
     mask = call.mask
@@ -185,11 +185,12 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
 
 
 def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
-    """Routes by the kernels of `pmoe.kernels.route`, in place of the gate's forward; None if they cannot.
+    """Returns the routing, computed by the kernels of `pmoe.kernels.route`; None if they cannot compute it.
 
-    The kernels also count the rows of each bin, and sort the slots for the number of chunks that the options
-    fix. Bins are the equal ranges of tokens in which row counts are exchanged. If there are too many bins for
-    the kernels, they count for one bin and their order is not used.
+    The kernels replace the gate's forward. They also count the rows of each bin, and sort the slots for the
+    number of chunks that the options fix. Bins are the equal ranges of tokens in which row counts are
+    exchanged. If there are too many bins for the kernels, the kernels count one bin, and their order of slots
+    is not used.
 
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
@@ -211,7 +212,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
         n = None
     stages = modules.stages
     if n is None or num_bins % n or (stages.local and not modules.rotates and n > 2):
-        n = None  # the rows that stay would lie behind those of all chunks
+        n = None  # the kernels would place the rows that stay behind the rows of all chunks
     with torch.autocast(x_TM.device.type, enabled=False):
         logits_TE = router_logits(x_TM, gate.weight)
         routes = route(

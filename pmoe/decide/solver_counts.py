@@ -1,13 +1,14 @@
 """Row counts of a layer with ``pipeline="solve"``, whose chunks are chosen after the rows were counted.
 
-Rows are counted in bins, of which the chunks of both passes consist. All numbers of chunks from 1 to 16 have
-no common bins that are few enough. So rows are counted for the chunks of the last call. If the solver then
-takes other chunks, rows are counted and exchanged once more:
+Rows are counted in bins, equal parts of the batch. A chunk consists of whole bins, so n chunks need a number
+of bins that is a multiple of n. Bins for all n from 1 to 16 would be too many (720720). So rows are counted
+in bins for the numbers of chunks of the last call. If the solver then takes other numbers of chunks than in
+the last call, rows are counted and exchanged once more:
 
-    last call              3 chunks in forward, 4 in backward
-    this call              counts in 12 bins or a multiple, exchanged
-    the solver takes 3/4   these counts serve
-    the solver takes 5/5   counts in 5 bins or a multiple, exchanged
+    last call                                  3 chunks in forward, 4 in backward
+    this call                                  counts in 12 bins or a multiple of 12, exchanged
+    if the solver takes 3 and 4 chunks again   the counts are used
+    if the solver takes 5 and 5 chunks         counts in 5 bins or a multiple of 5, exchanged once more
 
 All ranks take the same steps, because the solver's answer follows from numbers that all of them have.
 """
@@ -46,12 +47,12 @@ class SolverCounts(ExactCounts):
         return self.counted(AgreedChoice(choice=choice))
 
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
-        """Returns what was agreed, with row counts for the chosen numbers of chunks.
+        """Returns ``agreed`` with row counts that suit the chosen numbers of chunks.
 
-        If the present counts do not suit these numbers, rows are counted again, which is collective. The
-        layer remembers the chosen numbers of chunks, and its next call counts rows for them.
+        If the call's rows were counted for other numbers of chunks than these, the rows are counted again,
+        which is collective. The layer remembers the chosen numbers, and its next call counts rows for them.
 
-        agreed: the choice, with the row counts that the call has so far.
+        agreed: the choice of the numbers of chunks and the restore pair.
         """
         assert agreed.choice is not None
         counts, _ = self.rows_for(agreed.choice.degrees)
@@ -59,9 +60,9 @@ class SolverCounts(ExactCounts):
         return replace(agreed, counts=counts)
 
     def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
-        """Returns the row counts in bins of which n chunks can be made, for each n in ``degrees``.
+        """Returns the row counts in bins that can be joined to n chunks, for each n in ``degrees``.
 
-        Also returns the routing from which plans are made. Collective if rows must be counted again.
+        The second result is the routing from which plans are made. Collective if rows must be counted again.
 
         degrees: the numbers of chunks. They follow from the number of tokens of the rank that has most, so
             all ranks ask for the same.

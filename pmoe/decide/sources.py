@@ -16,7 +16,8 @@ def counts_source(call: Call) -> CountsSource:
                         device
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
-        SolverCounts    the layer has pipeline="solve": as ExactCounts, a second time if n changes
+        SolverCounts    the layer has pipeline="solve": ranks exchange counts, and a second time if the solver
+                        takes other numbers of chunks than those for which rows were counted
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
     """
     modules = call.modules

@@ -182,9 +182,9 @@ of one rank only.
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     """Raises ValueError if the caller of ``state_dict()`` will save the experts of one rank only.
 
-    A state dict does not know for what it is used. So this function searches the call stack for the nearest
-    function of `ONE_FILE`, or for torch's distributed checkpoint. Other callers get no error. If such a
-    caller writes one file, an error is raised when the file is loaded (`_check_whose`).
+    Nothing in a call of ``state_dict()`` says how its result will be used. So this function searches the call
+    stack for the nearest function of `ONE_FILE`, or for torch's distributed checkpoint. All other callers get
+    no error here. If such a caller writes one file, loading the file raises an error (`_check_whose`).
 
     experts: the experts of this rank.
     place: which experts they are.

@@ -55,8 +55,8 @@ def clamped_with_fault(call: Call, routing: Routing, x_TM: Tensor) -> tuple[Rout
 
     Indices outside their range are clamped, so that no kernel reads outside its memory before the ranks have
     exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens. The second result
-    is the number of a `Fault` as an int64 scalar on the device, so that the host does not wait; it is the
-    number of `Fault.NONE` if nothing was wrong.
+    is the number of a `Fault` as an int64 scalar on the device, so that the host does not wait; 0 if nothing
+    was wrong.
 
     routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).
     x_TM: (T, M), the T tokens with M = d_model columns.

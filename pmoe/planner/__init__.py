@@ -10,7 +10,7 @@ were measured before (`pmoe.planner.profile`). Files, in the order in which a ch
     layer_sizes, rows_per_pass             sizes of a layer, numbers of rows in a pass
     costs, profile, cluster                seconds of a message, a product, a copy
     simulator, layer_seconds, cost_model   seconds of a pass
-    uneven_ranks                           seconds of a pass among ranks with unlike numbers of rows
+    uneven_ranks                           seconds of a pass if ranks have different numbers of rows
     memory                                 bytes of a pass
     priced_choices, cluster_candidates     the choices that exist, and the best of them
     degree, degree_search                  the pipeline degree n, by FSMoE's solver
@@ -21,6 +21,6 @@ were measured before (`pmoe.planner.profile`). Files, in the order in which a ch
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
 
-Letters: those of `pmoe.engine`, and B tokens of the rank that has most, m pieces into which the rows that
-stay on their rank are cut, H columns of T_M, t_gar seconds of the all-reduce of other layers' gradients.
+Letters: those of `pmoe.engine`, and B tokens of the rank that has most tokens, m pieces into which the rows
+that stay on their rank are cut, H columns of T_M, t_gar seconds of the all-reduce of other layers' gradients.
 """

@@ -1,4 +1,4 @@
-"""Split of a fused kernel's thread blocks between communication and computation, and how it is chosen.
+"""The split of a fused kernel's thread blocks between communication and computation, and its choice.
 
 In a fused kernel n_c thread blocks communicate while the others compute (COMET, Section 3.2.2). `Division`
 records n_c, and how many columns are sent at a time. COMET compiles a kernel for each division. In pmoe the
@@ -21,7 +21,7 @@ from pmoe.kernels.registry import bucket
 from pmoe.schedule.tasks import PassDirection
 
 KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
-"""Names of the fused kernels, which all have a division."""
+"""Names of the fused kernels. Each has a `Division` of its thread blocks."""
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
 RULE_PART = 12
@@ -47,7 +47,7 @@ class FusedLayerSizes:
     """Sizes of a layer on one rank, as far as the speed of its fused kernels depends on them.
 
     device_name: CUDA's name of the device.
-    num_blocks: multiprocessors of the device. Each runs one thread block.
+    num_blocks: multiprocessors of the device. Each multiprocessor runs one thread block.
     num_ranks: number of ranks that share the layer's experts.
     experts: number of experts of this rank.
     rows: number of rows that this rank receives, rounded to a power of two.
@@ -128,9 +128,9 @@ def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
-    """Returns the sizes of one fused kernel of a layer, by which its measurements are stored.
+    """Returns the sizes of one fused kernel of a layer: the key by which its measurements are stored.
 
-    They are the layer's sizes, with the kernel's name and direction.
+    The key has the layer's sizes, and the kernel's name and direction.
     """
     return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
 
@@ -144,7 +144,7 @@ def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
 
 
 def rule(sizes: FusedKernelSizes) -> Division:
-    """Returns the division of thread blocks to use if nothing was measured: one of 12 blocks communicates.
+    """Returns the division of thread blocks to use without measurements: one of 12 blocks communicates.
 
     At least one block communicates. The combining kernel sends its results 512 columns at a time.
     """
@@ -152,7 +152,7 @@ def rule(sizes: FusedKernelSizes) -> Division:
 
 
 def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
-    """Returns the division of thread blocks that is nearest to a given one and that the kernel accepts.
+    """Returns the division of thread blocks nearest to ``division`` that the kernel accepts.
 
     At least one block must compute, and the columns sent at a time must not exceed those of a row.
 
@@ -176,7 +176,7 @@ def all_columns(d_model: int) -> int:
 def chunk_candidates(d_model: int) -> list[int]:
     """Returns the numbers of columns that a sweep of the combining kernel tries to send at a time.
 
-    They are 256, 512 and 1024 (`CHUNKS`), if the row is that wide, and the width of the whole row.
+    These are 256, 512 and 1024 (`CHUNKS`), as far as the row is that wide, and the width of the whole row.
     """
     all_of_row = all_columns(d_model)
     return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})
@@ -185,8 +185,8 @@ def chunk_candidates(d_model: int) -> list[int]:
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """Returns the divisions of a kernel's thread blocks that a sweep measures to find the fastest.
 
-    n_c, the number of communicating blocks, takes the values of `BLOCK_COUNTS`, and above the largest of them
-    every `BLOCK_STEP`-th number. Only 1 and values below half of the blocks are tried.
+    n_c, the number of communicating blocks, takes the values of `BLOCK_COUNTS`, and every `BLOCK_STEP`-th
+    number above the largest of these values. Only 1 and values below half of the blocks are tried.
 
     num_blocks: thread blocks of the kernel.
     d_model: columns of a token, for the combining kernel: every n_c is tried with each of `chunk_candidates`.
@@ -256,11 +256,11 @@ class DivisionTable:
 
         The division is the first of these that exists:
 
-        1. measured: the fastest division that was measured for exactly this kernel.
-        2. nearest: the fastest division of another measurement with the same kernel, direction and dtype: the
-           one with the nearest sizes (`distance`). Measurements on another device, with another number of
-           blocks, or with virtual instead of real ranks are used only if there are no others. Their number of
-           communicating blocks (n_c) is scaled by the ratio of the numbers of blocks.
+        1. measured: the fastest division that was measured for exactly this kernel and these sizes.
+        2. nearest: the fastest division that was measured for the same kernel, direction and dtype with the
+           nearest sizes (`distance`). Measurements with a different device, number of blocks, or sort of
+           ranks (real or virtual) are used only if there is no measurement that agrees in all three. The
+           number of communicating blocks (n_c) is then scaled by the ratio of the numbers of blocks.
         3. rule: one of 12 blocks communicates (`rule`).
 
         The returned division leaves at least one block to compute, and sends at most a whole row at a time.
@@ -288,11 +288,11 @@ class DivisionTable:
         return clamped(division, kernel), why
 
     def find_layer_times(self, sizes: FusedLayerSizes) -> LayerSeconds | None:
-        """Returns the measured seconds of a layer of about these sizes; None if nothing fits.
+        """Returns the measured seconds of a layer of about these sizes; None if there is no measurement.
 
-        Measurements with the same number of rows come first, then those with twice as many, then with half as
-        many. All other sizes must be the same. Twice comes before half to be careful with fused kernels: they
-        gain less with more rows (COMET, Section 5.3).
+        All sizes but the number of rows must be the same. A measurement with the same number of rows comes
+        first, then one with twice as many rows, then one with half as many. Twice comes before half because
+        fused kernels gain less with more rows (COMET, Section 5.3): a layer should not use them by mistake.
         """
         for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
             times = self.layers.get(replace(sizes, rows=rows)) if rows else None
@@ -314,14 +314,15 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
     """
     names = ("rows", "d_model", "d_hidden", "experts", "num_ranks")
     ratios = (abs(math.log2(getattr(one, name) / getattr(other, name))) for name in names)
-    # Rounded, so that equal distances are equal numbers, and `_apart` orders them by text.
+    # The sum is rounded, so that equal distances are equal numbers, which `_apart` then orders by text.
     return round(sum(ratios) + (one.gated != other.gated), 9)
 
 
 def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
-    """Whether two measurements have another device, number of thread blocks, or sort of ranks.
+    """Returns whether two measurements differ in device, number of thread blocks, or sort of ranks.
 
-    Real ranks have a device each. Virtual ranks share one device, so their rows cross no link.
+    The sort is real or virtual. Each real rank has its own device. Virtual ranks share one device, so their
+    rows cross no link.
     """
     places = ((sizes.device_name, sizes.num_blocks, sizes.virtual) for sizes in (one, other))
     return len(set(places)) > 1
@@ -330,7 +331,7 @@ def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
 def _apart(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[bool, float, str]:
     """Returns a sort key of stored measurements: those with sizes nearest to the wanted sizes come first.
 
-    Measurements on the same device come before all others. The text of the sizes decides among equally near
-    ones, so that all ranks agree.
+    Measurements with the same device, number of thread blocks and sort of ranks come before all others.
+    Equally near sizes are ordered by their text, so that all ranks agree.
     """
     return _elsewhere(entry, wanted), distance(entry, wanted), str(entry)

@@ -33,7 +33,7 @@ def candidate_combinations(
     ESP degree.
 
     rates: a measured profile, or a described cluster. A profile has only the cost of the flat all-to-all
-        without ESP, so there is only this combination.
+        without ESP, so the result is then [("flat", 1)].
     layer: keyword arguments of `sizes_from_options`, such as d_model and num_experts.
 
     Raises ValueError if no ESP degree suits these experts on a cluster.
@@ -123,9 +123,9 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
         change          change of the best choice's seconds, as a fraction: 0.1 if it takes 10 % longer
         first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
-    Combinations of all-to-all and ESP degree that take more than 1 / (1 - OFF) times the fastest one's
-    seconds are left out. They stay slower: changing one rate by the fraction OFF changes no step's seconds by
-    a larger factor than that.
+    Combinations of all-to-all and ESP degree that take more than 1 / (1 - OFF) times the seconds of the
+    fastest combination are left out. These combinations stay slower than the fastest, because changing one
+    rate by the fraction OFF changes the seconds of a step by a factor of at most 1 / (1 - OFF).
 
     cluster: the described machines.
     plans: the result of `plan_combinations` for the cluster.

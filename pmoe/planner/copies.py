@@ -4,15 +4,18 @@ Under skewed routing the rank of a busy expert computes more rows than the other
 For one call, other ranks may get copies of the expert's weights and compute a part of its rows. The plan here
 says which. It is made of integers, from numbers that all ranks have, so all ranks make the same plan.
 
-Time is counted in rows: one unit is the time in which a rank computes one row. A copy of weights is priced by
-the rows that could be computed while it is sent. The predicted time of a rank is
+A host of an expert is a rank that computes rows of it: the owner of its parameters, or a rank with a copy.
+
+Time is counted in rows: one unit is the time in which a rank computes one row. The price of a copy is the
+number of rows that a rank could compute while the copy is sent. The predicted time of a rank is
 
     time(rank) = rows that it computes
                  + price of each copy that it hosts
                  + for each of its own experts that has copies, the price of the dearest of these copies
 
-A copy on another node than its owner costs ``far``, any other ``near``, and one that is there already 0. The
-last line is because an owner sends its weights once, however many copies there are: hosts pass them on.
+The price is ``far`` if the copy is on another node than its owner, else ``near``, and 0 if the rank has the
+copy from an earlier call. The owner pays only the dearest price, because it sends the weights only once: the
+hosts pass them on to each other.
 
 The plan makes the largest time small. Example: 4 ranks with one expert each, loads (70, 10, 10, 10), prices 1
 and one copy a rank at most:
@@ -36,18 +39,20 @@ from pmoe.arguments import check_int
 from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
 
 FAR_FROM_BOUND = 5
-"""If a plan that keeps present copies is more percent over the bound, another plan is made without them."""
+"""If the time of a plan with present copies is more percent over the bound, a plan without them is tried."""
 
 CLOSE_TO_BOUND = 1
-"""If a plan for few ranks is at most so many percent over the bound, no better one is searched."""
+"""If the time of a plan for few ranks is at most this many percent over the bound, the search ends."""
 
 GOLDEN = 0x9E3779B9
 """2**32 divided by the golden ratio: multiples of it modulo 2**32 are spread evenly (Fibonacci hashing)."""
 
 FINE = 128
 COARSE = 48
-"""The search for the smallest possible largest time ends at steps of mean time / FINE, or / COARSE if it can
-try only one way for each time, because there are many ranks."""
+"""The search for the smallest possible largest time of a rank is exact to (mean time of the ranks) / FINE.
+
+With so many ranks that it tries only one way for each target time, it is exact to (mean time) / COARSE.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,7 @@ class CopyLimits:
     """The bound of the copies that a rank hosts, and the prices of a copy.
 
     per_rank: the most copies that a rank hosts.
-    near: price of a copy on the node of its owner: rows that a rank could compute while it is sent.
+    near: price of a copy on the node of its owner: rows that a rank could compute while the copy is sent.
     far: price of a copy on another node.
 
     Raises TypeError unless all three are ints, ValueError if one is negative or ``far`` is below ``near``.
@@ -76,7 +81,7 @@ class CopyPlan:
     """A plan of copies: the ranks that compute the rows of busy experts.
 
     hosts: for each expert that has copies, (rank, rows) of its owner, and then of each copy. The rows of one
-        expert add up to its load. Other experts are computed by their owners alone.
+        expert add up to its load. Experts without copies are not in the dict; only their owners compute them.
     before, after: the largest predicted time of a rank without and with the copies, in rows.
     """
 
@@ -92,7 +97,8 @@ class CopyPlan:
     def rows_of_ranks(self, loads: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
         """Returns the number of rows that each rank computes.
 
-        loads, owners: of each expert, as `plan_copies` got them.
+        loads: (E,) rows of each expert, from all ranks together, as `plan_copies` got them.
+        owners: (E,) rank of each expert's parameters.
         """
         rows = [0] * num_ranks
         for expert, (load, owner) in enumerate(zip(loads, owners, strict=True)):
@@ -153,16 +159,16 @@ def plan_copies(
     the last rows of an expert go to the rank with the least time that is enough. Ranks of the owner's node
     come first, so that weights cross the link between nodes only if the node is full.
 
-    The plan depends on nothing but the arguments. Finding it takes memory and time for E and W, and for the
-    copies, but not for E times W.
+    The plan depends on nothing but the arguments. Memory and time of the search grow with E, with W and with
+    the number of copies, but not with E times W.
 
     Args:
         loads: (E,) rows of each expert, from all ranks together.
         owners: (E,) rank of each expert's parameters.
         nodes: (W,) node of each rank.
         limits: how many copies a rank may host, and what they cost.
-        present: copies that ranks have already, as pairs (expert, rank), from `CopyPlan.pairs`. They cost
-            nothing. Those that the plan does not use are given up.
+        present: copies that ranks have from an earlier call, as pairs (expert, rank), from `CopyPlan.pairs`.
+            Their price is 0. The ranks give up present copies that the plan does not use.
 
     Example: loads (70, 10, 10, 10), owners (0, 1, 2, 3), nodes (0, 0, 0, 0), one copy a rank, prices 1 ->
     hosts {0: ((0, 25), (1, 15), (2, 15), (3, 15))}, before 70, after 26.
@@ -175,7 +181,8 @@ def plan_copies(
         return CopyPlan(hosts={}, before=largest, after=largest)
     search = _Search(loads, owners, nodes, limits, present, times)
     moves, after = search.best(largest)
-    if present and 100 * after > (100 + FAR_FROM_BOUND) * search.bound:  # they may occupy needed slots
+    # Present copies may use up the copies that a rank may host, so that a better copy finds no place.
+    if present and 100 * after > (100 + FAR_FROM_BOUND) * search.bound:
         afresh = _Search(loads, owners, nodes, limits, (), times).best(largest)
         if afresh[1] < after:
             moves, after = afresh
@@ -200,13 +207,14 @@ Moves = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to look for copies. None is always best, so a search tries several.
+    """A way to look for copies. No way is the best for all loads, so a search tries several ways.
 
-    own_node_first: whether ranks give rows to ranks of their own node first, and to others only if these have
-        no time left. Otherwise all ranks with time left are equal, and only the price differs.
+    own_node_first: whether a rank first gives rows to ranks of its own node, and to ranks of other nodes only
+        if its own node has no time left. If False, the nodes of the ranks only matter for the price.
     passes_on: whether a busy rank may give its last rows to the next busy rank, which gives away more of its
-        own rows instead. Then the last slot of a rank with time left is not spent on a few rows.
-    least_first: whether the ranks that need least over the target begin; otherwise those that need most.
+        own rows instead. This avoids that the last copy that a rank may host gets only a few rows.
+    least_first: whether the ranks that exceed the target time least begin to give rows away; if False, the
+        ranks that exceed it most begin.
     """
 
     own_node_first: bool
@@ -220,14 +228,16 @@ WAYS = tuple(
     for passes_on in (True, False)
     for least_first in (False, True)
 )
-"""The ways in the order in which they are tried. The last half is for ranks on several nodes."""
+"""The ways in the order in which they are tried. The second half is tried only if there are several nodes."""
 
 EFFORT = 64
-"""A search among W ranks tries EFFORT / W ways for each target, and at least one."""
+"""A search among W ranks tries EFFORT / W ways for each target time, and at least one way."""
 
 
 class _Search:
-    """One search for the smallest largest time. `plan_copies` explains the arguments.
+    """One search for copies that make the largest time of a rank as small as possible.
+
+    `plan_copies` explains the arguments but one:
 
     times: (W,) rows of each rank's own experts.
     """
@@ -251,7 +261,8 @@ class _Search:
         self.ranks_of: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
             self.ranks_of.setdefault(node, []).append(rank)
-        # Only ranks over the bound give rows away. Pairs (-rows, expert) make heaps with most rows on top.
+        # Only ranks over the bound give rows away. In heaps of pairs (-rows, expert), the expert with most
+        # rows is on top.
         self.experts_of: dict[int, list[tuple[int, int]]] = {
             rank: [] for rank, time in enumerate(times) if time >= self.bound
         }
@@ -261,15 +272,16 @@ class _Search:
         for experts in self.experts_of.values():
             experts.sort()
         ways = WAYS if len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
-        uses = (self.present, []) if self.present else ([],)  # present copies may occupy slots of better ones
+        # Each way is also tried without the present copies, which may take the places of better copies.
+        uses = (self.present, []) if self.present else ([],)
         self.ways = [(way, use) for way in ways for use in uses][: max(1, EFFORT // len(times))]
 
     def best(self, largest: int) -> tuple[Moves, int]:
-        """Returns the copies with the smallest largest time that was found, and that time.
+        """Returns the copies that make the largest time of a rank smallest, as far as found, and that time.
 
-        An attempt that fails says how many rows it could not place. Divided by the number of ranks, this is
-        about how much longer the time must be. The search ends when a time is possible that is at most one
-        step longer than one that is not.
+        Each attempt has a target for the largest time. An attempt that fails has rows that it could not
+        place. Their number, divided by the number of ranks, is about how much longer the target must be. The
+        search ends when the shortest target that succeeded is at most one step above one that failed.
 
         largest: the largest time without copies.
         """
@@ -278,7 +290,7 @@ class _Search:
         is_coarse = len(self.ways) == 1
         step = max(1, sum(self.times) // (num_ranks * (COARSE if is_coarse else FINE)))
         best: tuple[Moves, int] = ([], largest)
-        target = low + is_coarse * step // 2  # the bound itself is seldom possible
+        target = low + is_coarse * step // 2  # a plan seldom reaches the bound itself
         stride = step
         while low < best[1]:
             attempt = self._attempt(target)
@@ -295,11 +307,11 @@ class _Search:
         return best
 
     def _bound(self) -> int:
-        """Returns a time that no plan can undercut, because rows must go somewhere.
+        """Returns a lower bound, in rows, of the largest time of a rank in any plan.
 
-        A rank that needs longer than the time T sends at least one copy, and a rank that takes rows hosts at
-        least one. So T is too short if the sum of (time + near - T) over ranks that need longer is more than
-        the sum of (T - time - near) over ranks that have more than ``near`` left.
+        A rank that needs longer than a time T sends at least one copy, and a rank that takes rows hosts at
+        least one copy. So no plan reaches T if the sum of (time + near - T) over the ranks that need longer
+        than T exceeds the sum of (T - time - near) over the ranks that have more than ``near`` left.
         """
         near = 0 if self.present else self.limits.near
         ascending = sorted(self.times)
@@ -318,7 +330,7 @@ class _Search:
         return low
 
     def _attempt(self, target: int) -> _Attempt:
-        """Returns the first successful attempt for this target; if all fail, that which misplaces least."""
+        """Returns the first attempt that reaches the target; else the one with fewest misplaced rows."""
         attempts = (_Attempt(self, target, *way) for way in self.ways)
         best = next(attempts)
         while best.misplaced and (attempt := next(attempts, None)) is not None:
@@ -331,15 +343,18 @@ class _Attempt:
     """One attempt to find copies with which no rank needs longer than ``target``.
 
     search: the numbers of the problem.
-    present: copies that are there already, as pairs (expert, rank). They are used before others.
+    target: the time, in rows, that no rank may exceed.
+    way: how the attempt looks for copies.
+    present: copies that ranks have from an earlier call, as pairs (expert, rank). They get rows before any
+        new copy.
 
     Attributes:
         moves: the copies.
         room: for each rank, the time that is left until ``target``; negative for ranks that need longer.
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
-        remaining: by busy rank, a heap of (-rows, expert) of the rows that its experts still have.
-        sent: the price that an expert's owner pays for sending it. Only experts with copies have an entry.
+        remaining: by busy rank, a heap of (-rows, expert): the rows that each of its experts still has.
+        sent: by expert with copies, the price that the owner pays for sending its weights.
     """
 
     def __init__(self, search: _Search, target: int, way: _Way, present: Sequence[tuple[int, int]]) -> None:
@@ -360,7 +375,7 @@ class _Attempt:
         self.misplaced = -sum(time for time in self.room if time < 0)
 
     def _use_present(self, present: Sequence[tuple[int, int]]) -> None:
-        """Moves rows to copies that are there already, if the experts' owners need too long."""
+        """Moves rows to present copies, from owners that need longer than the target."""
         search = self.search
         rows_left: dict[int, int] = {}
         for expert, rank in present:
@@ -382,9 +397,9 @@ class _Attempt:
             self.remaining[owner] = sorted(pairs)
 
     def _level(self, group: Sequence[int], price: int, way: _Way) -> None:
-        """Lets the ranks of a group that need too long give rows to those that have time left.
+        """Moves rows, within a group of ranks, from ranks over the target to ranks that have time left.
 
-        price: the most that a copy within the group costs.
+        price: the highest price of a copy within the group, in rows.
         """
         room = self.room
         slots = self.slots
@@ -401,12 +416,13 @@ class _Attempt:
     def _give_away(self, owner: int, pool: list[tuple[int, int]], price: int, following: int) -> None:
         """Moves rows of a busy rank's experts to ranks with time left, until the rank is no longer busy.
 
-        Each copy is of the expert that has most rows left. It goes to the rank with the least time that is
-        enough, or to the rank with most time, which it then fills.
+        Each copy is of the expert that has most rows left. The copy goes to the rank with the least time left
+        that is enough for all rows to be moved. If no rank has enough time, the copy goes to the rank with
+        the most time left, and takes as many rows as that rank has time for.
 
-        pool: ranks that have time left, as ascending pairs (time, rank). It is updated.
-        price: the most that a copy on these ranks costs.
-        following: the next busy rank, to which the last rows may go; -1 for none.
+        pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
+        price: the highest price of a copy on these ranks, in rows.
+        following: the next busy rank, to which the last rows may go; -1 if there is no such rank.
         """
         search = self.search
         nodes = search.nodes
@@ -430,7 +446,7 @@ class _Attempt:
             at = bisect_left(pool, (wanted + price,))
             if at == len(pool):
                 free, rank = pool.pop()
-            elif (  # a last slot would be spent on a few rows, so the next busy rank takes them
+            elif (  # the last copy that a rank may host would get few rows: the next busy rank takes them
                 following >= 0
                 and slots[following]
                 and slots[pool[at][1]] == 1

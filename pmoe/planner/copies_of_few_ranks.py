@@ -1,13 +1,16 @@
-"""Copies of busy experts among few ranks: a search over hosts whose exact time follows from sets of ranks.
+"""Copies of busy experts among few ranks: a search for the best hosts, with the exact time of each choice.
 
-`pmoe.planner.copies` plans copies for any number of ranks, and explains prices and times. With few ranks its
-plan may be some percent above the best one, because each copy takes a large part of a rank's time. But then
-every set R of ranks can be looked at. Rows whose hosts are all in R must be computed in R, so no plan with
-these hosts takes less than
+A host of an expert is a rank that computes rows of it: the owner of its parameters, or a rank with a copy.
+Time is counted in rows that a rank could compute meanwhile. The price of a copy is the time to send it.
 
-    time(R) = (rows of experts whose hosts are all in R + prices of the copies of R's ranks) / |R|
+`pmoe.planner.copies` plans copies for any number of ranks. With few ranks, the time of that plan may be some
+percent above the best possible time, because each copy takes a large part of a rank's time. But with few
+ranks, all sets of ranks can be examined. If the hosts are chosen, the rows of experts whose hosts are all in
+a set R must be computed by the ranks of R. So no division of the rows takes less than
 
-and one takes the largest of these times (Hall's theorem for rows that can be divided).
+    time(R) = (rows of experts whose hosts are all in R + prices that the ranks of R pay) / |R|
+
+The best division takes exactly the largest time(R) of all sets R, rounded up (Hall's theorem).
 
 A set of ranks is an int with a bit for each rank: {0, 2} is 0b101. W is the number of ranks.
 """
@@ -22,25 +25,27 @@ MOST_RANKS = 4
 """The most ranks for which hosts are searched: the work for one choice of hosts grows with W 2**W."""
 
 MOST_CHOICES = 256
-"""If there are at most so many choices of hosts, all of them are looked at."""
+"""If there are at most this many choices of hosts, all choices are examined."""
 
 MOST_STEPS = 100
-"""The most choices of hosts that are looked at otherwise, each one copy away from the best one so far."""
+"""The most choices that one climb examines if there are more than MOST_CHOICES (`FewRanks._climb`)."""
 
 EXPERTS_OF_RANK = 3
-"""Only so many experts of each rank, its busiest, get copies."""
+"""Only this many experts of each rank, the busiest, may get copies."""
 
 Pairs = frozenset[tuple[int, int]]
 """Copies, as pairs (expert, rank)."""
 
 
 class FewRanks:
-    """A search for the best hosts.
+    """A search for the copies of busy experts that make the largest time of a rank smallest.
 
-    loads, owners, nodes: as in `pmoe.planner.copies.plan_copies`.
+    loads: rows of each expert, from all ranks together.
+    owners: rank of each expert's parameters.
+    nodes: node of each rank.
     per_rank: the most copies that a rank hosts.
-    near, far: price of a copy on the node of its owner, and on another node.
-    present: copies that are there already, whose price is 0.
+    near, far: price of a copy on the node of its owner, and on another node, in rows.
+    present: copies that ranks have from an earlier call. Their price is 0.
     """
 
     num_ranks: int
@@ -82,10 +87,10 @@ class FewRanks:
         ]
 
     def best(self, start: Pairs, enough: int) -> Pairs:
-        """Returns the best copies that were found.
+        """Returns the copies with the smallest largest time of a rank that were found.
 
-        start: the copies with which the search begins, if it does not look at all choices.
-        enough: a time that is short enough to end the search.
+        start: copies that another search found. The result is at least as good.
+        enough: a time, in rows, that is short enough to end the search.
         """
         sizes = range(self.per_rank + 1)
         if math.prod(sum(math.comb(len(pairs), k) for k in sizes) for pairs in self.options) <= MOST_CHOICES:
@@ -101,7 +106,7 @@ class FewRanks:
         return min(ends, key=self.smallest_time)
 
     def _fitting(self) -> Pairs:
-        """Returns the present copies that fit on their ranks, the busiest experts first."""
+        """Returns the present copies of the busiest experts, at most ``per_rank`` on each rank."""
         return frozenset(
             pair
             for options in self.options
@@ -109,9 +114,12 @@ class FewRanks:
         )
 
     def _climb(self, start: Pairs, enough: int) -> Pairs:
-        """Returns the copies that changes of one copy lead to, each of which saves time.
+        """Improves copies by changes of one copy each, while a change saves time, and returns the result.
 
-        start, enough: as in `best`.
+        At most `MOST_STEPS` changes are examined.
+
+        start: the copies to begin with.
+        enough: a time, in rows, that is short enough to end the search.
         """
         best = start
         time = self.smallest_time(start)
@@ -126,7 +134,7 @@ class FewRanks:
         return best
 
     def _neighbours(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Yields choices of hosts in which one copy is removed, added, or replaced by another."""
+        """Yields all choices of copies that differ from ``pairs`` by one copy removed, added or replaced."""
         for pair in sorted(pairs):
             yield pairs - {pair}
         for rank, options in enumerate(self.options):
@@ -141,14 +149,15 @@ class FewRanks:
                         yield pairs - {other} | {pair}
 
     def smallest_time(self, pairs: Pairs) -> int:
-        """Returns the largest time of a rank, if rows are divided among these hosts in the best way."""
+        """Returns the largest time of a rank, in rows, with these copies and the best division of rows."""
         work, _, _ = self._work(pairs)
         return max(-(-work[ranks] // ranks.bit_count()) for ranks in range(1, len(work)))
 
     def _work(self, pairs: Pairs) -> tuple[list[int], dict[int, int], list[int]]:
-        """Returns the work that must be done in each set of ranks, the hosts of experts, and ranks' prices.
+        """Returns (work of each set of ranks, hosts of each expert with copies, prices of each rank).
 
-        The work counts rows, and prices as rows. Hosts are sets of ranks, only of experts with copies.
+        The work of a set is the rows that must be computed by its ranks, because all hosts of their experts
+        are in the set, and the prices that its ranks pay, in rows. The hosts of an expert are a set of ranks.
         """
         hosts: dict[int, int] = {}
         sent: dict[int, int] = {}
@@ -177,9 +186,9 @@ class FewRanks:
     def moves(self, pairs: Pairs) -> tuple[list[tuple[int, int, int]], int]:
         """Returns the rows of each copy, as (expert, rank, rows), and the largest time of a rank.
 
-        Copies get rows one after another, each as many as leave the other rows a place: at most the least
-        spare time of the sets of ranks that have the copy's rank but not all hosts of its expert. Copies
-        without rows are left out.
+        Copies get rows one after another. Each copy gets as many rows as possible without exceeding the
+        largest time elsewhere: at most the least spare time of all sets of ranks that contain the copy's rank
+        but not all hosts of its expert. Copies without rows are left out.
         """
         time = self.smallest_time(pairs)
         work, hosts, _ = self._work(pairs)

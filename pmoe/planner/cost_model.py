@@ -158,12 +158,12 @@ def lane_seconds(
         communicate    q2 b M element_size * travelling   * beta of a message (per byte)
         copy           q3 b M element_size                * beta of the slower copy direction (per byte)
 
-    Each number is the time that its work takes if nothing else runs. `slowest_lane` adds how the three slow
-    each other. q1, q2 and q3 are units of work (`workload`). The betas are the slopes of the profile's lines.
-    The alphas, the fixed times of a task, are left out, because tasks are assumed to be large.
+    Each number is the time that this work takes if nothing else runs. `slowest_lane` then computes how the
+    three slow each other. q1, q2 and q3 are units of work (`workload`). The betas are the slopes of the
+    profile's lines. The alphas, the fixed times of a task, are left out: tasks are assumed to be large.
 
     The paper's short form of the equation leaves out the sizes of the units, although a unit of compute is H
-    times as large as those of the other lanes. This function keeps them.
+    times as large as a unit of all-to-alls or copies. This function includes the sizes.
 
     restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
         between the passes.
@@ -190,8 +190,8 @@ def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
 
     The lanes (computation, communication, copies) start together. They slow each other only while they are
     busy, so a short copy does not slow work that runs after the copy. The paper instead divides the seconds
-    of a lane by its speed beside the others (sigma, mu or eta) for the whole pass. In its third term, it
-    prints mu where eta is meant.
+    of a lane by its speed while the other lanes run (sigma, mu or eta), for the whole pass. The third term of
+    the printed equation has mu where eta is meant.
 
     alone: seconds of each lane if nothing else runs, from `lane_seconds`.
     interference: speeds of lanes while several are busy.
@@ -225,9 +225,9 @@ def cheapest_pair(
 
     A restore pair says what is kept, offloaded or made again between the passes. Many pairs take equally
     long, because Eq. 10 counts only the slowest of computation, communication and copies. Among equal pairs,
-    the one with the least work of all three together is taken, since the other work still costs time while
-    the pipeline fills and empties. If pairs are still equal, the first in ``pairs`` is taken, so that all
-    ranks take the same pair.
+    the one with the least work of all three together is taken, because the work of the two faster lanes still
+    costs time while the pipeline fills and empties. If pairs are still equal, the first in ``pairs`` is
+    taken, so that all ranks take the same pair.
 
     num_tokens: tokens of this rank, evenly routed.
     pairs: restore pairs to choose from.
@@ -240,7 +240,7 @@ def cheapest_pair(
 def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> list[LaneSeconds]:
     """Returns the seconds of computation, communication and copies of the forward and the backward pass.
 
-    Each number is the time that its work takes if nothing else runs.
+    Each number is the time that this work takes if nothing else runs.
 
     num_tokens: tokens of this rank, evenly routed.
     restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again

@@ -66,8 +66,8 @@ def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fi
     """Returns the line with alpha >= 0 and beta >= 0 that fits measurements best, by least squares.
 
     If a size was measured several times, only the median of its seconds is used, so that an interruption does
-    not move the line. Where least squares would give a negative alpha, the result goes through the origin.
-    Where they would give a negative beta, the result is flat, at the mean.
+    not move the line. If the best line has a negative alpha, the result is a line through the origin. If the
+    best line has a negative beta, the result is flat, at the mean.
 
         r_squared = max(0, 1 - sum (seconds - line(size))^2 / sum (seconds - mean)^2)
 
@@ -241,7 +241,8 @@ class GeneralizedLayer:
         """Seconds of the longest all-reduce that can run beside the MoE part without making it slower.
 
         The MoE part has the number of chunks that is fastest without an all-reduce. If several numbers are
-        equally fast, the one that hides most counts. FSMoE calls the result t_olp,moe.
+        equally fast, the number that can hide the longest all-reduce is used. FSMoE calls the result
+        t_olp,moe.
         """
         shortest = self.best(0.0).alone
         return max(option.alone - option.beside for option in self.degrees if option.alone <= shortest)

@@ -11,7 +11,7 @@ from pmoe.arguments import MOST
 from pmoe.schedule.restore import Restore
 
 DEGREES = (1, 2, 4, 8, 16)
-"""Numbers of chunks that pipeline=True chooses from. Each divides the next."""
+"""Numbers of chunks that pipeline=True chooses from. Each number divides the next."""
 
 MAX_DEGREE = 16
 """The largest number of chunks that FSMoE's solver considers."""
@@ -25,7 +25,8 @@ MAX_COMMON = 256
 TRIED = (1, 8)
 """Two numbers of chunks that pipeline="solve" measures by trials.
 
-The difference of their seconds gives the fixed cost of a chunk. The first call counts its rows for them."""
+The difference of the two measured times gives the fixed cost of a chunk. The first call counts its rows for
+both numbers, so that the trials can run."""
 
 SolveName = Literal["solve"]
 SOLVE: SolveName = "solve"
@@ -100,7 +101,7 @@ class Choice:
 
     @property
     def rearranged(self) -> bool:
-        """Whether the backward pass has another number of chunks than the forward pass."""
+        """Whether the backward pass has a different number of chunks than the forward pass."""
         return self.forward != self.backward
 
 
@@ -111,8 +112,8 @@ def solver_pairs(
 
     Pairs with fewer chunks in both passes together come first.
 
-    Rows are counted in bins, of which the chunks of both passes consist. So the least common multiple of n
-    and m may be at most ``most_bins``. Pairs with n = m are always allowed.
+    Rows are counted in bins, equal parts of the batch, and the chunks of both passes consist of whole bins.
+    So the least common multiple of n and m may be at most ``most_bins``. Pairs with n = m are always allowed.
 
     most_bins: the largest number of bins.
     same_chunks: whether m must equal n.

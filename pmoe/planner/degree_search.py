@@ -107,8 +107,8 @@ class ScheduleOptions:
     restore: whether the experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
         between the passes, if the layer has ring slots (reused buffers); else None. Copies from and to the
         host count as free.
-    stays: fraction of the rows whose experts are on their own rank. They are computed while other rows
-        travel.
+    stays: fraction of the rows whose experts are on their own rank. These rows are computed while the other
+        rows are sent.
     rearranged: whether backward has another number of chunks than forward, so that tensors that forward kept
         are copied to backward's chunks. Needs ring slots.
     """
@@ -148,8 +148,8 @@ def stage_seconds(
     apart = options.wgrad_share if is_backward else 0.0
     pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
     travelling = (1 - options.stays) / n
-    # Rows that stay are cut into pieces. Every piece but the first has the rows of one chunk; the first has
-    # all others.
+    # Rows that stay are cut into pieces. The first piece has the rows of several chunks, every later piece
+    # those of one chunk.
     first = options.stays * (1 - (pieces - 1) / n)
     other = options.stays / n
     sends_again = options.restore is not None and options.restore.dispatched == "communicate"
@@ -243,8 +243,8 @@ def best_degree(
 ) -> int:
     """Returns the number of chunks that is fastest by simulation of the engine's schedule.
 
-    Every allowed number is simulated, so none is missed: with ring slots, the seconds by number of chunks may
-    have several valleys. Of equally fast numbers it takes the lowest.
+    Every allowed number is simulated, because the seconds may rise and fall several times as the number of
+    chunks grows (with ring slots). Of equally fast numbers, the lowest is returned.
 
     costs: seconds of the layer's stages.
     options: direction and form of the schedule.

@@ -1,19 +1,19 @@
 """Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with few trials.
 
-Each trial costs a training step. So only those n are tried that can be the fastest, by earlier results: the
-`GranularityTable` has ranges of B with the fastest n of each.
+Each trial costs a training step. So only those n are tried that may be the fastest by earlier results. The
+results are in a `GranularityTable`, which has ranges of B, each with its fastest n. The n to try for a B are:
 
-    between two ranges       the n of both, and those between them (n never falls as B grows)
-    beyond all ranges        the n of the nearest range, one step less and one step more
-    without any range        every n
+    B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
+    B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
+    no range yet             every n
 
 With a profile (measured rates of the machine), only those of these n are tried that are predicted to take at
-most NEAR times the seconds of the fastest n. More are tried if the measurements ask for it:
+most NEAR times the seconds of the fastest n. Then further n are tried in these cases:
 
-    beyond the outermost n   if the smallest or largest n is clearly faster than its neighbour: the next n may
-                             be faster still
-    n apart in each pass     if forward is fastest with another n than backward
-    all that were left out   if measured and predicted seconds are far apart
+    the measurements show                                  further n
+    the smallest or largest n is faster than the others    the next n beyond it
+    forward is fastest with another n than backward        this pair of n, one for each pass
+    measured and predicted seconds are far apart           all n that were left out by the prediction
 
 Letters: B tokens of a batch, n the number of chunks.
 """
@@ -41,7 +41,8 @@ WRONG = 2.0
 Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with the given degrees, in at most the given number of timed rounds.
 
-Its result may lack degrees that cannot run, and may have others that it measured besides."""
+The result has no entry for degrees that cannot run. It may have entries for further degrees that the function
+measured."""
 
 
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
@@ -60,10 +61,10 @@ def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
 
 
 def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, PassTimes]) -> bool:
-    """Whether any measured step takes more than WRONG times the predicted seconds, or less than 1 / WRONG.
+    """Returns whether any measured and predicted seconds of a step differ by more than a factor of WRONG.
 
-    In this case the predictions are wrong, because the profile (measured rates) is of another machine or
-    because routing is skewed. They are then not used to select the numbers of chunks to try.
+    If they do, the predictions are wrong, because the profile (measured rates) is from a different machine,
+    or because routing is skewed. The caller then does not use the predictions.
 
     predicted: predicted seconds of a step by number of chunks, equal in both passes.
     times: measured times of a step by degrees (numbers of chunks of both passes).
@@ -113,7 +114,7 @@ def further_degrees(
     """Returns degrees (numbers of chunks of both passes) to try next, because measurements suggest them.
 
     If the smallest or largest n that was tried is the fastest, the next n beyond it is suggested. If forward
-    is fastest with another n than backward, this pair of numbers is suggested.
+    and backward are fastest with different n, the pair of both n is suggested.
 
     times: measured times of a step by degrees.
     numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.
@@ -155,14 +156,15 @@ def times_by_trials(
 
     The first degrees to try follow from the table and from predictions, further ones from the measurements.
     The speed of a machine drifts. So when further degrees are measured, the fastest degrees so far are
-    measured once more, and the new seconds are multiplied by (its earlier seconds) / (its new seconds).
+    measured again with them. The seconds of the further degrees are multiplied by (earlier seconds) / (new
+    seconds) of those fastest degrees.
 
     table: results of earlier measurements.
     B: number of tokens of the batch.
     numbers: the numbers of chunks that may be chosen, in rising order.
     measure: measures steps with given degrees.
-    predicted: predicted seconds of a step by n; None if nothing is predicted. If the measurements contradict
-        them, they are not used.
+    predicted: predicted seconds of a step by n; None if nothing is predicted. The predictions are ignored as
+        soon as measurements contradict them (`is_contradicted`).
     apart: whether forward and backward may have different n.
 
     The result is empty if no degrees can run.
@@ -179,7 +181,7 @@ def times_by_trials(
                 *degrees_to_try(table, B, numbers, predicted),
                 *further_degrees(times, () if lies_between else numbers, predicted, apart=apart),
             ]
-        else:  # none of them could run, so the others are better than none
+        else:  # no degrees that were asked for could run, so all others are tried
             further = [PassDegrees(n, n) for n in numbers]
         further = [
             degrees for degrees in dict.fromkeys(further) if degrees not in asked and degrees not in times

@@ -113,7 +113,7 @@ def scatter_figure(points: Sequence[Point], title: str, budget: int | None = Non
         )
         axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
         axis.scatter([], [], s=130, color=colour, label=group)
-    # Each marker has a layer of its own, so that a later marker also covers the labels of those before it.
+    # Each marker has a layer of its own, so that a later marker also covers the labels of earlier markers.
     on_marker: Any = {"ha": "center", "va": "center", "size": TEXT_SIZE, "color": LIGHT["paper"]}
     for layer, point in enumerate(sorted(points, key=lambda point: point.chosen), start=2):
         edge, size = (LIGHT["ink"], 480) if point.chosen else (LIGHT["paper"], 330)

@@ -5,7 +5,8 @@ can also hide beside experts, while all-to-alls leave the link between nodes idl
 
 - Step 1 places gradients wherever their all-reduce costs no time.
 - Step 2 (`evolve`) places some of the other gradients beside MoE parts. This makes an MoE part slower, but
-  costs less time than an all-reduce at the end. The MoE part may use another number of chunks than alone.
+  costs less time than an all-reduce at the end. The MoE part may then use a different number of chunks than
+  without an all-reduce.
 - All other gradients are all-reduced at the end.
 
     backward     | dense 0 | MoE 0 | dense 1 | MoE 1 | ... | end
@@ -61,8 +62,8 @@ class Partition:
 def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int = 0) -> Partition:
     """Returns when to all-reduce all gradients, by the two steps of FSMoE's Section 5.
 
-    Step 1 places gradients where their all-reduce costs no time. Step 2 places others beside MoE parts, where
-    they cost less than at the end.
+    Step 1 places gradients where their all-reduce costs no time. Step 2 places some of the remaining
+    gradients beside MoE parts, where their all-reduce costs less time than at the end.
 
     Args:
         layers: in the order of backward.
@@ -70,7 +71,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
         ready_bytes: bytes of gradients that are ready before the backward pass of the first layer in
             ``layers``, such as those of the model's head.
 
-    With dozens of layers it takes a tenth of a second.
+    With dozens of layers the function takes a tenth of a second.
 
     Example: one layer, 1000 bytes ready, 1 s per byte, 300 s in the dense part, no idle time of the link
     beside its experts -> 300 bytes beside the dense part, 700 at the end.
@@ -89,8 +90,8 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
         moe.append(min(ready - placed, bytes_within(all_reduce, layer.hidden_seconds)))
         placed += moe[-1]
         spare.append(ready - placed)
-    # Bytes that a layer takes are missing in all later layers. So it may take only as many as each later
-    # layer can spare.
+    # Bytes that a layer takes are missing in all later layers. So a layer may take only as many bytes as each
+    # later layer can spare.
     rooms = [min(spare[at:]) for at in range(len(spare))]
     nothing = [0] * len(layers)
     filled = ExposedSeconds(layers, all_reduce, dense, moe, sum(sources))
@@ -150,8 +151,8 @@ class ExposedSeconds:
         end_bytes = self.remaining_bytes(extra)
         last = self.layers[-1]
         joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + end_bytes) - last.dense_seconds
-        # The bytes that are left join the all-reduce beside the last dense part if that is faster. They
-        # cannot if the last layer makes gradients itself, because these are ready only after its backward.
+        # The bytes that are left join the all-reduce beside the last dense part if that is faster. This is
+        # impossible if the last layer makes gradients itself, which are ready only after its backward pass.
         if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, end_bytes):
             return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + end_bytes)], 0
         return shares, end_bytes
@@ -210,14 +211,14 @@ class ExposedSeconds:
 def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     """Finds the extra gradient bytes to reduce beside each MoE part, by differential evolution.
 
-    Extra bytes come on top of those that cost no time beside the part. The evolution looks for those that add
-    the fewest seconds to the backward pass. It is scipy's; FSMoE uses the same method. A candidate has one
-    number from 0 to 1 for each layer: the fraction that the layer takes of the bytes that earlier layers left
-    to it. So every candidate is valid.
+    Extra bytes come on top of the bytes that cost no time beside the part. The evolution minimizes the
+    seconds that all extra bytes add to the backward pass. It is scipy's; FSMoE uses the same method. A
+    candidate has one number from 0 to 1 for each layer: the fraction that the layer takes of the bytes that
+    earlier layers left to it. So every candidate is valid.
 
-    The added seconds are not smooth: as a layer takes more bytes, they stay equal up to some number of bytes
-    and rise from there. An evolution comes near that number but does not hit it. So these numbers are tried
-    at last, layer by layer (`_polished`).
+    The added seconds are not smooth: as a layer takes more bytes, the seconds stay equal up to some number of
+    bytes, and rise from there. The evolution comes near that number but does not hit it. So a last step tries
+    exactly these numbers of bytes, layer by layer (`_polished`).
 
     problem: computes the seconds that candidates add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.

@@ -1,12 +1,13 @@
 """The granularity search: remembers which numbers of chunks trials found fastest for a batch of B tokens.
 
-It is MPipeMoE's Algorithm 1, for machines on which equal runs take different times. A trial costs whole
-training steps, and B changes from step to step, so only a few values of B can be measured. The paper assumes
-that the best n never falls as B grows. If two values of B have the same best n, so has every B between them.
+The search is MPipeMoE's Algorithm 1, for machines on which equal runs take different times. A trial costs
+whole training steps, and B changes from step to step, so only a few values of B can be measured. The paper
+assumes that the best n never falls as B grows. So if two values of B have the same best n, every B between
+them has the same best n, too.
 A layer looks B up in a `GranularityTable`, and runs trials only if the table has no answer (the paper's
 searchBestGran, here `pmoe.choose.search.search`).
 
-What is added to the paper's lines, because measured seconds are noisy:
+Five things are added to the paper's algorithm, because measured seconds are noisy:
 
     B           is rounded to a few percent (`rounded`), so that similar batches share an entry
     a range     of values of B keeps every n that is close to the fastest n in all measurements of the range,
@@ -14,7 +15,7 @@ What is added to the paper's lines, because measured seconds are noisy:
     merging     two neighbouring ranges become one if some n is close to the fastest in both
     hypothesis  if n falls as B grows, the two ranges are merged too, unless the measurements contradict each
                 other by more than CONTRADICTED standard errors
-    margin      a new range reaches beyond its B as far as no other n can have become faster
+    margin      a new range reaches beyond its B, as far as no other n can be faster than the range's n
 
 Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file has a pair of
 numbers, one for each pass. The hypothesis is used for each pass by itself: a pair grows with B if neither
@@ -50,7 +51,7 @@ REACH = 1.25
 def rounded(B: int) -> int:
     """Returns the entry of a batch of B tokens: B rounded to the nearest number of `BITS` binary digits.
 
-    It uses integers only, so that all ranks get the same entry.
+    The function uses integers only, so that all ranks get the same entry.
 
     Example: 4000 -> 3968, 4097 -> 4096. Numbers up to 32 are their own entries.
     """
@@ -82,18 +83,19 @@ class PassDegrees:
         return self.forward == self.backward
 
     def falls_to(self, other: PassDegrees) -> bool:
-        """Whether either pass of ``other`` has fewer chunks."""
+        """Whether ``other`` has fewer chunks than this pair in either pass."""
         return other.forward < self.forward or other.backward < self.backward
 
 
 @dataclass(frozen=True)
 class Excess:
-    """Differences between the seconds of some degrees and of the fastest ones, in a range's measurements.
+    """How much slower some degrees were than the fastest degrees, in the measurements of a range.
 
-    Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens.
+    Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens. The excess
+    of one measurement is seconds / (seconds of the fastest degrees) - 1.
 
-    total: sum of (seconds / seconds of the fastest degrees - 1) over the measurements.
-    worst: the largest of these differences, divided by its standard error.
+    total: sum of the excess over the measurements of the range.
+    worst: the largest (excess / its standard error) of any measurement.
     """
 
     total: float
@@ -108,8 +110,9 @@ class BatchRange:
 
     lower, upper: the smallest and the largest B of the range.
     measured: number of values of B in the range that were measured.
-    excess: by degrees, how much slower they were than the fastest degrees. Degrees are left out if they were
-        not tried in some measurement of the range, or were slower by more than CONTRADICTED standard errors.
+    excess: by degrees, how much slower these were than the fastest degrees. Degrees are left out if any
+        measurement of the range did not try them, or found them slower by more than CONTRADICTED standard
+        errors.
     """
 
     lower: int
@@ -119,17 +122,18 @@ class BatchRange:
 
     @property
     def degrees(self) -> PassDegrees:
-        """The degrees (numbers of chunks) of this range: those that were slower by the smallest sum.
+        """The degrees (numbers of chunks of both passes) that batches in this range should use.
 
-        The sum is that over all measurements (`Excess.total`). If sums are equal, the degrees with fewer
+        These are the degrees with the smallest `Excess.total`: the sum, over all measurements of the range,
+        of how much slower they were than the fastest degrees. If sums are equal, the degrees with fewer
         chunks are taken.
         """
         return min(self.excess, key=lambda d: (self.excess[d].total, d.forward + d.backward, d))
 
     def joined(self, other: BatchRange) -> BatchRange:
-        """Returns one range that covers this range, another one, and all B (numbers of tokens) between them.
+        """Returns one range that covers this range, ``other``, and all B (numbers of tokens) between them.
 
-        It keeps the degrees that both ranges have.
+        The joined range keeps the degrees that both ranges have.
         """
         excess = {
             degrees: Excess(own.total + theirs.total, max(own.worst, theirs.worst))
@@ -140,12 +144,12 @@ class BatchRange:
         return BatchRange(lower, max(self.upper, other.upper), self.measured + other.measured, excess)
 
     def joins(self, other: BatchRange) -> bool:
-        """Whether this range and a neighbour can be merged into one.
+        """Returns whether this range and a neighbouring range can be merged into one.
 
-        They can if both have the same degrees (numbers of chunks), or if some degrees are as fast as the
-        fastest in both, within `CLOSE` standard errors. The limit is wider, `CONTRADICTED` standard errors,
-        if the number of chunks falls as the number of tokens grows, because the paper assumes that it never
-        does.
+        Two ranges can be merged if they have the same degrees (numbers of chunks). They can also be merged if
+        some degrees are, in both ranges, at most `CLOSE` standard errors slower than the fastest degrees. The
+        limit is `CONTRADICTED` standard errors if the range with more tokens has fewer chunks, because the
+        paper assumes that the number of chunks never falls as the number of tokens grows.
         """
         below, above = sorted((self, other), key=lambda batch_range: batch_range.lower)
         if below.degrees == above.degrees:
@@ -194,14 +198,14 @@ class GranularityTable:
     def remember(self, B: int, degrees: PassDegrees) -> None:
         """Stores degrees (numbers of chunks) for batches of B tokens that were not measured.
 
-        They are forgotten at the next measurement, and are not written to files.
+        The stored degrees are forgotten at the next measurement, and are not written to files.
         """
         self.answers[rounded(B)] = degrees
 
     def neighbours(self, B: int) -> tuple[BatchRange | None, BatchRange | None]:
         """Returns (last range that begins at or below B, first range that begins above B).
 
-        None stands for a range that does not exist. If B is in a range, this is the first of the two.
+        None stands for a range that does not exist. If B is in a range, that range is the first result.
 
         B: a number of tokens that is rounded, or the end of a range.
         """
@@ -248,7 +252,7 @@ class GranularityTable:
                 return new
 
             def loss(merger: tuple[BatchRange, BatchRange], alone: BatchRange = new) -> float:
-                """Returns the extra seconds of two ranges with the same degrees, relative to the fastest."""
+                """Returns how many relative seconds a merger adds, because both ranges then share degrees."""
                 merged, neighbour = merger
                 parts = sum(part.excess[part.degrees].total for part in (alone, neighbour))
                 return merged.excess[merged.degrees].total - parts
@@ -308,7 +312,7 @@ class GranularityTable:
     def from_points(cls, points: Mapping[int, set[PassDegrees]]) -> GranularityTable:
         """Returns a table made from the fastest degrees of measured B, without the seconds.
 
-        Files of older versions hold only these.
+        Files of older versions contain these degrees, but no seconds.
 
         points: the fastest degrees (numbers of chunks of both passes) by number of tokens B. Several degrees
             of one rounded B count as equally fast.

@@ -17,8 +17,8 @@ from pmoe.schedule.tasks import Kind, Task
 def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
     """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
-    A task with products takes time for its multiply-adds, and for reading its weights, which every chunk
-    reads again. Messages and copies take time for their bytes. Tasks that only move rows within the device
+    A task with products takes time for its multiply-adds and for reading its weights. Every chunk reads the
+    weights again. Messages and copies take time for their bytes. Tasks that only move rows within the device
     count as free, so they are not in the result.
 
     sizes: sizes of the layer.

@@ -23,7 +23,8 @@ class CallRows:
     slots: number of pairs of an input row and an expert to which it is sent; T * K in a plain layer.
     choices: the most experts to which one input row can be sent.
     spread: how input rows are made from tokens: "padded" copies tokens to a fixed number of rows for each
-        expert (its capacity), "mixed" computes weighted sums of tokens (SoftMoE); "" if they are the tokens.
+        expert (its capacity), "mixed" computes weighted sums of tokens (SoftMoE); "" if the input rows are
+        the tokens.
     """
 
     tokens: int
@@ -55,8 +56,8 @@ class LayerSizes:
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
-    shared_columns: like ``columns``, for the shared expert, which every token goes to; 0 without a shared
-        expert.
+    shared_columns: the same as ``columns`` for the shared expert, which computes every token; 0 without a
+        shared expert.
     shared_parameters: elements of the shared expert; 0 without a shared expert.
     """
 

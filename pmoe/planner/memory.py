@@ -114,7 +114,7 @@ def predict(
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
-    padded = call.spread == "padded"  # if backward sends padded rows again, it first makes them again
+    padded = call.spread == "padded"  # before backward sends padded rows again, it makes them again
     forward_work = _forward_work(sizes, call, forward, backward, forward_held) + inner_bytes * (1 + padded)
     backward_work = _backward_work(sizes, call, backward, backward_held)
     backward_work += inner_bytes * (1 + (padded and restore.dispatched == "communicate"))
@@ -369,7 +369,7 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     narrow = sizes.expert_parameters * sizes.element_size
     if sizes.element_size >= WIDE or additions < 2:
         return narrow
-    # Several additions in bfloat16 would lose bits: the sums are float32, and each is rounded at the end.
+    # Several additions in bfloat16 would lose bits. So the sums are float32, and are rounded at the end.
     return sizes.expert_parameters * WIDE + _largest_weight(sizes) * sizes.element_size
 
 
@@ -467,7 +467,8 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
 class BufferLifetimes:
     """Names of the buffers that a kind of task allocates, by how long they are needed.
 
-    It is used for passes without ring slots (reused buffers), in which each buffer has memory of its own.
+    The record is used for passes without ring slots (reused buffers), in which each buffer has memory of its
+    own.
 
     stay: needed until the pass ends, because a collective reads or writes them. The first name is the
         experts' result in the order in which rows arrived. It is allocated when the experts start, or after
@@ -501,8 +502,7 @@ MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
         Kind.LOCAL: BufferLifetimes(pending=("dT_M_L", "active_L", "dT_DO_L")),
     },
 }
-"""Buffers that each kind of task allocates, by direction. Kinds that are not listed allocate none that count.
-"""
+"""Buffers that each kind of task allocates, by direction. Kinds that are missing count as allocating none."""
 ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
 """Maps a kind of task to the kind that allocated its ``pending`` buffers. The key's task is their last user.
 """

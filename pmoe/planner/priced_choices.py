@@ -1,4 +1,4 @@
-"""Candidates: choices of n and the restore pair with predicted seconds and bytes, and the best of them.
+"""Candidates: choices of n and the restore pair with predicted seconds and bytes; returns the best one.
 
 Nothing runs in this file: sizes, schedules and a profile (measured rates) are enough. A layer asks for the
 fastest choice within its memory budget. It uses only numbers that all its ranks share, so all ranks choose
@@ -367,9 +367,9 @@ class Chooser:
                 replace(candidate, restore=Restore("communicate", candidate.restore.hidden))
                 for candidate in choices
             ]
-        # A choice that stays within the budget for more tokens also does for fewer. So the number of tokens
-        # is rounded up, and few numbers ever need a decision. If no choice is within the budget for the
-        # rounded number (None), one may be for the exact number.
+        # A choice that stays within the budget for more tokens also stays within it for fewer tokens. So the
+        # number of tokens is rounded up, and decisions are needed for few numbers only. If no choice is
+        # within the budget for the rounded number (None), one may be within it for the exact number.
         for tokens in (rounded_up(max_tokens), max_tokens):
             case = (sizes, tokens, tuple(choices))
             if case not in self._known:

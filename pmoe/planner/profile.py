@@ -17,7 +17,7 @@ Version 2 added ``operations``, version 3 ``num_nodes`` and ``link``.
 """
 
 GOOD_FIT = 0.9
-"""Smallest r_squared (coefficient of determination) of a line that describes its measurements well."""
+"""A line describes its measurements well if its r_squared (coefficient of determination) is at least this."""
 
 WIDTH = {"cpu": 512, "cuda": 4096}
 """Measured products have a weight of WIDTH x WIDTH elements. The key is the device type."""
@@ -75,9 +75,9 @@ class Identity:
     link: str = ""
 
     def difference(self, other: Identity) -> str:
-        """Returns in words the fields that differ from another identity, each with both values.
+        """Returns a text with the fields that differ between two identities, each with both values.
 
-        Versions are compared one by one. Example: "num_ranks 4, here 8".
+        Versions are compared one by one. If nothing differs, the text is "". Example: "num_ranks 4, here 8".
         """
         own_fields, other_fields = (
             asdict(identity) | asdict(identity.versions) for identity in (self, other)
@@ -100,15 +100,15 @@ class Operations:
     num_across: number of groups. All-to-alls and all-reduces run among one rank of each group.
     num_inside: number of ranks of a group, which split the hidden columns of each of their experts.
     gemm: a matrix product, by multiply-adds. An expert has several products.
-    all_to_all: by bytes that a rank sends to others, among num_across ranks, with equal splits.
-    all_gather, reduce_scatter: by bytes that a rank sends to others, among num_inside ranks: num_inside - 1
-        times the bytes of its input to an all-gather, or of its result of a reduce-scatter.
+    all_to_all: by bytes that a rank sends to other ranks, among num_across ranks, with equal splits.
+    all_gather, reduce_scatter: by bytes that a rank sends to other ranks, among num_inside ranks: num_inside
+        - 1 times the bytes of its input to an all-gather, or of its result of a reduce-scatter.
     all_reduce: by bytes of a tensor that num_across ranks add up, as they do with gradients.
     seconds: how long the measurement took.
-    exchanges: the same as ``all_to_all`` for other all-to-alls, such as hierarchical ones, by a name. Only
-        those that a layer asked for are measured. Older files have none.
+    exchanges: the same as ``all_to_all`` for all-to-alls that are not flat, such as hierarchical ones, by
+        name. Only those that a layer asked for are measured; {} in older files.
 
-    If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes too.
+    If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes is 0.
 
     Example: num_inside = 4, 1 MB of rows on each rank -> the all-gather and the reduce-scatter have size 3e6.
     """
@@ -135,7 +135,8 @@ class Profile(Identity):
     """Measured costs of a device and a group of ranks, with a record of what was measured (`Identity`).
 
     compute: seconds of a matrix product, by its number of multiply-adds.
-    message: seconds of an even all-to-all, by the bytes that a rank sends to others; 0 if num_ranks is 1.
+    message: seconds of an even all-to-all, by the bytes that a rank sends to other ranks; 0 if num_ranks is
+        1.
     copy_out: seconds of a copy from device to host, by its bytes.
     copy_in: seconds of a copy from host to device, by its bytes.
     interference: speeds of computation, communication and copies while they run at the same time.
@@ -157,7 +158,7 @@ class Profile(Identity):
 
     @property
     def slower_copy(self) -> LineCost:
-        """The line of the slower copy direction, to or from the host, for models with one number for both."""
+        """The cost of the slower copy direction (to or from the host), for models with only one copy cost."""
         return max(self.copy_out, self.copy_in, key=lambda line: line.beta_seconds)
 
     def __str__(self) -> str:

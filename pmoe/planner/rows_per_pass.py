@@ -63,7 +63,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     leaving = counts.sent_rows
     coming = counts.received_rows
     # One more row, of zeros, stands for choices without a row of their own: dropped choices, and choices
-    # that share the row of another choice.
+    # that share a row, because the token has several experts on the same rank.
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     if sizes.bypass_local:

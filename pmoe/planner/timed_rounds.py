@@ -87,12 +87,13 @@ class PassTimes:
     def resolution(self, other: PassTimes) -> float:
         """Returns the smallest relative difference to another choice's seconds that counts as real.
 
-        Smaller differences may come from noise. It is `CLEAR` times the standard error of the difference.
+        Smaller differences may come from noise. The result is `CLEAR` times the standard error of the
+        difference.
         """
         return CLEAR * self.standard_error(other)
 
     def is_slower_than(self, other: PassTimes) -> bool:
-        """Whether a step takes longer than with another choice, by more than noise (`resolution`)."""
+        """Whether a step with this choice takes longer than with ``other`` by more than `resolution`."""
         return self.step > other.step * (1 + self.resolution(other))
 
 
@@ -123,8 +124,8 @@ def timed_rounds(
 
     A choice is left out of later rounds
 
-    - if it takes more than FAR times the seconds of the fastest choice, in the first timed round and in the
-      round before, which is not timed otherwise;
+    - if it takes more than FAR times the seconds of the fastest choice, both in the first timed round and in
+      the warm-up round before (the warm-up round counts only for this rule and in `_timed`);
     - from the second timed round on, if it is slower than the fastest choice by more than noise explains
       (`PassTimes.resolution`).
 
@@ -132,9 +133,9 @@ def timed_rounds(
     ``most_rounds``. The fastest choice is timed at least twice.
 
     choices: the choices to measure, each once.
-    run_round: runs each of the given choices once. It returns the seconds of (forward, backward) of each, the
-        same on every rank. Infinite seconds say that a choice cannot run. This choice is not run again, and
-        the result does not have it.
+    run_round: runs each of the given choices once. It returns the seconds of (forward, backward) of each
+        choice, the same on every rank. Infinite seconds say that a choice cannot run. Such a choice is not
+        run again, and is left out of the result.
     most_rounds: largest number of timed rounds.
 
     Returns a dict in the order of ``choices``.
@@ -172,9 +173,9 @@ def _timed(
     """Returns the median seconds of each choice, and the noise of its runs.
 
     samples: for each choice, the (forward, backward) seconds of each timed run.
-    first_runs: for each choice, the (forward, backward) seconds of the run before the timed ones. It is used
-        only for a choice that was timed once: the lower median of two runs is the faster run, so a single run
-        that another process slowed does no harm.
+    first_runs: for each choice, the (forward, backward) seconds of the warm-up run. They are used only for a
+        choice that was timed once: the lower median of two runs is the faster run, so a single run that
+        another process slowed does no harm.
     """
     noise = relative_noise([[sum(passes) for passes in runs] for runs in samples.values()])
     times = {}

@@ -185,10 +185,10 @@ def _has_room(bar: Span, longest: float) -> bool:
 
 
 def _hatches(spans: Sequence[Span], longest: float) -> dict[str, str]:
-    """Returns a pattern for each kind of task of which some bar has no room for its name, by kind.
+    """Returns a fill pattern by kind of task, for the kinds with a bar that is too small for its name.
 
-    The bars differ by the pattern where a reader cannot tell the colours apart. Bars of a fused kernel have
-    no pattern, because they are too many and too small.
+    The pattern is for readers who cannot tell the colours apart. Bars of a fused kernel have no pattern,
+    because they are too many and too small.
 
     longest: end in seconds of the figure's last span.
     """

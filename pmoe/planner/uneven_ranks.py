@@ -1,12 +1,12 @@
-"""Predicted seconds of passes in which ranks have unlike numbers of rows: all ranks are simulated together.
+"""Predicted seconds of passes in which ranks compute different numbers of rows: simulates all ranks together.
 
-The other simulations of this folder show one rank among equal ones. Here each rank has tasks of its own on
-its compute lane. A collective is one task of all ranks: it starts when all ranks have reached it, and takes
-as long as its busiest rank needs. So the simulation shows how ranks wait for the one with most rows, and what
-copies of busy experts (`pmoe.planner.copies`) change.
+The other simulations of this folder simulate one rank, and assume that all ranks are equal. In this file each
+rank has its own tasks on its compute lane. A collective is one task of all ranks: it starts when all ranks
+have reached it, and takes as long as its busiest rank needs. So the simulation shows how ranks wait for the
+rank with most rows, and how much copies of busy experts (`pmoe.planner.copies`) help.
 
-Assumptions: every rank has as many tokens as the others, and sends each expert the same fraction of its rows.
-Rows that are gathered or summed on their rank cost nothing, and neither do routing weights. A broadcast of
+Assumptions: all ranks have equally many tokens, and send each expert the same fraction of their rows.
+Gathering and summing rows on their rank takes no time. Sending routing weights takes no time. A broadcast of
 weights is pipelined in pieces, so it takes as long as its busiest link.
 
 Letters: W ranks, n chunks, M = d_model.
@@ -31,7 +31,8 @@ class RankTask:
 
     task: the task of the schedule.
     rank: the rank; -1 for a collective.
-    name, lane, waits: as the simulator reads them, with the ranks' numbers.
+    name, lane, waits: name, lane and awaited tasks, for the simulator (`Timed`). If the task belongs to one
+        rank, its name and its lane end in "@" and the number of the rank.
     """
 
     task: Task
@@ -44,7 +45,7 @@ class RankTask:
 def tasks_of_ranks(schedule: Schedule, num_ranks: int) -> list[RankTask]:
     """Returns the tasks of all ranks together, which run the same schedule.
 
-    A collective waits for the tasks of all ranks that it waits for in the schedule.
+    If a collective waits for a task in the schedule, it waits for this task of every rank.
 
     Example: G0 and S0 on 2 ranks -> G0 of rank 0, G0 of rank 1, and one S0, which waits for both.
     """
@@ -72,9 +73,9 @@ class UnevenLayer:
 
     loads: rows of each expert, from all ranks together. Experts are spread over the ranks in order.
     row_bytes: bytes of a row that travels: M times the bytes of an element.
-    multiply_adds: multiply-adds of a row in the forward pass. The gradients of the rows take as many,
-        and those of the parameters too.
-    expert_bytes: bytes of one expert's parameters. Its gradients have as many.
+    multiply_adds: multiply-adds of a row in the forward pass. The gradients of the rows take as many, and the
+        gradients of the parameters take as many again.
+    expert_bytes: bytes of one expert's parameters. The gradients of an expert have as many bytes.
     """
 
     loads: Sequence[int]
@@ -93,10 +94,10 @@ def nodes_of(cluster: Cluster) -> list[int]:
 
 
 def copy_prices(layer: UnevenLayer, cluster: Cluster, *, trains: bool) -> tuple[int, int]:
-    """Returns the prices of a copy on the own node and on another node, in rows, rounded up.
+    """Returns (price of a copy on its owner's node, price on a different node), in rows, rounded up.
 
-    A copy's weights are sent once, and its gradients once if the layer is trained. A row is priced by its
-    products, or by its messages if these take longer.
+    The price is the time to send the copy's weights, and also its gradients if the layer is trained, divided
+    by the time of one row. The time of a row is that of its products, or of its messages if these are slower.
 
     trains: whether a backward pass follows.
     """
@@ -114,10 +115,12 @@ def copy_prices(layer: UnevenLayer, cluster: Cluster, *, trains: bool) -> tuple[
 def uneven_pass_seconds(
     layer: UnevenLayer, cluster: Cluster, n: int, direction: str, plan: CopyPlan | None = None
 ) -> float:
-    """Returns the simulated seconds of a pass of n chunks. Buffers are not shared, and copies are kept.
+    """Returns the simulated seconds of a pass of n chunks, from its start until all ranks have finished.
+
+    Chunks do not share buffers (no ring slots), and copies stay on their ranks between the passes.
 
     direction: "forward" or "backward".
-    plan: copies of busy experts; None for none.
+    plan: copies of busy experts; None if no expert has copies.
     """
     stages = Stages(local=True, remote=True, copies="keep" if plan is not None and plan.hosts else None)
     schedule = forward_schedule(n, stages) if direction == "forward" else backward_schedule(n, stages)
@@ -131,7 +134,10 @@ def _task_costs(
 ) -> Callable[[RankTask], float]:
     """Returns a function that gives the seconds of a task in a pass of n chunks.
 
-    Rows for a copy on the tokens' own rank are computed with the received ones, but cross no link.
+    If a rank hosts a copy, the rows of its own tokens for the copy are not sent, but are computed together
+    with the received rows.
+
+    plan: copies of busy experts; None if no expert has copies.
     """
     num_ranks = cluster.num_ranks
     own_rows, copy_rows = _rows(layer, num_ranks, plan)
@@ -163,7 +169,7 @@ def _task_costs(
 
 
 def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan | None) -> tuple[list[int], list[int]]:
-    """Returns the rows that each rank's own experts compute, and those that its copies compute."""
+    """Returns the numbers of rows that each rank's own experts compute, and that its copies compute."""
     own_rows = [0] * num_ranks
     copy_rows = [0] * num_ranks
     for expert, (load, owner) in enumerate(zip(layer.loads, layer.owners(num_ranks), strict=True)):
@@ -177,7 +183,8 @@ def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan | None) -> tuple[li
 def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int) -> float:
     """Returns the seconds of one chunk's all-to-all, dispatch or combine.
 
-    rows: rows that each rank computes, from all ranks. Each rank sent the same part of them.
+    rows: for each rank, the rows that its experts and copies compute in the whole pass. Each of the W ranks
+        sends 1 / W of these rows.
     """
     num_ranks = cluster.num_ranks
     local = cluster.ranks_per_machine
@@ -199,9 +206,10 @@ def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int)
 
 
 def _broadcast(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan | None) -> float:
-    """Returns the seconds in which the weights of all copies travel, or their gradients come home.
+    """Returns the seconds to send the weights of all copies to their hosts, or their gradients back.
 
-    A rank receives its copies, and sends each of its own experts that have copies once on each link.
+    A rank receives its copies. It sends each of its own experts that has copies once on each link that leads
+    to a host.
     """
     nodes = nodes_of(cluster)
     received: Counter[tuple[int, bool]] = Counter()

@@ -132,8 +132,8 @@ def _choices_of_stage(
 
     Normally the next stage tries the first `STAGE` choices of ``remaining``. There are two exceptions:
 
-    - If the last choice of ``remaining`` needs at most `ALIKE` times the memory of the `STAGE`-th choice, the
-      stage tries all of ``remaining``.
+    - If the last choice of ``remaining`` needs at most 8 % more memory than the `STAGE`-th choice, the stage
+      tries all of ``remaining``.
     - If fewer than `MIN_TOKENS` tokens of the `STAGE`-th choice fit into the allowed memory, the stage tries
       only the first two choices.
 
@@ -154,9 +154,9 @@ def measure_in_little_memory(
 ) -> dict[Choice, PassTimes]:
     """Returns the seconds of the whole batch with each choice, measured in little memory. Collective.
 
-    The layer may take another choice in the end, even the one that needs the least memory. So trials run on
-    the first tokens of the batch: as many as fit into the memory of the layer's smallest step, the one for
-    which the fewest bytes are predicted. With a memory budget they run on the whole batch, because every
+    Any choice may turn out to be the fastest, even the choice that needs the least memory. So trials run on
+    the first tokens of the batch: as many as fit into the memory of the layer's smallest step, the step for
+    which the fewest bytes are predicted. With a memory budget, trials run on the whole batch, because every
     choice within the budget may run on the whole batch anyway.
 
     batch: the routed batch.
@@ -193,7 +193,7 @@ def _measure_part(
     """Returns the seconds of trials on the first tokens; None for fewer than `MIN_TOKENS` tokens. Collective.
 
     share: the fraction of the batch's tokens on which trials run.
-    allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
+    allowed: bytes that trials may take: the predicted peak of a step that needs no more than later steps.
 
     `measure_in_little_memory` explains the other arguments.
     """
@@ -215,7 +215,7 @@ def _part_with_room(
     choices: the choices that run on the first tokens.
     share: the fraction of the tokens that would fit if the peak were proportional to the number of tokens. If
         it is 1, the whole batch is returned.
-    allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
+    allowed: bytes that trials may take: the predicted peak of a step that needs no more than later steps.
     """
     if share == 1.0:
         return share, batch
@@ -294,7 +294,8 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 
     parts: the trials, in the order in which they ran. The first choice of each part but the first was tried
         in an earlier part, too. The machine may have become faster or slower in between, so the seconds from
-        earlier parts are multiplied by (seconds of this choice now) / (its seconds before).
+        earlier parts are multiplied by (seconds of this choice on this part) / (earlier seconds of it), both
+        for the whole batch.
     """
     times: dict[Choice, PassTimes] = {}
     for number, part in enumerate(parts, 1):
@@ -357,8 +358,8 @@ def _of_whole(
 def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
     """Computes the seconds that each chunk adds to a pass even if it is small.
 
-    The result is the factor ``chunk`` of a formula that is fitted to the trials. It gives the seconds of a
-    pass in n chunks on a share s of the tokens:
+    The result is the factor ``chunk`` of a formula that is fitted to the trials. The formula gives the
+    seconds of a pass in n chunks on a share s of the tokens:
 
         seconds = s * rows + chunk * n + s * filling / n         (rows, chunk, filling >= 0)
 
@@ -395,7 +396,7 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
 
     batch: the routed batch.
     peak: the predicted peak in bytes with all tokens, the largest of all choices that will be tried.
-    allowed: the predicted peak in bytes of a step of the layer that is known to be allowed.
+    allowed: bytes that trials may take: the predicted peak of a step that needs no more than later steps.
     """
     allowed -= _output_bytes(batch)
     if peak <= ALIKE * allowed:

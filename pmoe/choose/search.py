@@ -88,7 +88,7 @@ def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> Pa
     """Returns the given numbers of chunks, or larger ones if a rank has too little memory. Collective.
 
     More chunks need less memory. The memory of the predicted peak is allocated on all ranks and freed again,
-    so that the step itself does not run out of memory on one rank while the others wait for it.
+    so that the step itself does not run out of memory on one rank while the other ranks wait for that rank.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -307,7 +307,7 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
     tables: for each dtype of rows, the fastest numbers of chunks by tokens.
     path: the file.
     key: everything that changes the seconds of trials, such as the device, the ranks and the options
-        (`key_of_degrees`). `load_degrees` refuses the file for a layer with another key.
+        (`key_of_degrees`). `load_degrees` refuses the file for a layer with a different key.
 
     Raises OSError if the file cannot be written, and TypeError if JSON cannot hold the key.
     """
@@ -446,8 +446,8 @@ class LearnedDegrees:
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
-    with_room: the numbers of chunks whose memory was tested on all ranks, by (dtype of the rows, rounded
-        number of tokens, restore pair, numbers of chunks of the table).
+    with_room: the numbers of chunks for which all ranks were found to have enough memory, by (dtype of the
+        rows, rounded number of tokens, restore pair, numbers of chunks that the table gave).
     """
 
     key: Mapping[str, Any]
@@ -548,7 +548,7 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 
     path: the file in the present format (`stored_path`); None if $PMOE_CACHE is not set. If this file does
         not exist but $PMOE_CACHE has a file of format version 2 with the same key, that file is read.
-    key: everything that changes the seconds of trials (`key_of_degrees`). A file with another key is not
+    key: everything that changes the seconds of trials (`key_of_degrees`). A file with a different key is not
         used.
     candidates: numbers of chunks that the file may contain.
     """

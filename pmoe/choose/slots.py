@@ -19,7 +19,7 @@ from pmoe.warn import warn_once
 def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    It is called only for layers with `LayerModules.limits_rows`. There are two limits:
+    Only layers with `LayerModules.limits_rows` need limits. There are two limits:
 
     - A chunk must fit into a ring slot, a buffer of fixed size that chunks share. If a chunk does not fit on
       every rank, all ranks cut the batch into more chunks.

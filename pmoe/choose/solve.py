@@ -213,10 +213,12 @@ def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
 
 
 def exchange_name(exchange: Exchange) -> str | None:
-    """Returns the name under which a profile keeps the costs of an all-to-all; "" or None for two kinds.
+    """Returns the name under which a profile keeps the costs of an all-to-all.
 
-        ""      the all-to-all sends each row straight to its rank: every profile has its costs
-        None    the all-to-all is a user's own: its costs are not stored
+    Two kinds of all-to-all have no name. The result is
+
+        ""      for one that sends each row straight to its rank; every profile has the costs of this kind
+        None    for one that a user has written; a profile does not store its costs
 
     Example: "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b".
     """
@@ -243,7 +245,7 @@ def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) ->
 
 
 def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
-    """Returns this rank's costs of the gate's forward and backward pass, as lines over the number of tokens.
+    """Returns this rank's costs of the gate's forward and backward pass, as lines over tokens.
 
     The costs are 0 if the gate cannot be timed outside of a call of the layer: the caller passes the routing,
     the gate's parameters are DTensors, or the gate has hooks or a wrapper, which may communicate. The costs

@@ -131,7 +131,7 @@ class TrialBatch:
         """Whether trials are worth their time on this batch, and change nothing in the model.
 
         Trials are worth their time if there are several ranks, gradients are needed, and there are enough
-        rows for two chunks. They are not if all tasks run one after the other (``sequential``).
+        rows for two chunks. They are not worth it if all tasks run one after the other (``sequential``).
 
         Trials could change the model if the layer has callbacks, or if experts are a user's modules, which
         may, for example, count the rows that they compute.
@@ -187,7 +187,7 @@ class TrialBatch:
         """The routing for trials, without the all-reduces that a gradient reducer adds to backward passes.
 
         A `pmoe.GradientReducer` sends gradients of other layers during this layer's backward pass. A trial
-        must not send them, because its backward pass is no part of a training step.
+        must not send them, because its backward pass does not belong to a training step.
         """
         orders = self.orders
         if orders.modules.gradients is not None:

@@ -35,7 +35,7 @@ class ExactCounts:
     The call then runs in chunks (micro-batches) on the pipeline engine. The class implements `CountsSource`.
 
     call     the call
-    routed   its tokens with their routing
+    routed   the call's tokens with their routing
     orders   sorts the (token, choice) slots of the call by chunk and expert, for each number of chunks
     fuses    whether fused kernels may compute the call (`kernels_may_take_it`)
     """

@@ -55,7 +55,7 @@ class ExpertsCall:
     """One call of the layer's experts as a module: the experts' hooks run before and after all work.
 
     call       the call
-    routed     its tokens with their routing
+    routed     the call's tokens with their routing
     decision   the decision by which the call was run; None until it has run
     """
 
@@ -171,7 +171,7 @@ class ExpertsCall:
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
-    """Checks and returns the rows with which a forward pre-hook of the experts has replaced the layer's rows.
+    """Checks and returns the rows by which a forward pre-hook of the experts replaced the layer's rows.
 
     The routing is decided before the hook runs, so a hook may only change values.
 
@@ -229,7 +229,7 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
     because the parameters of a module may be replaced between calls.
 
     call: the call.
-    routed: its tokens with their routing.
+    routed: the call's tokens with their routing.
     experts: the experts to compute. A wrapper of the experts may use a different copy in each call.
 
     Raises ValueError if parameters differ from the rows in dtype or device.
@@ -264,7 +264,7 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
     Experts that are a user's own modules run under autocast themselves, so their parameters are not cast.
 
     dtype: autocast's dtype; None casts nothing.
-    rows_TM: (T, M), the rows. The parameters must have their dtype and device.
+    rows_TM: (T, M), the rows, with M = d_model columns.
 
     Raises ValueError if the parameters have another dtype or device than the rows.
     """

@@ -131,9 +131,9 @@ class _PromisedLogits(Logits):
 def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     """Returns the routing as tensors without values yet, which the launch of the persistent kernel fills.
 
-    The persistent kernel can compute the routing itself, which saves launches before it. It also computes the
-    gate's product x weight^T if all of these hold: the rows and the gate's weight have the same 16-bit dtype,
-    the number of experts is even, and the kernel can read the weight at its address.
+    The persistent kernel can compute the routing itself, which saves launches before it. The kernel also
+    computes the gate's product x weight^T if three conditions hold: the rows and the gate's weight have the
+    same 16-bit dtype, the number of experts is even, and the kernel can read the weight at its address.
 
     Returns None if the gate must be called first: an option is unsupported, the gate has hooks (they must see
     the routing), or a checkpoint may run the call twice (it compares the routing of both passes).

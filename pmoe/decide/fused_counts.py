@@ -72,9 +72,10 @@ class FusedCounts(ExactCounts):
         return self._sorted
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the row counts, then chooses fused kernels, the pipeline engine, or one for each pass.
+        """Waits for the row counts, then chooses fused kernels, the pipeline engine, or both.
 
-        All ranks choose the same.
+        If both are chosen, fused kernels compute the forward pass, and the pipeline engine computes the
+        backward pass. All ranks choose the same.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         inputs: the rows and parameters of the call.
@@ -98,7 +99,7 @@ class FusedCounts(ExactCounts):
         return choose(self.call.modules, counts, inputs, self.orders, restore)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by fused kernels, by the pipeline engine, or by one for each pass.
+        """Builds the decision to run by fused kernels, by the pipeline engine, or by both (`agree`).
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         inputs: the rows and parameters of the call.

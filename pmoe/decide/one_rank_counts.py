@@ -44,7 +44,7 @@ class OneRankCounts:
     The class implements `CountsSource`.
 
     call     the call
-    routed   its tokens with their routing
+    routed   the call's tokens with their routing
     """
 
     call: Call
@@ -79,7 +79,7 @@ class OneRankCounts:
         """Routes a call by GPU kernels that need no other rank, and returns the source of its row counts.
 
         Returns None if neither the kernels of `pmoe.runners.one_rank` nor fused kernels can compute the call.
-        Its row counts must then come from a different source (`pmoe.decide.sources`).
+        The row counts must then come from a different source (`pmoe.decide.sources`).
         """
         modules = call.modules
         replay = call.replay

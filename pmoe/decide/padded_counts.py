@@ -49,7 +49,7 @@ class PaddedCounts:
     The call runs in chunks (micro-batches), or by a persistent kernel. The class implements `CountsSource`.
 
     call     the call
-    routed   its tokens with their routing
+    routed   the call's tokens with their routing
     """
 
     call: Call
@@ -174,7 +174,7 @@ class PaddedCounts:
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
-        """Returns the row counts, padding included. They are equal for all ranks and experts.
+        """Returns the row counts, padding included. The counts are equal for all ranks and experts.
 
         device: the device of `RankCounts.recv_device`; the other tensors are on the host.
         """
@@ -229,7 +229,7 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
     which a checkpoint routes the same tokens a second time.
 
     call: the call.
-    routed: its tokens with their routing, and the fault of this rank.
+    routed: the call's tokens with their routing, and the fault of this rank.
     kind: the number of tokens, dtype and need of gradients of this rank's call.
 
     Raises ValueError on every rank if ranks have different numbers of tokens or needs of gradients, and

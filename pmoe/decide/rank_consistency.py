@@ -28,7 +28,7 @@ def check_same_options(modules: LayerModules) -> None:
 
     Ranks compare at the first call of a layer, at the next call after its options were set, and at the next
     call after a new default process group has replaced a destroyed one. In these calls the function is a
-    collective; in all others it is not.
+    collective; in all other calls it is not.
 
     modules: the modules and options of the layer.
 
@@ -187,7 +187,7 @@ def _values_that_differ(modules: LayerModules, part: str) -> str:
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     """Returns a text that lists the options of a layer that were set since its last call; "" for none.
 
-    If the other ranks have not set the same options, they show this text in an error.
+    If other ranks have not set the same options as this rank, these ranks show the text in an error.
 
     words_before: the options as texts, by name, when the ranks last compared them.
     now: the layer's modules and options now.

@@ -36,7 +36,7 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
 
     On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
     with the error, because it must still take part in the exchange of row counts: the exchange reports the
-    fault, and all ranks raise. The second pass of a checkpoint has no exchange, so it raises at once.
+    fault, and all ranks raise. The second pass of a checkpoint has no exchange, so the rank raises at once.
     """
     modules = call.modules
     try:
@@ -277,8 +277,8 @@ def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
 def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
     """Returns an empty batch with an error and its `Fault`, for a rank that could not route its tokens.
 
-    A fault is a number that ranks send with their row counts. The rank needs this batch to take part in that
-    exchange, which reports the fault to all ranks.
+    A fault is a number that ranks send with their row counts. The rank needs the empty batch to take part in
+    the exchange of row counts, which reports the fault to all ranks.
     """
     modules = call.modules
     like = torch.empty(0) if call.reference is None or call.reference.is_meta else call.reference
@@ -313,11 +313,11 @@ def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     """Checks that the input is a plain tensor of the right shape, device and dtype.
 
     modules: the modules and options of the layer.
-    x: (..., M); it must be on the device of the parameters. It must have their dtype, unless autocast or
-        FSDP's mixed precision casts it.
+    x: (..., M); it must have the device of the parameters, and also the dtype of the parameters unless
+        autocast or FSDP's mixed precision casts x.
     like: a parameter of the layer (`LayerModules.reference_parameter`); None if there is none.
 
-    Raises TypeError if x is not a tensor, and FaultError (a ValueError) for the other mistakes.
+    Raises TypeError if x is not a tensor, and FaultError (a ValueError) for all other mistakes.
     """
     d_model = modules.options.d_model
     if not isinstance(x, Tensor):

@@ -10,7 +10,7 @@ the last call, rows are counted and exchanged once more:
     if the solver takes 3 and 4 chunks again   the counts are used
     if the solver takes 5 and 5 chunks         counts in 5 bins or a multiple of 5, exchanged once more
 
-All ranks take the same steps, because the solver's answer follows from numbers that all of them have.
+All ranks take the same steps, because the solver's answer follows from numbers that all ranks have.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ experts. Three checks prevent this:
                         any rank has loaded a state dict without metadata
                         (safetensors, or a dict made by hand)
 
-Loading is not a collective: one rank may load while the others do not. So a rank that has loaded reports it
-together with the row counts of its next call, and all ranks compare their experts before that call goes on
+Loading is not a collective: one rank may load while the other ranks do not. So a rank that has loaded reports
+it together with the row counts of its next call, and all ranks compare their experts before that call goes on
 (`pmoe.decide.exact_counts.LoadedExchange`).
 """
 
@@ -87,8 +87,8 @@ class ExpertPlace:
     def holds(self) -> tuple[int, ...]:
         """The fields that say which values a rank holds. Values may be loaded only if these fields are equal.
 
-        The rank and the number of ranks are left out, because a group of another size may hold the same
-        experts on some rank.
+        The rank and the number of ranks are left out, because a rank of a group with a different size may
+        hold the same experts.
         """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
@@ -105,7 +105,7 @@ def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
     grid: the ranks of the layer.
     num_experts: number of experts of all ranks.
 
-    It may be called a second time after the ranks have changed.
+    The function may be called a second time after the ranks of the layer have changed.
     """
     if not experts.is_parallel:
         return
@@ -275,7 +275,7 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 
     - the value shares the memory of the parameter: torch's distributed checkpoint has read into that memory;
     - the value is a DTensor over the same mesh object as the parameter, so it was made in this process. An
-      unpickled DTensor has another mesh object, even if the meshes are equal.
+      unpickled DTensor has a mesh object of its own, even if the meshes are equal.
 
     value: a value of the state dict.
     parameter: the parameter to be loaded.

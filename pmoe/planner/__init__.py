@@ -1,4 +1,4 @@
-"""The planner: predicts a layer's seconds and bytes, and chooses n and the restore pair. It only computes.
+"""The planner: predicts a layer's seconds and bytes, and chooses n and the restore pair.
 
 n is the number of chunks (micro-batches) of a pass. The restore pair says what happens to two large tensors
 between forward and backward: T_DI (the rows that a rank's experts received) and T_M (their hidden

@@ -1,8 +1,8 @@
 """The split of a fused kernel's thread blocks between communication and computation, and its choice.
 
-In a fused kernel n_c thread blocks communicate while the others compute (COMET, Section 3.2.2). `Division`
-records n_c, and how many columns are sent at a time. COMET compiles a kernel for each division. In pmoe the
-division is an argument of one kernel, and this file chooses it from measurements.
+In a fused kernel n_c thread blocks communicate while the other blocks compute (COMET, Section 3.2.2). A
+`Division` records n_c, and how many columns are sent at a time. COMET compiles a kernel for each division. In
+pmoe the division is an argument of one kernel, and this file chooses it from measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
 RULE_PART = 12
-"""Without measurements, 1 block in 12 communicates and the others compute. Example: 11 of 132 blocks.
+"""Without measurements, 1 block in 12 communicates and the other 11 compute. Example: 11 of 132 blocks.
 
 This is a guess. COMET found 18 to 46 of 132 best with tensor parallelism (Figure 8).
 """
@@ -39,7 +39,8 @@ The step may be large: with many communicating blocks, one block more or less ha
 """
 
 CHUNKS = (256, 512, 1024)
-"""Numbers of columns that a sweep lets the combining kernel send at a time. It also tries whole rows."""
+"""Numbers of columns that a sweep lets the combining kernel send at a time. The sweep also tries whole rows.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def rule(sizes: FusedKernelSizes) -> Division:
 def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
     """Returns the division of thread blocks nearest to ``division`` that the kernel accepts.
 
-    At least one block must compute, and the columns sent at a time must not exceed those of a row.
+    At least one block must compute, and at most the columns of a whole row may be sent at a time.
 
     division: number of communicating blocks, and columns sent at a time.
     sizes: sizes of the kernel.
@@ -221,7 +222,7 @@ class LayerSeconds:
 
     fused_forward, chunked_forward: a forward pass in inference.
     fused_step, chunked_step: a forward and a backward pass.
-    when: time of the measurement, ISO 8601, UTC. All four were measured in one run.
+    when: time of the measurement, ISO 8601, UTC. All four numbers of seconds were measured in one run.
     """
 
     fused_forward: float

@@ -169,11 +169,10 @@ def message_line(
 ) -> LineCost:
     """Returns the seconds of one all-to-all as a line over the bytes that a rank sends to other ranks.
 
-    An all-to-all consists of one or more collectives, which run one after another (`legs`). In each of them
-    the links inside and between machines work at the same time. So the fixed seconds (alpha) of a collective
-    are those of the link with the larger alpha, and its seconds per byte (beta) those of the link with the
-    larger beta. This is exact if one link has both the larger alpha and the larger beta. Otherwise the result
-    is at most twice the real time.
+    An all-to-all consists of one or more collectives, which run one after another (`legs`). In a collective,
+    the links inside and between machines work at the same time. So the collective gets the larger alpha
+    (fixed seconds) of its links, and the larger beta (seconds per byte). The result is exact if one link has
+    both the larger alpha and the larger beta. Otherwise the result is at most twice the real time.
 
     dispatch: name of the all-to-all.
     machines: number of machines.

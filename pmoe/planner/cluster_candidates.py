@@ -1,8 +1,8 @@
 """The options for a layer on given machines: the all-to-all, the ESP degree, n and the restore pair.
 
 The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert; n is
-the number of chunks. The machines are those of a measured profile, or of a described cluster that one does
-not have.
+the number of chunks. The machines are those of a measured profile, or of a described cluster, which need not
+exist.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def plan_combinations(
         except ValueError as error:
             refused.append(error)
     if not advice:
-        raise refused[0]  # the first combination needs least memory: the others relay rows, or gather them
+        # The first combination needs the least memory: all other combinations relay or gather rows.
+        raise refused[0]
     return sorted(advice, key=lambda combination: combination.decision.seconds)
 
 

@@ -1,6 +1,6 @@
 """Copies of busy experts: which ranks get them, and which share of each source's rows goes to each copy.
 
-Under skewed routing the rank of a busy expert computes more rows than the others, and all ranks wait for it.
+Under skewed routing the rank of a busy expert computes more rows than other ranks, and all ranks wait for it.
 For one call, other ranks may get copies of the expert's weights and compute a part of its rows. The plan here
 says which. It is made of integers, from numbers that all ranks have, so all ranks make the same plan.
 
@@ -111,7 +111,7 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
     """Returns how many copies a rank may host: at most ``per_rank``, and at most what the bytes allow.
 
     copy_bytes: bytes of a copy with all that belongs to it, such as its gradients.
-    free_bytes: bytes for all copies together; None if they are not limited.
+    free_bytes: bytes for all copies together; None if the bytes are not limited.
 
     Example: per_rank 4, copies of 100 bytes, 250 bytes -> 2.
     """
@@ -135,7 +135,7 @@ def split_rows(rows: int, shares: Sequence[int], index: int) -> list[int]:
 
     rows: the rows of this source for the expert, or those of a part of its batch.
     shares: the rows of each host, from `CopyPlan.hosts`. Their sum must be positive.
-    index: the number of the source, or another number for each source and part of its batch.
+    index: the number of the source; if a source splits several parts of its batch, a number for each part.
 
     Example: 3 rows, shares (50, 50) -> [1, 2] for index 0 (offset 0), [2, 1] for index 1 (offset 61).
     """
@@ -277,11 +277,12 @@ class _Search:
         self.ways = [(way, use) for way in ways for use in uses][: max(1, EFFORT // len(times))]
 
     def best(self, largest: int) -> tuple[Moves, int]:
-        """Returns the copies that make the largest time of a rank smallest, as far as found, and that time.
+        """Returns the best copies that the search found, and the largest time of a rank with these copies.
 
         Each attempt has a target for the largest time. An attempt that fails has rows that it could not
-        place. Their number, divided by the number of ranks, is about how much longer the target must be. The
-        search ends when the shortest target that succeeded is at most one step above one that failed.
+        place. The number of these rows, divided by the number of ranks, is about how much longer the target
+        must be. The search ends when the shortest target that succeeded is at most one step above the longest
+        target that failed.
 
         largest: the largest time without copies.
         """
@@ -342,7 +343,7 @@ class _Search:
 class _Attempt:
     """One attempt to find copies with which no rank needs longer than ``target``.
 
-    search: the numbers of the problem.
+    search: holds the loads, owners and limits of the problem.
     target: the time, in rows, that no rank may exceed.
     way: how the attempt looks for copies.
     present: copies that ranks have from an earlier call, as pairs (expert, rank). They get rows before any

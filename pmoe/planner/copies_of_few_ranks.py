@@ -1,7 +1,8 @@
 """Copies of busy experts among few ranks: a search for the best hosts, with the exact time of each choice.
 
 A host of an expert is a rank that computes rows of it: the owner of its parameters, or a rank with a copy.
-Time is counted in rows that a rank could compute meanwhile. The price of a copy is the time to send it.
+Time is counted in rows: one unit is the time in which a rank computes one row. The price of a copy is the
+time to send it.
 
 `pmoe.planner.copies` plans copies for any number of ranks. With few ranks, the time of that plan may be some
 percent above the best possible time, because each copy takes a large part of a rank's time. But with few
@@ -186,9 +187,9 @@ class FewRanks:
     def moves(self, pairs: Pairs) -> tuple[list[tuple[int, int, int]], int]:
         """Returns the rows of each copy, as (expert, rank, rows), and the largest time of a rank.
 
-        Copies get rows one after another. Each copy gets as many rows as possible without exceeding the
-        largest time elsewhere: at most the least spare time of all sets of ranks that contain the copy's rank
-        but not all hosts of its expert. Copies without rows are left out.
+        Copies get rows one after another. Each copy gets as many rows as possible without making the largest
+        time longer: at most the least spare time of all sets of ranks that contain the copy's rank but not
+        all hosts of its expert. Copies without rows are left out.
         """
         time = self.smallest_time(pairs)
         work, hosts, _ = self._work(pairs)

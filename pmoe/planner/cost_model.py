@@ -8,8 +8,8 @@ A lane is a queue of tasks of one sort: computation, communication, or copies. A
 Table II gives the units of work of each lane, Eq. 7-9 the size of a unit. A lane is slower while other lanes
 are busy (Section II.C). The pairs are compared by the sum of forward and backward.
 
-Eq. 10 describes a pipeline in its steady state. It leaves out how a pipeline fills and empties, and the part
-of a task's seconds that does not depend on its size. The simulator includes both.
+Eq. 10 describes a pipeline in its steady state. The equation leaves out how a pipeline fills and empties, and
+the part of a task's seconds that does not depend on its size. The simulator includes both.
 
 Letters: b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 """
@@ -63,7 +63,7 @@ class Interference:
         mu      communication        comm   communication
         sigma   computation          comp   computation
         eta     copies               mem    copies
-                                     all    both others
+                                     all    both other sorts of work
 
     The paper takes sigma = 1. Raises ValueError for a speed outside (0, 1].
     """
@@ -188,7 +188,7 @@ def lane_seconds(
 def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     """Returns the seconds of a pass by MPipeMoE's Eq. 10: until the slowest of three lanes has finished.
 
-    The lanes (computation, communication, copies) start together. They slow each other only while they are
+    The lanes (computation, communication, copies) start together. Lanes slow each other only while they are
     busy, so a short copy does not slow work that runs after the copy. The paper instead divides the seconds
     of a lane by its speed while the other lanes run (sigma, mu or eta), for the whole pass. The third term of
     the printed equation has mu where eta is meant.

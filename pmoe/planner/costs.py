@@ -202,7 +202,7 @@ class DegreeSeconds(NamedTuple):
     beside: float
 
     def seconds(self, t_gar: float) -> float:
-        """Returns the seconds of the pass if an all-reduce of ``t_gar`` seconds runs meanwhile."""
+        """Returns the seconds of the pass if an all-reduce of ``t_gar`` seconds runs during the pass."""
         return max(self.alone, self.beside + t_gar)
 
 
@@ -218,8 +218,8 @@ class GeneralizedLayer:
 
     degrees: seconds of the MoE part for each number of chunks, from `simulated_degrees`.
     dense_seconds: seconds of the dense part. An all-reduce may run beside the dense part.
-    gradient_bytes: bytes of the gradients that this layer computes. They are ready for an all-reduce when the
-        layer's backward pass has ended.
+    gradient_bytes: bytes of the gradients that this layer computes. The gradients are ready for an all-reduce
+        when the layer's backward pass has ended.
     """
 
     degrees: tuple[DegreeSeconds, ...]
@@ -229,8 +229,8 @@ class GeneralizedLayer:
     def best(self, t_gar: float) -> DegreeSeconds:
         """Returns the element of ``degrees`` with which the MoE part is fastest beside an all-reduce.
 
-        If several are equally fast, the one with fewest chunks is returned. FSMoE's Eq. 5 uses this minimum,
-        which the paper's Algorithm 1 computes.
+        If several elements are equally fast, the element with fewest chunks is returned. FSMoE's Eq. 5 uses
+        this minimum, which the paper's Algorithm 1 computes.
 
         t_gar: seconds of the all-reduce.
         """

@@ -64,7 +64,7 @@ def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float
 def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
     """Returns the estimated seconds of a pass in r chunks: the largest of FSMoE's formulas f1 to f4.
 
-    The paper selects one formula by constraints Q1 to Q7. They compare the formulas by pairs, as if
+    The paper selects one formula by constraints Q1 to Q7, which compare the formulas by pairs as if
     all-gather (ag) and reduce-scatter (rs) both took (ag + rs) / 2. If ag and rs are equal, the selected
     formula is the largest.
 
@@ -269,7 +269,7 @@ class StepCosts:
         has the rows that one expert has in one chunk of both passes.
     copy_of_rows: seconds to copy all rows of all kept tensors. 0 if forward keeps nothing.
     sort: seconds to sort the rows once more.
-    gate: seconds of the gate in forward and in backward. They are the same for all n and m.
+    gate: seconds of the gate in forward and in backward, which do not depend on n and m.
     """
 
     forward: LayerCosts

@@ -7,8 +7,8 @@ results are in a `GranularityTable`, which has ranges of B, each with its fastes
     B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
     no range yet             every n
 
-With a profile (measured rates of the machine), only those of these n are tried that are predicted to take at
-most NEAR times the seconds of the fastest n. Then further n are tried in these cases:
+With a profile (measured rates of the machine), n from this list that are predicted to take more than NEAR
+times the seconds of the fastest n are left out. Then further n are tried in these cases:
 
     the measurements show                                  further n
     the smallest or largest n is faster than the others    the next n beyond it
@@ -48,8 +48,8 @@ measured."""
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
     """Returns the numbers of chunks that are predicted to be nearly the fastest, in order of seconds.
 
-    These are the numbers that are predicted to take at most NEAR times the least seconds. The two fastest are
-    always among them.
+    These are the numbers that are predicted to take at most NEAR times the seconds of the fastest number, and
+    in any case the two fastest numbers.
 
     predicted: predicted seconds of a step by number of chunks. If it is None (nothing is predicted), the
         result is None too.

@@ -47,7 +47,7 @@ class Partition:
     end_bytes: bytes that are all-reduced after the backward pass.
     plain_seconds: for comparison, seconds that backward takes longer if all gradients are reduced at the end.
     filled_seconds: for comparison, seconds that backward takes longer if gradients are reduced where that
-        costs no time, and all others at the end.
+        costs no time, and all other gradients at the end.
     exposed_seconds: seconds that backward takes longer with this partition; never more than plain_seconds or
         filled_seconds.
     """
@@ -66,7 +66,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     gradients beside MoE parts, where their all-reduce costs less time than at the end.
 
     Args:
-        layers: in the order of backward.
+        layers: MoE layers, each with the dense layers up to the next MoE layer, in the order of backward.
         all_reduce: seconds of an all-reduce by bytes.
         ready_bytes: bytes of gradients that are ready before the backward pass of the first layer in
             ``layers``, such as those of the model's head.
@@ -125,7 +125,7 @@ class ExposedSeconds:
     Some gradient bytes are already placed where their all-reduce costs no time. The methods of this class get
     "extra" bytes, which are reduced beside MoE parts on top of these, and compute the cost.
 
-    layers: in the order of backward.
+    layers: MoE layers, each with the dense layers up to the next MoE layer, in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.
     dense, moe: for each layer, the bytes that cost no time beside its dense part and beside its MoE part.
     total: bytes of all gradients.
@@ -257,7 +257,7 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
     If a layer takes more and more bytes, the added seconds stay equal up to some number of bytes, and rise
     from there, because the all-reduce then takes longer than the MoE part hides. This number is different for
     each number of chunks. For each layer the function tries all these numbers, 0, and the largest number that
-    the layer may take. It repeats this for all layers until no change helps.
+    the layer may take. The function goes over the layers again until no change helps.
 
     problem: computes the seconds that all-reduces add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.

@@ -11,7 +11,8 @@ Five things are added to the paper's algorithm, because measured seconds are noi
 
     B           is rounded to a few percent (`rounded`), so that similar batches share an entry
     a range     of values of B keeps every n that is close to the fastest n in all measurements of the range,
-                and by how much each n is slower. The range's n is the one that loses least in all of them.
+                and by how much each n is slower. The range's n is the one that loses least over all of these
+                measurements.
     merging     two neighbouring ranges become one if some n is close to the fastest in both
     hypothesis  if n falls as B grows, the two ranges are merged too, unless the measurements contradict each
                 other by more than CONTRADICTED standard errors
@@ -89,7 +90,7 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class Excess:
-    """How much slower some degrees were than the fastest degrees, in the measurements of a range.
+    """Measures how much slower some degrees were than the fastest degrees, in a range's measurements.
 
     Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens. The excess
     of one measurement is seconds / (seconds of the fastest degrees) - 1.

@@ -1,4 +1,4 @@
-"""Sizes of a layer: the numbers that decide its predicted bytes and seconds. All its ranks share them."""
+"""Sizes of a layer: the numbers that decide its predicted bytes and seconds, equal on all its ranks."""
 
 from __future__ import annotations
 

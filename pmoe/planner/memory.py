@@ -2,9 +2,9 @@
 
 At any time a pass holds
 
-- its buffers. If the layer has ring slots (buffers of fixed size that chunks use in turn), these are all
-  slots of its schedule, with the sizes that the engine allocates (`pmoe.schedule.buffer_sizes`). Otherwise
-  each buffer counts from when it is made until its last use.
+- its buffers. If the layer has ring slots (buffers of fixed size that chunks use in turn), all slots of the
+  schedule count, with the sizes that the engine allocates (`pmoe.schedule.buffer_sizes`). Otherwise each
+  buffer counts from when it is made until its last use.
 - tensors that forward saves for backward, and the pass's result;
 - small tensors with a few numbers for each row.
 
@@ -59,7 +59,7 @@ class PredictedMemory:
     - tensors: bytes by name of a tensor.
     - unknown: tensors of the user's own modules, which are not counted, in words.
     - candidates: the bytes of each choice, if n (number of chunks) or the restore pair is chosen at each
-      call. The numbers above are then those of the choice with the largest peak. Otherwise empty.
+      call; the numbers above are then those of the choice with the largest peak. {} if both are fixed.
     """
 
     saved: int
@@ -358,7 +358,7 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the bytes of the gradients of the experts' parameters, into which each chunk's are added.
+    """Returns the bytes of the sums, over all chunks, of the gradients of the experts' parameters.
 
     If there are several additions in bfloat16 or float16, the sums are float32, because narrower sums would
     lose bits.
@@ -564,7 +564,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
 
     sharded = sizes.esp_size > 1
     start = ["send", "T_DI" if direction == "forward" else "dT_DO"] + ["arrived", "copies"] * sharded
-    # Before the first task, the engine makes the buffers of collectives, and those of results that come back.
+    # Before the first task, the engine makes the buffers of collectives and of results that are sent back.
     home = sum(rows.extent.send) + sum(rows.extent.local) + sizes.has_drops
     live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live

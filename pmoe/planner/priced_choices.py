@@ -1,8 +1,8 @@
 """Candidates: choices of n and the restore pair with predicted seconds and bytes; returns the best one.
 
 Nothing runs in this file: sizes, schedules and a profile (measured rates) are enough. A layer asks for the
-fastest choice within its memory budget. It uses only numbers that all its ranks share, so all ranks choose
-the same. `pmoe plan` asks for advice before anything runs.
+fastest choice within its memory budget. The answer follows from numbers that all ranks of the layer share, so
+all ranks choose the same. `pmoe plan` asks for advice before anything runs.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    If several are equally fast, the one with fewest bytes is returned.
+    If several candidates are equally fast, the candidate with fewest bytes is returned.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -196,15 +196,15 @@ def advise(
     """Chooses n and the restore pair for a layer with ``num_tokens`` evenly routed tokens on each rank.
 
     n is the number of chunks. The restore pair says what is kept, offloaded or made again between the passes.
-    With a budget the fastest candidate is taken whose bytes stay within it for any routing; the simulator
-    predicts the seconds. Without a budget the restore pair comes first: the cheapest of MPipeMoE's four
-    pairs, S1 to S4, by the paper's Eq. 10. The n for this pair is the one with the least simulated time.
+    With a budget, the function takes the fastest candidate whose bytes stay within the budget for any
+    routing; the simulator predicts the seconds. Without a budget, it first takes the cheapest of MPipeMoE's
+    four restore pairs, S1 to S4, by the paper's Eq. 10, and then the n with the least simulated time.
 
     Args:
         sizes: sizes of the layer.
         profile: rates of the machine.
         num_tokens: tokens of each rank.
-        budget: bytes, or None.
+        budget: bytes that must be enough for any routing; None for no limit.
         slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even
             routing.
         pairs: restore pairs of the candidates. S1 to S4 must be among them if budget is None.
@@ -267,7 +267,7 @@ pair that is slower by the equation may really be faster.
 Measured = list[tuple[float, float]] | None
 """Measured (forward, backward) seconds of each choice, the same on every rank.
 
-None if the layer allows no trials, or if none could run.
+None if the layer allows no trials, or if no trial could run.
 """
 TriedBy = Callable[[Sequence[T]], Measured]
 """A function that measures the given choices by trials on the batch of the call."""
@@ -276,7 +276,7 @@ TriedBy = Callable[[Sequence[T]], Measured]
 class Chooser:
     """Chooses n and the restore pair for one layer, and remembers its choices by number of tokens.
 
-    All numbers that it uses are the same on all ranks of the layer, so all ranks choose the same.
+    All numbers that the object uses are the same on all ranks of the layer, so all ranks choose the same.
 
     pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the passes.
     budget: bytes that must be enough for any routing, or None.

@@ -120,7 +120,7 @@ def timed_rounds(
     run_round: Callable[[Sequence[T]], Sequence[tuple[float, float]]],
     most_rounds: int = MOST_ROUNDS,
 ) -> dict[T, PassTimes]:
-    """Measures choices in rounds until the fastest is clear. Returns the seconds of each.
+    """Measures choices in rounds until the fastest is clear. Returns the seconds of each choice.
 
     A choice is left out of later rounds
 

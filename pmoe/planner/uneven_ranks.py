@@ -84,12 +84,12 @@ class UnevenLayer:
     expert_bytes: int
 
     def owners(self, num_ranks: int) -> list[int]:
-        """Returns the rank of each expert."""
+        """Returns for each expert the rank that holds its parameters."""
         return [expert * num_ranks // len(self.loads) for expert in range(len(self.loads))]
 
 
 def nodes_of(cluster: Cluster) -> list[int]:
-    """Returns the machine of each rank. Ranks of one machine follow each other."""
+    """Returns the number of the machine of each rank. Ranks of one machine have consecutive numbers."""
     return [rank // cluster.ranks_per_machine for rank in range(cluster.num_ranks)]
 
 

@@ -247,9 +247,9 @@ def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) ->
 def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
     """Returns this rank's costs of the gate's forward and backward pass, as lines over tokens.
 
-    The costs are 0 if the gate cannot be timed outside of a call of the layer: the caller passes the routing,
-    the gate's parameters are DTensors, or the gate has hooks or a wrapper, which may communicate. The costs
-    are also 0 if a user's gate raises an error for random tokens; a warning then says so.
+    The costs are 0 if the gate cannot be timed outside of a call of the layer: the layer's caller passes the
+    routing, the gate's parameters are DTensors, or the gate has hooks or a wrapper, which may communicate.
+    The costs are also 0 if a user's gate raises an error for random tokens; a warning then says so.
 
     rows: the numbers of tokens that are timed.
     """

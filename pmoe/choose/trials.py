@@ -99,7 +99,7 @@ class TrialBatch:
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
 
     def stored_profile(self) -> Profile | None:
-        """Returns the profile (measured rates) of this device and group, or None if none was ever measured.
+        """Returns the profile (measured rates) of this device and group; None if it was never measured.
 
         Collective the first time.
         """
@@ -205,7 +205,9 @@ class TrialBatch:
 
 
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
-    """Returns the predicted peak of both passes with each choice, in bytes, on the rank that needs most.
+    """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs most.
+
+    A step is a forward and a backward pass; only a forward pass if no gradients are needed.
 
     The gate's memory is not counted, because trials do not route. The gradients of the experts' parameters
     are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). The peaks
@@ -223,7 +225,7 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
 
 
 def _own_peak(batch: TrialBatch, choice: Choice) -> float:
-    """Returns the predicted peak in bytes of both passes with a choice on this rank (`predicted_peaks`)."""
+    """Returns the predicted peak in bytes of a step with a choice on this rank (`predicted_peaks`)."""
     modules = batch.modules
     counts = batch.counts
     counted = choice.degrees if modules.options.solves else modules.options.degrees
@@ -237,7 +239,7 @@ def _own_peak(batch: TrialBatch, choice: Choice) -> float:
         counted_rows(sizes, counts, modules.ranks.rank, n, modules.grid.esp.rank) for n in degrees
     )
     memory = predict(sizes, call, forward, backward, choice.restore, rearranged=degrees[0] != degrees[1])
-    if not counts.needs_grad:  # forward saves nothing
+    if not counts.needs_grad:  # there is no backward pass, and forward saves nothing
         output = batch.inputs.x_TM.nbytes
         return float(memory.forward_peak - memory.saved + output)
     return float(max(memory.forward_peak, memory.backward_peak))

@@ -358,8 +358,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
 
-    If autocast is on, this is autocast's dtype. Otherwise it is the dtype of x, if FSDP's mixed precision has
-    cast x and the gate to 16 bits: FSDP does not manage the experts, so it leaves the experts in float32.
+    If autocast is on, the result is autocast's dtype. Otherwise it is the dtype of x, if FSDP's mixed
+    precision has cast x and the gate to 16 bits: FSDP does not manage the experts, so it leaves the experts
+    in float32.
 
     modules: the modules and options of the layer.
     x: (..., M), the input.

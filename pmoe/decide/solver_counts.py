@@ -29,7 +29,7 @@ from pmoe.engine.plan.make_plan import SortedSlots
 
 
 class SolverCounts(ExactCounts):
-    """The source of a call's row counts that counts rows again if the solver takes other chunks."""
+    """The source of a call's row counts if the solver may take other chunks than rows were counted for."""
 
     _counts: RankCounts
 

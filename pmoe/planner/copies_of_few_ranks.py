@@ -88,7 +88,7 @@ class FewRanks:
         ]
 
     def best(self, start: Pairs, enough: int) -> Pairs:
-        """Returns the copies with the smallest largest time of a rank that were found.
+        """Returns the best copies that were found: the largest time of a rank is smallest with them.
 
         start: copies that another search found. The result is at least as good.
         enough: a time, in rows, that is short enough to end the search.

@@ -658,7 +658,7 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
 
         Each is "" if there are no such ranks.
 
-        flag: a bit of the modes, such as TRAINING.
+        flag: a bit of the mode that each rank has sent with its row counts, such as TRAINING.
         """
         having = [rank for rank, mode in enumerate(modes) if mode & flag]
         lacking = [rank for rank in range(len(modes)) if rank not in having]

@@ -138,13 +138,14 @@ A header of row counts has only a few bits for them.
 
 
 def _life() -> int:
-    """Returns the number of the present default process group, counted over those of this job: 1, 2, ...
+    """Returns how many default process groups this job has had, the present one included: 1, 2, ...
 
-    Groups that are destroyed and made again may have the same names. The number distinguishes the keys of the
+    A group that is destroyed and made again may have the same name. This number distinguishes the keys of the
     old and the new group in the store. Only default groups with which this rank has used layers are counted.
 
-    The counter is in the default group's store, which is asked once for each default group. The result is 0
-    if there is no default group, no store, or no answer within 5 seconds.
+    The counter is in the default group's store. A store such as torchrun's outlives the group. It is asked
+    once for each default group. The result is 0 if there is no default group or no store, or if the store
+    does not answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

@@ -14,16 +14,16 @@ from pmoe.gates.base import Gate, PartitionName, Routing
 class OverridingGate(Gate):
     """Base class of gates that run an inner gate and replace its choices: for benchmarks and tests.
 
-    The routing weights and l_aux are those of the inner gate, so it costs what it costs in training, and its
-    parameters get gradients. l_aux is the loss of the inner gate's own choices. The k-th weight of a token
-    belongs to the k-th expert that replaces the choices.
+    The inner gate runs in full and gives the routing weights and l_aux. So a call takes as long as with the
+    inner gate alone, and the inner gate's parameters get gradients. l_aux is the loss of the inner gate's own
+    choices. The k-th weight of a token belongs to the k-th expert that replaces the choices.
 
     A layer with a ``capacity_factor`` drops rows of the new choices.
 
     gate: the inner gate, a module that gives each token top_k experts.
 
-    Raises TypeError if it is not a module. Raises ValueError if its tokens have different numbers of experts
-    or are mixed, or if it applies the capacity itself.
+    Raises TypeError if ``gate`` is not a module. Raises ValueError for a gate that gives tokens different
+    numbers of experts, that mixes tokens (`SoftGate`), or that applies the capacity itself.
     """
 
     partition: PartitionName = "none"

@@ -401,11 +401,11 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
 
 
 def grouped_mm_loops(capability: tuple[int, int]) -> str | None:
-    """Returns why PyTorch's grouped_mm is no single launch on a compute capability; None if it is one.
+    """Returns why PyTorch's grouped_mm needs several launches on a GPU of a compute capability; None if one.
 
-    Its docstring allows 8.0 and later. But torch 2.13 (GroupedBlas.cpp) has the launch
-    for 9.x and 10.x only. Elsewhere it copies the offsets to the host and calls a product for each expert,
-    which is what the loop does without the copy.
+    The docstring of grouped_mm allows compute capability 8.0 and later. But torch 2.13 (GroupedBlas.cpp) has
+    a single launch for 9.x and 10.x only. Elsewhere grouped_mm copies the offsets to the host and calls one
+    product for each expert. pmoe's own loop over the experts does the same without the copy.
     """
     major, minor = capability
     if major in (9, 10):

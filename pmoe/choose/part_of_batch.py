@@ -3,13 +3,16 @@
 A chunk is a micro-batch, n the number of chunks. The chunks of such a layer take turns in a few buffers, the
 ring slots. A ring slot has room for one chunk, so the step with n = 1 needs the most memory and the step with
 the largest n needs the least. The step that runs trials must not need more memory than later steps, whose n
-is not known yet. So trials run in stages, each on the first tokens of the batch only: as many tokens as fit
-into the memory that later steps will surely take.
+is not known yet. So trials run in stages, each on the first tokens of the batch only.
+
+If a stage finds that n = 4 is faster than all larger n, later steps will have at most 4 chunks. They will
+need at least the memory of a step with n = 4, so the next stage may take that much memory. More tokens fit
+into it. The stages end when the fastest n of a stage is the one that needs the least memory:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  16, 8, 4             4
       2     a step with n = 4   4, 2, 1              2
-      3     a step with n = 2   2, 1                 2, as before: the search ends
+      3     a step with n = 2   2, 1                 2, which needs the least: the search ends
 
 The seconds of the whole batch are computed by a formula that is fitted to the trials:
 

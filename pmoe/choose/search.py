@@ -136,8 +136,9 @@ def search(
     tokens fit into that memory (`has_enough_tokens`): trials on so few tokens say nothing about the batch.
 
     If all trials run out of memory, larger numbers of chunks are tried, which need less memory. If the larger
-    numbers run out of memory too, the number that needs the least memory is returned without being recorded.
-    Raises OutOfMemoryError on every rank if any rank has too little memory even for that number.
+    numbers run out of memory too, the memory of a step with the number that needs the least is allocated and
+    freed again. If every rank has this memory, the number is returned without being recorded. If a rank has
+    not, OutOfMemoryError is raised on every rank.
     """
     max_tokens = batch.counts.max_tokens
     every_choice = all_choices([(n, n) for n in numbers], [restore])
@@ -464,9 +465,9 @@ class LearnedDegrees:
         All restore pairs share a table. (The restore pair says whether dispatched rows and hidden activation
         are kept, offloaded or made again for backward.) With ``memory_reuse=True`` the pair follows from the
         number of tokens. At the number of tokens where the pair changes, both pairs take nearly the same
-        time. If a pair runs with the n that was found for the other pair, a step takes 1.5 % longer on
-        average, and mostly no longer (bench/bench_search.py). Searching for each pair would need several
-        times as many trials.
+        time. If a pair runs with the n that was found for the other pair, most steps take as long as with
+        the best n. The average step takes 1.5 % longer (bench/bench_search.py). Searching for each pair would
+        need several times as many trials.
         """
         return self.tables.setdefault(str(dtype), GranularityTable())
 

@@ -215,12 +215,11 @@ def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
 def exchange_name(exchange: Exchange) -> str | None:
     """Returns the name under which a profile keeps the costs of an all-to-all.
 
-    Two kinds of all-to-all have no name. The result is
+    A name has the class, the number of nodes, and a digest of the ranks of each node, for example
+    "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b". For two kinds of all-to-all the result is no name:
 
         ""      for one that sends each row straight to its rank; every profile has the costs of this kind
         None    for one that a user has written; a profile does not store its costs
-
-    Example: "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b".
     """
     if isinstance(exchange, FlatAllToAll):
         return ""
@@ -329,6 +328,8 @@ def layer_costs(
         all-gather, reduce-scatter  B K (L - 1) * M elements
         experts                     B K L rows
         order, its inverse          B K rows
+
+    The order copies tokens to rows that are sorted by expert. Its inverse sums the rows of each token.
 
     shape: sizes of the layer.
     operations: measured costs of single operations.

@@ -409,8 +409,9 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
 
     batch: the routed batch.
     dropped: the trials of these choices, the same on every rank.
-    num_trials: the number of choices that were tried. If all were dropped, OutOfMemoryError is raised on
-        every rank.
+    num_trials: the number of choices that were tried.
+
+    Raises OutOfMemoryError on every rank if all choices that were tried are dropped.
     """
     if not dropped:
         return

@@ -237,11 +237,12 @@ class LoadedExchange:
     def finish(self) -> RankCounts:
         """Waits for the row counts and returns them.
 
-        If any rank has loaded experts from a state dict, all ranks first compare their experts and exchange
-        the counts a second time.
+        If any rank has loaded experts from a state dict, the first exchange only says so. All ranks then
+        compare their experts, and exchange the counts a second time.
 
         Raises FaultError on all ranks if any rank reported a fault; the rank with the fault raises the
-        original error instead. Raises ValueError on all ranks if two ranks hold equal experts after loading.
+        original error instead. Raises ValueError on all ranks if two ranks hold equal experts after loading,
+        which means that they have loaded the file of one rank.
         """
         try:
             return self._exchange.finish()

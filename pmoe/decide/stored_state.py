@@ -183,8 +183,14 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     """Raises ValueError if the caller of ``state_dict()`` will save the experts of one rank only.
 
     Nothing in a call of ``state_dict()`` says how its result will be used. So this function searches the call
-    stack for the nearest function of `ONE_FILE`, or for torch's distributed checkpoint. All other callers get
-    no error here. If such a caller writes one file, loading the file raises an error (`_check_whose`).
+    stack, from the nearest caller on, for a caller that it knows:
+
+    - A function of `ONE_FILE` writes one file, so it gets the error.
+    - torch's distributed checkpoint saves the experts of all ranks, so it gets no error, unless a full state
+      dict is asked for and the experts are plain tensors.
+
+    Unknown callers get no error here. If one of them writes one file, loading the file raises an error
+    (`_check_whose`).
 
     experts: the experts of this rank.
     place: which experts they are.

@@ -330,9 +330,9 @@ def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
 
 
 def _apart(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[bool, float, str]:
-    """Returns a sort key of stored measurements: those with sizes nearest to the wanted sizes come first.
+    """Returns a key that sorts stored measurements, so that the one nearest to the wanted sizes is first.
 
-    Measurements with the same device, number of thread blocks and sort of ranks come before all others.
-    Equally near sizes are ordered by their text, so that all ranks agree.
+    Measurements that match ``wanted`` in device, number of thread blocks and kind of ranks (real or virtual)
+    come before all others. Equally near sizes are ordered by their text, so that all ranks agree.
     """
     return _elsewhere(entry, wanted), distance(entry, wanted), str(entry)

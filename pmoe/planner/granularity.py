@@ -134,7 +134,8 @@ class BatchRange:
     def joined(self, other: BatchRange) -> BatchRange:
         """Returns one range that covers this range, ``other``, and all B (numbers of tokens) between them.
 
-        The joined range keeps the degrees that both ranges have.
+        Of the degrees (numbers of chunks) that were measured, the joined range keeps those that were measured
+        in both ranges.
         """
         excess = {
             degrees: Excess(own.total + theirs.total, max(own.worst, theirs.worst))

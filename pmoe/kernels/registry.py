@@ -401,7 +401,7 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
 
 
 def grouped_mm_loops(capability: tuple[int, int]) -> str | None:
-    """Returns why PyTorch's grouped_mm needs several launches on a GPU of a compute capability; None if one.
+    """Returns why torch's grouped_mm needs several launches on a compute capability; None if it needs one.
 
     The docstring of grouped_mm allows compute capability 8.0 and later. But torch 2.13 (GroupedBlas.cpp) has
     a single launch for 9.x and 10.x only. Elsewhere grouped_mm copies the offsets to the host and calls one

@@ -143,6 +143,7 @@ class Decision:
     plan      the chunks of both passes; None if neither pass is cut into chunks
     restore   the restore pair: how backward gets the experts' input and hidden activation. None if every
               buffer has memory of its own (no ring slots) and kernels are not fused
+    balance   what copies of busy experts do in the call; None if the layer has no ``balance``
     """
 
     call: Call
@@ -152,6 +153,7 @@ class Decision:
     counts: HostRowCounts
     plan: Plan | None = None
     restore: Restore | None = None
+    balance: BalanceReport | None = None
 
     @property
     def needs_grad(self) -> bool:
@@ -160,6 +162,23 @@ class Decision:
 
 
 # ---- what a layer keeps of its last call
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceReport:
+    """The record of what copies of busy experts did in a call. It is the same on every rank.
+
+    before        rows of the busiest rank over the mean of all ranks, without copies
+    after         the same with the copies, as planned; equal to ``before`` if there are none
+    copies        number of copies, all ranks together
+    weight_bytes  bytes of the copies' weights. If gradients are wanted, as many bytes of gradients go
+                  home, and the weights are sent a second time if memory_reuse sends T_DI again
+    """
+
+    before: float
+    after: float
+    copies: int
+    weight_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +196,7 @@ class RunReport:
         backward     number of chunks of the backward pass; None if it is not cut, or if there is none
         restore      the restore pair: how backward gets the experts' input and hidden activation; None if
                      every buffer has memory of its own (no ring slots), or if there is no backward pass
+        balance      what copies of busy experts did; None if the layer has no ``balance``
 
     All fields but num_tokens and num_slots are the same on every rank.
     """
@@ -189,6 +209,7 @@ class RunReport:
     forward: int | None = None
     backward: int | None = None
     restore: Restore | None = None
+    balance: BalanceReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,20 +228,20 @@ class LastCall:
     @staticmethod
     def of(decision: Decision) -> LastCall:
         """Returns the record of a call that was run as ``decision`` says."""
-        routed = decision.routed
         plan = decision.plan
         needs_grad = decision.needs_grad
-        routing = routed.routing
+        routing = decision.routed.routing
         rows_TM = decision.inputs.x_TM
         path = decision.runner.name
         ran = RunReport(
             path=path,
-            num_tokens=routed.num_tokens,
+            num_tokens=decision.routed.num_tokens,
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
             dtype=rows_TM.dtype,
             device=rows_TM.device,
             forward=len(plan.forward.chunks) if plan is not None and path == "pipeline" else None,
             backward=len(plan.backward.chunks) if plan is not None and needs_grad else None,
             restore=decision.restore if needs_grad else None,
+            balance=decision.balance,
         )
         return LastCall(l_aux=routing.l_aux, counts=decision.counts, ran=ran)

@@ -184,6 +184,7 @@ class LayerModules(PassModules):
         # expert is split over ranks, if callbacks see the rows that arrive, or if a token is sent only once
         # to a rank.
         options = self.options
+        copies = self.copies
         is_sharded = self.grid.is_sharded
         has_hooks = self.hooks is not None
         local = options.switches.bypass_local and not (is_sharded or has_hooks or options.send_once)
@@ -195,6 +196,9 @@ class LayerModules(PassModules):
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=options.switches.one_lane,
+            copies=None if copies is None else copies.fate,
+            relays_copies=copies is not None and copies.relays,
+            frozen_copies=copies is not None and copies.are_frozen,
         )
 
     @functools.cached_property

@@ -7,7 +7,15 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, get_args
 
-from pmoe.arguments import check_count, check_flag, check_kind, check_number, check_positive, plain_int
+from pmoe.arguments import (
+    check_count,
+    check_flag,
+    check_int,
+    check_kind,
+    check_number,
+    check_positive,
+    plain_int,
+)
 from pmoe.planner.degree import (
     DEGREES,
     SOLVE,
@@ -70,6 +78,7 @@ class LayerOptions:
     fused: bool | FusedName = False
     send_once: bool = False
     check_finite: bool | None = None
+    balance: bool | int = False
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
@@ -92,6 +101,7 @@ class LayerOptions:
         for name in ("send_once", "pad_to_capacity"):
             check_flag(name, getattr(self, name))
         check_flag("check_finite", self.check_finite, or_none=True)
+        check_int(0, balance=int(self.balance) if isinstance(self.balance, bool) else self.balance)
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)
         self.budget  # noqa: B018 - raises an error if it is not a number of bytes
         # The record is frozen, so names are replaced by their meaning here: "S4" by its pair.
@@ -128,6 +138,11 @@ class LayerOptions:
         With a budget, n and the restore pair are chosen together, from predicted seconds and bytes.
         """
         return self.pipeline == SOLVE and self.memory_budget is None
+
+    @functools.cached_property
+    def has_own_source(self) -> bool:
+        """Whether the row counts may come from another source than an exchange of counts alone."""
+        return bool(self.fused or self.solves or self.balance)
 
     @functools.cached_property
     def rotates(self) -> bool:

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -130,7 +130,8 @@ class _Call:
     """The record of one layer call in a checkpoint's forward pass, from which the recomputation repeats it.
 
     layer: the layer that was called.
-    decided: the value that `Replay.once` returned: what the ranks agreed on. None if it raised an error.
+    decided: the values that `Replay.once` returned, by name: what the ranks agreed on. "choice" comes last
+        and is missing if the call raised an error.
     routing: the value that `Replay.route` returned, detached from its graph. None if it raised an error.
     tokens: (number of tokens, dtype of the layer's input); None until the gate has run.
     tickets: how many times the gate's graph saved the layer's input or a view of it.
@@ -138,7 +139,7 @@ class _Call:
     """
 
     layer: nn.Module
-    decided: Any = None
+    decided: dict[str, Any] = field(default_factory=dict)
     routing: Any = None
     tokens: tuple[int, torch.dtype] | None = None
     tickets: int = 0
@@ -151,8 +152,8 @@ class _Recording(Replay):
     def __init__(self, call: _Call) -> None:
         self.call = call
 
-    def once(self, decide: Callable[[], V]) -> V:
-        decided = self.call.decided = super().once(decide)
+    def once(self, decide: Callable[[], V], what: str = "choice") -> V:
+        decided = self.call.decided[what] = super().once(decide, what)
         return decided
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
@@ -186,8 +187,8 @@ class _Replaying(Replay):
     def __init__(self, call: _Call) -> None:
         self.call = call
 
-    def once(self, decide: Callable[[], V]) -> V:
-        decided: V = self.call.decided
+    def once(self, decide: Callable[[], V], what: str = "choice") -> V:
+        decided: V = self.call.decided[what]
         return decided
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
@@ -310,7 +311,7 @@ class _RunningAgain:
                 f"but {before}: a function checkpointed with pmoe.checkpoint_contexts must call the same "
                 "layers in the same order when it runs again"
             )
-        if calls[position].decided is None or calls[position].tokens is None:
+        if "choice" not in calls[position].decided or calls[position].tokens is None:
             raise RuntimeError(
                 f"call {position + 1} of a MoELayer in recomputation repeats a call that raised an error in "
                 "the forward pass: a function checkpointed with pmoe.checkpoint_contexts must not catch that "

@@ -39,10 +39,11 @@ class Replay:
     is_replay = False
     """Whether the call is in a recomputation that repeats the decisions of the forward pass."""
 
-    def once(self, decide: Callable[[], V]) -> V:
+    def once(self, decide: Callable[[], V], what: str = "choice") -> V:
         """Returns decide(), or in a recomputation the value that decide() returned in the forward pass.
 
         decide: agrees with the other ranks on the row counts, the number of chunks and the restore pair.
+        what: the name of the value, because a call may decide several. The last one is "choice".
 
         The caller must wrap this call in `hidden_from_checkpoints`. decide() runs in one of the two passes
         only, and a checkpoint would notice the difference.

@@ -43,6 +43,7 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
         degrees=degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
+        num_staying=modules.experts.num_local_experts,
     )
 
 

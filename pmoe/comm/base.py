@@ -27,6 +27,7 @@ class Traffic:
     counts: bytes of row counts, and of the numbers that ranks reduce together with the counts.
     rows: bytes of token rows, between nodes and inside a node.
     scalars: bytes of tensors with one number for each row, such as routing weights.
+    weights: bytes of the weights of busy experts' copies, and of their gradients.
     inside: the bytes among ``rows`` and ``scalars`` that went to ranks of the same node. Hierarchical
         all-to-alls and the collectives of sharded experts count them. Flat all-to-alls do not, because they
         do not know the nodes.
@@ -35,15 +36,16 @@ class Traffic:
     counts: int = 0
     rows: int = 0
     scalars: int = 0
+    weights: int = 0
     inside: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds: counts + rows + scalars.
+        """Bytes of all kinds: counts + rows + scalars + weights.
 
         ``inside`` is not added, because ``rows`` and ``scalars`` have its bytes already.
         """
-        return self.counts + self.rows + self.scalars
+        return self.counts + self.rows + self.scalars + self.weights
 
     def add(self, like: Tensor, num_rows: int, *, inside: bool = False) -> None:
         """Adds the bytes of ``num_rows`` rows that were sent to other ranks.

@@ -163,19 +163,20 @@ class RankCounts:
         """Returns a copy without device memory: its ``..._device`` fields have the host's tensors instead."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once)
 
-    def travelling(self, rank: int) -> RankCounts:
+    def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
 
         rank: this rank's number, which is also the index of its own rows in the counts.
+        num_staying: how many experts' rows are not sent (`without_own`).
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
             return None if counts is None else without_own(counts, rank)
 
         return RankCounts(
-            send=without_own(self.send, rank),
-            recv=without_own(self.recv, rank),
-            recv_device=without_own(self.recv_device, rank),
+            send=without_own(self.send, rank, num_staying),
+            recv=without_own(self.recv, rank, num_staying),
+            recv_device=without_own(self.recv_device, rank, num_staying),
             max_tokens=self.max_tokens,
             needs_grad=self.needs_grad,
             sent_once=cleared(self.sent_once),
@@ -199,14 +200,16 @@ class RankCounts:
         return RankCounts(**{**by_chunk, "relayed": tuple(map(join, self.relayed))})
 
 
-def without_own(counts: Tensor, rank: int) -> Tensor:
+def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Tensor:
     """Returns a copy of ``counts`` in which the rows from this rank to itself count as 0.
 
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
+    num_staying: only rows for the first so many experts of the rank count as 0, because rows for copies of
+        other ranks' experts are sent. None is for all rows.
     """
     counts = counts.clone()
-    counts[:, rank] = 0
+    counts[:, rank][..., :num_staying] = 0
     return counts
 
 
@@ -223,6 +226,8 @@ class Slots:
         degrees    the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number
                    of bins
         own_rank   this rank, if rows from it to itself are not sent and so are not counted; None counts all
+        num_staying  how many experts of this rank these are: rows for copies of others' experts are sent,
+                   also from the own rank; None for all
         host_rows  number of received rows for which this rank has host memory; None checks nothing
     """
 
@@ -231,6 +236,7 @@ class Slots:
     degrees: tuple[int, ...]
     own_rank: int | None
     host_rows: int | None = None
+    num_staying: int | None = None
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
         """Returns, for each n in ``degrees``, how many times n chunks are cut finer for this rank.
@@ -244,8 +250,9 @@ class Slots:
             each expert.
         max_tokens: int64 scalar on the device, the largest number of tokens of any rank.
         """
-        by_source = recv_FWE.sum(2)
-        rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
+        rows_F = recv_FWE.sum((1, 2))
+        if self.own_rank is not None:
+            rows_F = rows_F - recv_FWE[:, self.own_rank, : self.num_staying].sum(1)
         # Rows of the largest of n chunks. Kept, because cutting one degree finer may give another degree.
         largest: dict[int, Tensor] = {}
         depths = []

@@ -49,18 +49,26 @@ class ExactCounts:
     _once_FP: Tensor | None
     _counts_FE: Tensor
 
-    def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        degrees: tuple[int, ...] | None = None,
+        routed: RoutedBatch | None = None,
+        orders: SortedSlots | None = None,
+    ) -> None:
         """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
 
         call: the call.
         degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all numbers
             that the options allow.
+        routed: the routed tokens, if the caller has routed them.
+        orders: sorts the slots of the call; None if they have the numbers of the experts that the gate chose.
 
         n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
         uses the counts of the first pass.
         """
         self.call = call
-        self.routed = route_batch(call)
+        self.routed = routed or route_batch(call)
         modules = call.modules
         routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
@@ -70,11 +78,11 @@ class ExactCounts:
         # A checkpoint expects its two passes to save the same tensors, but only the first pass has an
         # exchange. So the exchange is hidden from the checkpoint.
         with hidden_from_checkpoints(), publishing_failures(modules.ranks, "the exchange of row counts"):
-            self.orders = orders_type(
+            self.orders = orders or orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
             routes = self.routed.gated.kernel_routes
-            if routes is not None:
+            if routes is not None and orders is None:
                 self.orders.take_routes(routes, self.routed.gated.sorted_for)
             if not call.replay.is_replay:
                 self._degrees = degrees or modules.options.degrees

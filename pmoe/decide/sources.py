@@ -7,15 +7,16 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns the source of its row counts: the first of five that is possible.
+    """Routes a call and returns the source of its row counts: the first of six that is possible.
 
-    Row counts say how many rows each rank sends to each expert. The five sources, in the order in which they
+    Row counts say how many rows each rank sends to each expert. The six sources, in the order in which they
     are tried:
 
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
+        BalancedCounts  the layer has balance: ranks first agree on copies of busy experts
         SolverCounts    the layer has pipeline="solve": ranks exchange counts, and a second time if the solver
                         takes other numbers of chunks than those for which rows were counted
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
@@ -31,7 +32,7 @@ def counts_source(call: Call) -> CountsSource:
         from pmoe.decide.padded_counts import PaddedCounts
 
         return PaddedCounts(call)
-    if modules.options.fused or modules.options.solves:
+    if modules.options.has_own_source:
         return _special_source(call)
     from pmoe.decide.exact_counts import ExactCounts
 
@@ -39,11 +40,19 @@ def counts_source(call: Call) -> CountsSource:
 
 
 def _special_source(call: Call) -> CountsSource:
-    """Returns the source of row counts of a layer that asks for fused kernels or has ``pipeline="solve"``."""
+    """Returns the source of row counts of a layer with `LayerOptions.has_own_source`."""
+    if call.modules.options.balance and call.modules.ranks.size > 1:
+        from pmoe.decide.balanced_counts import BalancedCounts
+
+        return BalancedCounts(call)
     if call.modules.options.fused:
         from pmoe.decide.fused_counts import FusedCounts, FusedSolverCounts
 
         return (FusedSolverCounts if call.modules.options.solves else FusedCounts)(call)
-    from pmoe.decide.solver_counts import SolverCounts
+    if call.modules.options.solves:
+        from pmoe.decide.solver_counts import SolverCounts
 
-    return SolverCounts(call)
+        return SolverCounts(call)
+    from pmoe.decide.exact_counts import ExactCounts
+
+    return ExactCounts(call)

@@ -291,6 +291,17 @@ class GradientSum:
             self.total.add_(contribution)
         self._first = False
 
+    def add_expert(self, expert: int, contribution: Tensor) -> None:
+        """Adds a gradient of one expert's parameter to the sum.
+
+        expert: the number of the expert on this rank.
+        contribution: of the parameter's shape without its first dimension.
+        """
+        if self._first:
+            self.total.zero_()
+            self._first = False
+        self.total[expert].add_(contribution)
+
     def result(self) -> Tensor:
         """Returns the sum, of the parameter's shape, in the parameter's dtype; zeros if nothing was added."""
         if self._first:

@@ -85,6 +85,8 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
         from pmoe.layer.predict_memory import check_budget
 
         check_budget(modules)
+    if options.balance:
+        check_balance(modules)
     if options.pad_to_capacity and (reason := modules.refusal("padded counts")) is not None:
         raise ValueError(f"pad_to_capacity (True) must be False where {reason}")
     recomputes = pair is True or (pair and pair.hidden == "recompute")
@@ -94,6 +96,32 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
             "if experts are modules and their hidden is kept or offloaded, because a saved graph cannot be "
             "split: "
             'use memory_reuse="S3" or "S4", which recompute it'
+        )
+
+
+def check_balance(modules: LayerModules) -> None:
+    """Raises ValueError if busy experts of a layer with ``balance`` cannot have copies.
+
+    On one rank there is no other rank for a copy, so a warning says that ``balance`` does nothing.
+
+    modules: the layer's modules and options.
+    """
+    options = modules.options
+    balance = options.balance
+    if modules.ranks.size == 1:
+        warn_once(f"balance ({balance}) does nothing on one rank: there is no other rank for a copy")
+        return
+    reason = modules.refusal("copies")
+    if reason is None and options.solves:
+        reason = 'n is chosen by the solver (pipeline="solve")'
+    if reason is None and options.pipeline_backward not in (None, options.fixed_degree):
+        reason = f"passes have other chunks (pipeline_backward={options.pipeline_backward})"
+    if reason is not None:
+        raise ValueError(f"balance ({balance}) must be False where {reason}")
+    others = options.num_experts - modules.experts.num_local_experts
+    if balance is not True and balance > others:
+        raise ValueError(
+            f"balance ({balance}) must be at most {others}, the number of experts of the other ranks"
         )
 
 

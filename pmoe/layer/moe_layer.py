@@ -148,6 +148,7 @@ class MoELayer(OldAttributes, nn.Module):
     fused: bool | FusedName = option("fused")
     send_once: bool = option("send_once")
     check_finite: bool | None = option("check_finite")
+    balance: bool | int = option("balance")
     switches: Switches = option("switches")
 
     options: LayerOptions
@@ -189,6 +190,7 @@ class MoELayer(OldAttributes, nn.Module):
         normalize_gate: bool | None = None,
         z_loss_weight: float = 0.0,
         check_finite: bool | None = None,
+        balance: bool | int = False,
     ) -> None:
         super().__init__()
         self.options = LayerOptions(
@@ -206,6 +208,7 @@ class MoELayer(OldAttributes, nn.Module):
             fused=fused,
             send_once=send_once,
             check_finite=check_finite,
+            balance=balance,
         )
         construct.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = construct.make_grid(group, mesh, device)

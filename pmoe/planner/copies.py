@@ -120,29 +120,28 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
     return min(per_rank, max(free_bytes, 0) // copy_bytes)
 
 
-def split_rows(rows: int, shares: Sequence[int], index: int) -> list[int]:
-    """Returns how many of a source's rows for one expert go to each of the expert's hosts.
+def row_cuts(shares: Sequence[int]) -> list[int]:
+    """Returns the bounds by which the rows of one source for one expert are divided among the expert's hosts.
 
-    Every source sends each host the same fraction of its rows. Fractions of a row are rounded by this rule.
-    With the running sums C_j = shares[0] + ... + shares[j - 1] and C = the sum of all shares, host j gets the
-    source's rows from number cut(j) to number cut(j + 1):
+    Every source sends each host the same fraction of its rows, in every part of its batch. Row number i of
+    source s has the position
 
-        cut(j) = floor((rows * C_j + offset) / C)
-        offset = floor(C * (index * GOLDEN mod 2**32) / 2**32), so 0 <= offset < C
+        u = (i + s) * GOLDEN mod 2**32
 
-    The offsets of successive indices are spread evenly, so the sources' errors cancel each other. Each host
-    gets less than one row more or fewer than its fraction.
+    Host j gets the rows with cut(j) <= u < cut(j + 1). With the running sums C_j = shares[0] + ... + shares[j
+    - 1] and C = the sum of all shares,
 
-    rows: the rows of this source for the expert, or those of a part of its batch.
+        cut(j) = floor(2**32 * C_j / C)
+
+    Positions of successive rows are spread evenly, and so are those of the first rows of successive sources.
+    So errors of rounding cancel over the sources, and over the chunks of a batch.
+
     shares: the rows of each host, from `CopyPlan.hosts`. Their sum must be positive.
-    index: the number of the source; if a source splits several parts of its batch, a number for each part.
 
-    Example: 3 rows, shares (50, 50) -> [1, 2] for index 0 (offset 0), [2, 1] for index 1 (offset 61).
+    Example: shares (50, 50) -> [0, 2**31, 2**32]; rows 0, 1, 2 of source 0 go to hosts 0, 1, 0.
     """
     total = sum(shares)
-    offset = total * (index * GOLDEN % 2**32) >> 32
-    cuts = [(rows * running + offset) // total for running in itertools.accumulate(shares, initial=0)]
-    return [end - start for start, end in itertools.pairwise(cuts)]
+    return [(running << 32) // total for running in itertools.accumulate(shares, initial=0)]
 
 
 def plan_copies(

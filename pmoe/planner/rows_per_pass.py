@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pmoe.comm.counts import RankCounts, without_own
+from pmoe.comm.counts import RankCounts
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.schedule.buffer_sizes import ChunkRows
 
@@ -67,10 +67,12 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     if sizes.bypass_local:
-        local = counts.send[:, rank].sum(1).tolist()
-        recv, leaving, coming = (
-            without_own(rows_of_ranks, rank) for rows_of_ranks in (recv, leaving, coming)
-        )
+        num_staying = sizes.num_experts // sizes.ep_size  # rows for copies of others' experts travel
+        local = counts.send[:, rank, :num_staying].sum(1).tolist()
+        travelling = counts.travelling(rank, num_staying)
+        recv = travelling.recv
+        leaving = travelling.sent_rows
+        coming = travelling.received_rows
         if is_merged:
             home = [a + b + 1 for a, b in zip(leaving.sum(1).tolist(), local, strict=True)]
     apart = sizes.esp_size > 1 or is_merged

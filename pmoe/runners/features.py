@@ -48,6 +48,7 @@ class Feature(str, enum.Enum):
     EXTERNAL_ROUTING = "the routing comes from outside (ExternalGate)"
     MODULE_EXPERTS = "experts ({experts}) are modules of one's own"
     OTHER_EXPERTS = "the experts are {experts}, neither ffn nor swiglu"
+    COPIES = "busy experts may have copies (balance={balance})"
 
 
 F = Feature
@@ -91,6 +92,12 @@ SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
     {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}
 )
+SUPPORTED["copies"] = frozenset(
+    {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.CALLBACKS, F.SHARED_EXPERT, F.GRADIENTS, F.ROTATES, F.CHUNKS}
+    | {F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.PICKS_TOKENS}
+    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING, F.COPIES}
+)
+"""A layer on several ranks with ``balance``, whose busy experts may have copies on other ranks."""
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
 """The features that each runner, source of row counts or prediction supports, by its name.
 

@@ -72,8 +72,7 @@ def make_backward(
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, moves=plan.restore.offloads or plan.rearranged)
-    classes = (*(second for _, second in variants), plain)
-    backward: BackwardType = _compose(classes)(plan, grad_TM, saved)
+    backward: BackwardType = _compose((*(second for _, second in variants), plain))(plan, grad_TM, saved)
     return backward
 
 
@@ -116,6 +115,10 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
         from pmoe.engine.variants.send_once import OnceBackward, OnceForward
 
         variants.append((OnceForward, OnceBackward))
+    if modules.copies is not None:
+        from pmoe.engine.variants.copies import CopiesBackward, CopiesForward
+
+        variants.append((CopiesForward, CopiesBackward))
     if moves:
         from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
 

@@ -116,6 +116,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     if remote:
         tasks.dispatch(0)
         tasks.send_weights()
+        tasks.relay_weights()
         tasks.dispatch(1)
     tasks.shared()
     tasks.open(0)
@@ -248,6 +249,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     tasks.copy_weights()
     if remote:
         dispatch(n - 1)
+        tasks.relay_weights()
         dispatch(n - 2)
     tasks.shared()
     fetch(*units[0])

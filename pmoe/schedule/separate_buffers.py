@@ -47,6 +47,8 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
         if i == 0:
             tasks.send_weights()
         tasks.send(i)
+        if i == 0:
+            tasks.relay_weights()
     tasks.shared()
     stay(range(early))
     for i in chunks:
@@ -86,6 +88,8 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     tasks.copy_weights()
     for i in chunks:
         tasks.dispatch(i)
+        if i == 0:
+            tasks.relay_weights()
     tasks.shared()
     for j in range(m):
         reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}"]

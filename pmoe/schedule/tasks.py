@@ -89,7 +89,9 @@ class Kind(str, enum.Enum):
     RECOMPUTE = "M"  # backward: recomputes T_M from T_DI
     LOCAL_RECOMPUTE = "LM"  # backward: recomputes T_M of rows that stay
     COPY_WEIGHTS = "V"  # sends the weights of busy experts to the ranks of their copies
+    RELAY_WEIGHTS = "VR"  # ranks with copies of one expert send each other the parts that V brought
     COPY_WGRAD = "KW"  # backward: gradients of the copies' parameters from received rows
+    RELAY_GRADIENTS = "VGR"  # backward: ranks with copies of one expert each get one part of all gradients
     COPY_GRADIENTS = "VG"  # backward: sends the gradients of copies to the ranks of their experts
     ADD_GRADIENTS = "VA"  # backward: adds them to the gradients of the experts, in the order of the ranks
 
@@ -215,7 +217,8 @@ class Schedule:
     @functools.cached_property
     def num_weight_gradients(self) -> int:
         """The number of tasks that add to the gradients of the experts' parameters."""
-        return sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.tasks)
+        kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.ADD_GRADIENTS)
+        return sum(task.kind in kinds for task in self.tasks)
 
     def __str__(self) -> str:
         rows = [("task", "lane", "waits for", "reads", "writes")]
@@ -243,6 +246,9 @@ class Stages:
     copies: whether ranks host copies of busy experts, and what becomes of the copies' weights until backward:
         None for no copies, "keep", or "communicate", which sends them again. Copies compute received rows
         (C), and rows for a copy on the tokens' own rank count as received.
+    relays_copies: whether some expert has several copies. V then brings each of their ranks another part of
+        the weights, and these ranks pass the parts on to each other (VR). Gradients go the opposite way.
+    frozen_copies: whether no gradients of copies are computed, because the experts are frozen on all ranks.
 
     Raises ValueError if ``local`` and ``remote`` are both False.
     """
@@ -255,6 +261,8 @@ class Stages:
     gradients: bool = False
     one_lane: bool = False
     copies: CopiesFate | None = None
+    relays_copies: bool = False
+    frozen_copies: bool = False
 
     def __post_init__(self) -> None:
         if not (self.local or self.remote):
@@ -357,7 +365,7 @@ def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple
 
 
 _LANES = {
-    **dict.fromkeys(("P", "S", "SI", "R", "GAR", "V", "VG"), Lane.COMMUNICATE),
+    **dict.fromkeys(("P", "S", "SI", "R", "GAR", "V", "VR", "VG", "VGR"), Lane.COMMUNICATE),
     **dict.fromkeys(("AG", "AGI", "RS", "PG"), Lane.INTRA_NODE),
     **dict.fromkeys(("DI", "DM", "LDI", "LDM"), Lane.COPY_OUT),
     **dict.fromkeys(("HI", "HM", "LHI", "LHM"), Lane.COPY_IN),
@@ -523,39 +531,64 @@ class PassBuilder:
             leaving = ["dweight_leaving"]
         self.add(Kind.WEIGHTS, -1, leaving, ["dweight"])
 
+    @property
+    def sends_weights(self) -> bool:
+        """Whether weights of busy experts are sent to their copies in this pass: forward, or if not kept."""
+        fate = self.stages.copies
+        return fate == "communicate" or (fate == "keep" and self.direction == "forward")
+
     def copy_weights(self) -> None:
         """Appends V, which sends the weights of busy experts to the ranks of their copies.
 
         It comes first in the pass: rows that stay, and gathering the first chunk, hide it. It appends nothing
         without copies, or in backward if they were kept.
         """
-        fate = self.stages.copies
-        if fate == "communicate" or (fate == "keep" and self.direction == "forward"):
-            self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_K"])
+        if self.sends_weights:
+            self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_V" if self.stages.relays_copies else "w_K"])
+
+    def relay_weights(self) -> None:
+        """Appends VR, in which ranks with copies of one expert send each other the parts that V brought.
+
+        It comes behind the first chunk's dispatch, so that this dispatch does not wait for V. It appends
+        nothing if V brings whole experts.
+        """
+        if self.sends_weights and self.stages.relays_copies:
+            self.add(Kind.RELAY_WEIGHTS, -1, ["w_V"], ["w_K"])
 
     @property
     def copied(self) -> list[str]:
         """The buffer with the weights of this rank's copies, which experts' tasks read; [] without copies."""
         return ["w_K"] * (self.stages.copies is not None)
 
+    @property
+    def learns_copies(self) -> bool:
+        """Whether the pass computes gradients of the copies' parameters."""
+        return self.stages.copies is not None and not self.stages.frozen_copies
+
     def copy_wgrad(self, i: int, reads: Sequence[str], *, is_last: bool) -> None:
         """Appends KW of chunk i: gradients of the copies' parameters. Appends nothing without copies.
 
         reads: the buffers that the task of the other experts' parameters (W) reads.
         is_last: whether no chunk follows. VG, which sends the gradients home, is then appended too. So it
-            runs beside the chunk's W, which comes next.
+            runs beside the chunk's W, which comes next. If experts have several copies, VGR comes first, and
+            `add_gradients` appends VG.
         """
-        if self.stages.copies is not None:
-            self.add(Kind.COPY_WGRAD, i, [*reads, "dw_K"], ["dw_K"])
-            if is_last:
-                self.add(Kind.COPY_GRADIENTS, -1, ["dw_K"], ["dw_home"])
+        if not self.learns_copies:
+            return
+        self.add(Kind.COPY_WGRAD, i, [*reads, "dw_K"], ["dw_K"])
+        if is_last and self.stages.relays_copies:
+            self.add(Kind.RELAY_GRADIENTS, -1, ["dw_K"], ["dw_V"])
+        elif is_last:
+            self.add(Kind.COPY_GRADIENTS, -1, ["dw_K"], ["dw_home"])
 
     def add_gradients(self) -> None:
         """Appends VA, which adds the gradients of copies to those of their experts; nothing without copies.
 
         It comes after all tasks that add to these gradients, so that the order of the sum is fixed.
         """
-        if self.stages.copies is not None:
+        if self.learns_copies:
+            if self.stages.relays_copies:
+                self.add(Kind.COPY_GRADIENTS, -1, ["dw_K", "dw_V"], ["dw_home"])
             self.add(Kind.ADD_GRADIENTS, -1, ["dw_home", "dw"], ["dw"])
 
     def shared(self) -> None:

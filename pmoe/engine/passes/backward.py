@@ -193,7 +193,7 @@ class Backward(Pass):
         unit = (i, place)
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
         expert_rows = self.for_experts(unit, self.rows_of(unit))
-        self.hidden[unit] = self.plan.modules.experts.recompute(expert_rows, recipe)
+        self.hidden[unit] = self.experts.recompute(expert_rows, recipe)
 
     def hidden_of(self, unit: Unit) -> Hidden:
         """Returns the hidden activation T_M for one task; recomputes it if no earlier task restored it.
@@ -252,7 +252,7 @@ class Backward(Pass):
         grad_weight_N: (N,), memory for the gradient of the routing weights.
         """
         expert_rows = replace(self.for_experts(unit, self.rows_of(unit), out_NM), grad_weight_N=grad_weight_N)
-        _, computed_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
+        _, computed_N, self.pending[unit] = self.experts.input_gradient(
             grad_NM, expert_rows, weight_N, self.hidden_of(unit)
         )
         if computed_N.data_ptr() != grad_weight_N.data_ptr():
@@ -289,7 +289,7 @@ class Backward(Pass):
             because their experts are on this rank, if place is "_L".
         """
         unit = (i, place)
-        self.plan.modules.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
+        self.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
         self.rows.pop(unit, None)
 
     def gradients(self, _: int) -> dist.Work | None:

@@ -42,6 +42,7 @@ from pmoe.schedule.tasks import Schedule, Stages, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.callbacks import HookGraph
+    from pmoe.experts.with_copies import ExpertsWithCopies
 
 Unit = tuple[int, str]
 """A set of rows that experts compute in one task.
@@ -224,6 +225,7 @@ class Pass:
     combine_input: the name of the buffer that the all-to-all back sends. It differs from ``sent_back`` only
         if experts are sharded, because a reduce-scatter comes before.
     parameters: the tensors with which the experts compute.
+    experts: the experts of this rank; in a call with copies of busy experts these, too.
     pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
     source_TM, result_TM: (T, M), the pass's input and output for T tokens. In forward they are the layer's
         input and output, in backward the gradients of the output and the input.
@@ -244,6 +246,7 @@ class Pass:
     dispatch_output: str
     combine_input: str
     parameters: Sequence[Tensor]
+    experts: Experts | ExpertsWithCopies
     plan: Plan
     pass_plan: PassPlan
     source_TM: Tensor
@@ -263,6 +266,7 @@ class Pass:
         self.pass_plan = pass_plan
         self.source_TM = source_TM
         self.keep = keep
+        self.experts = plan.modules.experts
         self.stages = plan.modules.stages
         self.pool = pool(source_TM.device).device
         self.result_TM = self.pool.new(source_TM, *source_TM.shape)
@@ -574,7 +578,7 @@ class Pass:
         modules = self.plan.modules
         stages = self.stages
         in_steps = stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
-        in_steps = in_steps or (self.direction == "backward" and stages.gradients)
+        in_steps = in_steps or stages.relays_copies or (self.direction == "backward" and stages.gradients)
         try:
             lanes_run.run_schedule(
                 self.schedule, self.actions(), self.source_TM, modules.grid.all, in_steps, modules.experts

@@ -131,7 +131,7 @@ class Forward(Pass):
         if self.pass_plan.slot.dtype != torch.int32 or not rows_fit(self.source_TM):
             return False
         groups = self.pass_plan.pieces[j].groups
-        return self.plan.modules.experts.reads_tokens(out_NM, groups, self.parameters, self.plan.top_k)
+        return self.experts.reads_tokens(out_NM, groups, self.parameters, self.plan.top_k)
 
     def compute(self, i: int) -> None:
         """Lets the experts compute the rows that this rank received in chunk i (task C)."""
@@ -163,16 +163,15 @@ class Forward(Pass):
         slots: the (token, choice) pair of each row, if rows_NM are the tokens from which the experts read the
             rows; else None.
         """
-        experts = self.plan.modules.experts
         restore = self.plan.restore
         remakes = self.keep and restore.hidden != "keep"
-        recipe = experts.recipe(rows_NM.device) if remakes else None
+        recipe = self.experts.recipe(rows_NM.device) if remakes else None
         version = rows_NM._version if recipe is not None else 0
         keeps = self.keep and restore.hidden != "recompute"
         expert_rows = self.for_experts(unit, rows_NM, out_NM)
         if slots is not None:
             expert_rows = replace(expert_rows, slots=slots)
-        _, hidden = experts.compute(expert_rows, weight_N, keep=keeps)
+        _, hidden = self.experts.compute(expert_rows, weight_N, keep=keeps)
         if self.keep:
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
@@ -206,7 +205,7 @@ class Forward(Pass):
                 "from that input: let its first operation make a new tensor (inplace=False), or let "
                 'memory_reuse keep or offload T_M (hidden="keep" or "offload")'
             )
-        if self.plan.rearranged and not self.plan.modules.experts.is_repeatable(recipe):
+        if self.plan.rearranged and not self.experts.is_repeatable(recipe):
             raise RuntimeError(
                 "an expert draws random numbers, so it can be recomputed only if both passes have the same "
                 "number of chunks: set pipeline_backward to None, or let memory_reuse keep or offload T_M "

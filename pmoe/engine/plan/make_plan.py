@@ -218,7 +218,10 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if modules.stages.local:
-            received, received_device = (without_own(counts, rank) for counts in (received, received_device))
+            num_staying = len(modules.staying)
+            received, received_device = (
+                without_own(counts, rank, num_staying) for counts in (received, received_device)
+            )
         joined = join_chunks(received, received_device, bins.recv[:, rank], n, n_backward)
         backward = _cut(orders, n_backward, bins)
     return Plan(
@@ -254,8 +257,8 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     shared = shared if shared.send.shape[0] == n else shared.joined(n)
     local_counts: list[list[int]] = []
     if bypass_local:
-        local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
-    received_ends, local_ends = _ends(bins, n, num_pieces, rank if bypass_local else None)
+        local_counts = _by_piece(shared.send[:, rank, : len(modules.staying)], num_pieces).tolist()
+    received_ends, local_ends = _ends(bins, n, num_pieces, rank, len(modules.staying))
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
@@ -266,13 +269,13 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     weights = None
     once = None
     if modules.stages.remote:
-        counts = shared.travelling(rank) if bypass_local else shared
+        counts = shared.travelling(rank, len(modules.staying)) if bypass_local else shared
         sent_by_chunk = counts.sent_rows.tolist()
         come_by_chunk = counts.received_rows.tolist()
         by_expert = counts.recv.sum(1).tolist()
         bins_device = bins.recv_device
         if bypass_local and _are_several(counts.recv.sum((0, 2))):
-            bins_device = without_own(bins_device, rank)
+            bins_device = without_own(bins_device, rank, len(modules.staying))
         # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
         # order.
         fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
@@ -468,7 +471,7 @@ def _regroup_chunks(
 
 
 def _ends(
-    bins: RankCounts, n: int, num_pieces: int, rank: int | None
+    bins: RankCounts, n: int, num_pieces: int, rank: int, num_staying: int
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
     """Returns where each expert's rows end: for n chunks of received rows, and for the rows that stay.
 
@@ -477,7 +480,9 @@ def _ends(
 
     bins: the row counts of the bins (ranges of tokens) of which the chunks consist.
     num_pieces: the number of blocks of rows that stay.
-    rank: this rank, if rows from it to itself stay; None if they are received like all others.
+    rank: this rank.
+    num_staying: for how many experts of this rank its own rows stay. Rows for copies of other ranks' experts
+        are received like all others. 0 if no rows stay.
     """
     on_device = bins.recv_device
     if not on_device.is_cuda:
@@ -485,10 +490,12 @@ def _ends(
     # A CUDA graph would read memory of the host again at each replay, so its offsets are computed.
     computes = is_captured(on_device.device)
     counts_nWE = (on_device if computes else bins.recv).unflatten(0, (n, -1)).sum(1)
-    counts_nE = counts_nWE.sum(1)
-    if rank is not None:
-        own_nE = counts_nWE[:, rank]
-        counts_nE = torch.cat([counts_nE - own_nE, _by_piece(own_nE, num_pieces)])
+    if num_staying:
+        own_nE = counts_nWE[:, rank].clone()
+        own_nE[:, num_staying:] = 0
+        counts_nE = torch.cat([counts_nWE.sum(1) - own_nE, _by_piece(own_nE, num_pieces)])
+    else:
+        counts_nE = counts_nWE.sum(1)
     ends = counts_nE.cumsum(1).int()
     if not computes:  # from pinned memory, because the host waits for any other copy
         ends = ends.pin_memory().to(on_device.device, non_blocking=True)

@@ -50,6 +50,7 @@ from pmoe.schedule.tasks import Stages
 
 if TYPE_CHECKING:
     from pmoe.engine.plan.callbacks import Callback, Hooks
+    from pmoe.engine.plan.copies import HostedCopies
     from pmoe.engine.plan.regroup_chunks import ChunkRegrouping
     from pmoe.engine.variants.padding import Padding
     from pmoe.engine.variants.send_once import DeduplicatedRows
@@ -228,7 +229,8 @@ class PassPlan:
 class PassModules(abc.ABC):
     """The modules of a layer (FSMoE, section 3.1), the ranks that share it, and its stages.
 
-    They are the same for all calls of a layer. `pmoe.call.modules.LayerModules` implements the class.
+    They are the same for all calls of a layer, except for ``copies``. `pmoe.call.modules.LayerModules`
+    implements the class.
 
     grid: the layer's ranks: those over which experts are distributed, and those that share each expert.
     experts: this rank's experts.
@@ -242,6 +244,8 @@ class PassModules(abc.ABC):
         ``ends``, and runs ``inside`` as a task after the last dispatch. ``t_gar`` is the predicted time of
         the all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
+    copies: the copies of busy experts in a call; None if it has none. With copies, experts are numbered anew
+        (`HostedCopies`).
     """
 
     grid: Grid
@@ -254,6 +258,7 @@ class PassModules(abc.ABC):
     callbacks: tuple[Callback, ...]
     gradients: Any
     traffic: Traffic
+    copies: HostedCopies | None = None
 
     @property
     @abc.abstractmethod
@@ -284,15 +289,22 @@ class PassModules(abc.ABC):
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """E, the number of experts of all ranks together."""
-        return self.grid.ep.size * self.experts.num_local_experts
+        """E, the number of experts of all ranks together. In a call with copies it counts these, too."""
+        return self.grid.ep.size * self.num_numbers
+
+    @property
+    def num_numbers(self) -> int:
+        """The numbers that experts and copies of a rank take: E_local, and the most copies of any rank."""
+        return self.experts.num_local_experts + (0 if self.copies is None else self.copies.per_rank)
 
     @functools.cached_property
     def staying(self) -> range:
-        """The global indices of this rank's experts, if rows for them are not sent; else an empty range."""
-        count = self.experts.num_local_experts
-        first_expert = self.grid.ep.rank * count
-        return range(first_expert, first_expert + count * self.stages.local)
+        """The numbers of this rank's experts, if rows for them are not sent; else an empty range.
+
+        Rows for a copy are sent, also from the rank of the copy: copies compute received rows.
+        """
+        first_expert = self.grid.ep.rank * self.num_numbers
+        return range(first_expert, first_expert + self.experts.num_local_experts * self.stages.local)
 
 
 @dataclass(frozen=True, kw_only=True)

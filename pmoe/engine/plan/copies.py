@@ -1,0 +1,178 @@
+"""The copies of busy experts in one call: who hosts which, and which part of the weights each rank sends.
+
+An expert's weights are sent as one row of numbers, all its parameters one behind the other. With C copies the
+row is cut into C parts. The owner sends each host another part (V), and the hosts send each other the parts
+that they got (VR), so that no link carries the row more than about twice:
+
+    C = 2        owner   host a   host b
+    V            a b     a        b          the owner sends part a to host a, part b to host b
+    VR                   a b      a b        host a sends part a to host b, and b sends b to a
+
+Gradients go the opposite way: each host sends the others their parts of its gradient (VGR), adds up what it
+got for its own part, and sends the sum to the owner (VG).
+
+Letters: W ranks, E_local experts that a rank owns, P parameters of an expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pmoe.planner.copies import CopyPlan, row_cuts
+from pmoe.schedule.restore import CopiesFate
+
+
+class Part(NamedTuple):
+    """A part of an expert's weights, or of its gradient, that is sent between this rank and another.
+
+    peer: the other rank.
+    expert: the expert's number among all experts.
+    index, count: the weights are cut into ``count`` parts, of which this is number ``index``.
+    """
+
+    peer: int
+    expert: int
+    index: int
+    count: int
+
+    def of(self, num_elements: int) -> slice:
+        """Returns which of an expert's elements belong to the part.
+
+        num_elements: P, the number of elements of the whole expert.
+        """
+        start = num_elements * self.index // self.count
+        return slice(start, num_elements * (self.index + 1) // self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedCopies:
+    """The copies of busy experts in one call, as one rank sees them. All ranks have the same plan.
+
+    plan: which ranks host copies of which experts.
+    rank: this rank.
+    num_ranks: W.
+    num_local: E_local, the experts that each rank owns.
+    are_frozen: whether no rank needs gradients of the experts' parameters.
+    fate: what becomes of the copies' weights until backward.
+
+    Experts are numbered anew in a call with copies. Each rank has E_local + `per_rank` numbers: those of its
+    own experts, then those of its copies, sorted by expert. Some of the last may stand for no copy.
+    """
+
+    plan: CopyPlan
+    rank: int
+    num_ranks: int
+    num_local: int
+    are_frozen: bool = False
+    fate: CopiesFate = "keep"
+
+    @functools.cached_property
+    def hosted_by(self) -> list[list[int]]:
+        """The experts of which each rank hosts a copy, in rising order."""
+        hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for expert in sorted(self.plan.hosts):
+            for rank, _ in self.plan.hosts[expert][1:]:
+                hosted[rank].append(expert)
+        return hosted
+
+    @functools.cached_property
+    def hosted(self) -> list[int]:
+        """The experts of which this rank hosts a copy, in rising order."""
+        return self.hosted_by[self.rank]
+
+    @functools.cached_property
+    def per_rank(self) -> int:
+        """The most copies that any rank hosts."""
+        return max(map(len, self.hosted_by))
+
+    @functools.cached_property
+    def relays(self) -> bool:
+        """Whether some expert has several copies, whose ranks pass parts of its weights on to each other."""
+        return any(len(hosts) > 2 for hosts in self.plan.hosts.values())
+
+    @functools.cached_property
+    def sent_experts(self) -> list[int]:
+        """The experts of this rank that have copies, in rising order."""
+        first = self.rank * self.num_local
+        return [expert for expert in range(first, first + self.num_local) if expert in self.plan.hosts]
+
+    def _ranks_of_copies(self, expert: int) -> list[int]:
+        return sorted(rank for rank, _ in self.plan.hosts[expert][1:])
+
+    @functools.cached_property
+    def scattered(self) -> list[Part]:
+        """The parts that V sends from this rank, in the order of the message."""
+        parts = []
+        for expert in self.sent_experts:
+            ranks = self._ranks_of_copies(expert)
+            parts += [Part(rank, expert, index, len(ranks)) for index, rank in enumerate(ranks)]
+        return sorted(parts)
+
+    @functools.cached_property
+    def gathered(self) -> list[Part]:
+        """The parts that V brings to this rank, in the order of the message."""
+        parts = []
+        for expert in self.hosted:
+            ranks = self._ranks_of_copies(expert)
+            parts.append(Part(expert // self.num_local, expert, ranks.index(self.rank), len(ranks)))
+        return sorted(parts)
+
+    @functools.cached_property
+    def relayed(self) -> list[Part]:
+        """The parts that VR sends from this rank, in the order of the message."""
+        parts = []
+        for expert in self.hosted:
+            ranks = self._ranks_of_copies(expert)
+            own = ranks.index(self.rank)
+            parts += [Part(rank, expert, own, len(ranks)) for rank in ranks if rank != self.rank]
+        return sorted(parts)
+
+    @functools.cached_property
+    def completed(self) -> list[Part]:
+        """The parts that VR brings to this rank, in the order of the message."""
+        parts = []
+        for expert in self.hosted:
+            ranks = self._ranks_of_copies(expert)
+            numbered = [(rank, index) for index, rank in enumerate(ranks) if rank != self.rank]
+            parts += [Part(rank, expert, index, len(ranks)) for rank, index in numbered]
+        return sorted(parts)
+
+    def elements_by_peer(self, parts: Iterable[Part], num_elements: int) -> list[int]:
+        """Returns how many elements of a message go to each rank, or come from it.
+
+        num_elements: P, the number of elements of an expert.
+        """
+        elements = [0] * self.num_ranks
+        for part in parts:
+            of_part = part.of(num_elements)
+            elements[part.peer] += of_part.stop - of_part.start
+        return elements
+
+    def numbered_hosts(self, num_experts: int) -> tuple[list[int], list[int]]:
+        """Returns where the rows of all experts are divided among their hosts, and the hosts' new numbers.
+
+        The first list has ``expert * 2**32 + cut`` for each host of each expert, in rising order
+        (`pmoe.planner.copies.row_cuts`). The second has the number of the host's expert or copy. A row at
+        position u of expert e goes to the last host whose entry is at most e * 2**32 + u.
+
+        num_experts: the number of experts of all ranks, before they are numbered anew.
+
+        Example: 2 ranks with one expert each, expert 0 has a copy on rank 1, half of the rows each -> bounds
+        [0, 2**31, 2**32] and numbers [0, 3, 2]: rank 1's own expert is 2, its copy 3.
+        """
+        width = self.num_local + self.per_rank
+        bounds = []
+        numbers = []
+        for expert in range(num_experts):
+            owner, place = divmod(expert, self.num_local)
+            bounds.append(expert << 32)
+            numbers.append(owner * width + place)
+            hosts = self.plan.hosts.get(expert, ())
+            cuts = row_cuts([rows for _, rows in hosts]) if hosts else ()
+            for (rank, _), cut in zip(hosts[1:], cuts[1:], strict=False):
+                bounds.append((expert << 32) + cut)
+                numbers.append(rank * width + self.num_local + self.hosted_by[rank].index(expert))
+        return bounds, numbers

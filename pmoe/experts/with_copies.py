@@ -1,0 +1,234 @@
+"""The experts of a rank together with its copies of other ranks' busy experts, as the passes compute them.
+
+The rows of a chunk are sorted by expert, and those of copies come last. So the rank's own experts compute the
+first rows, with their parameters, and then the same code computes the other rows with the copied parameters:
+
+    rows      own expert 0 | own expert 1 | copy of expert 5 | copy of expert 9
+    computed  `Experts.compute` with the parameters | `Experts.compute` with the copies
+
+Both parts use slices of the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, fresh
+from pmoe.experts.products import GradientSum, RowGroups
+
+
+class _Part(NamedTuple):
+    """The rows of a chunk for the rank's own experts, or those for its copies.
+
+    rows: slice of the chunk's rows.
+    expert_rows: the rows, with parameters and memory.
+    """
+
+    rows: slice
+    expert_rows: ExpertRows
+
+
+class ExpertsWithCopies:
+    """A rank's own experts and its copies, with the methods of `Experts` that the passes call.
+
+    experts: the rank's own experts.
+    copies: the copies' parameters, in the order of `Experts.operands`, (C, ...) for the C copies of this
+        rank. They may be filled after this object was built.
+    """
+
+    def __init__(self, experts: Experts, copies: Sequence[Tensor]) -> None:
+        self._experts = experts
+        self.copies = copies
+        self.recipe = experts.recipe
+        self.is_repeatable = experts.is_repeatable
+
+    def take_copies(self) -> None:
+        """Prepares the copies' parameters for products. Called once, when their values are there.
+
+        Kernels on a GPU read each parameter of all copies as one contiguous tensor.
+        """
+        if self.copies[0].is_cuda:
+            self.copies = [copies.contiguous() for copies in self.copies]
+
+    def reads_tokens(
+        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
+    ) -> bool:
+        """See `Experts.reads_tokens`. Only rows that stay on their rank are asked for: copies have none."""
+        return self._experts.reads_tokens(like_NM, groups, parameters, top_k)
+
+    def _own_groups(self, groups: RowGroups) -> RowGroups:
+        """Returns the rows of this rank's own experts.
+
+        groups: the rows of these experts and, for received rows, those of the copies behind them.
+        """
+        count = self._experts.num_local_experts
+        if len(groups.counts) == count:
+            return groups
+        return RowGroups(
+            counts=groups.counts[:count], ends=None if groups.ends is None else groups.ends[:count]
+        )
+
+    def _copied_groups(self, groups: RowGroups) -> RowGroups:
+        """Returns the rows of the copies. ``groups`` may have more numbers than this rank has copies."""
+        count = self._experts.num_local_experts
+        own = sum(groups.counts[:count])
+        numbers = slice(count, count + self.copies[0].shape[0])
+        ends = None if groups.ends is None else groups.ends[numbers] - own
+        return RowGroups(counts=groups.counts[numbers], ends=ends)
+
+    def _parts(self, expert_rows: ExpertRows) -> tuple[_Part | None, _Part | None]:
+        """Returns the rows of own experts and those of copies. One of them is None if it would have no rows.
+
+        expert_rows: the chunk's rows, with the rank's own parameters, and memory for all rows.
+        """
+        groups = expert_rows.groups
+        own = self._own_groups(groups)
+        if own.num_rows == groups.num_rows:
+            return _Part(slice(0, own.num_rows), replace(expert_rows, groups=own)), None
+        space = fresh(expert_rows.rows_NM) if expert_rows.space is None else expert_rows.space
+        blocks = self._experts.columns(expert_rows.rows_NM.device.type).scratch_rows
+        shared = _SharedSpace(space, groups.num_rows, blocks)
+
+        def part(rows: slice, of_part: RowGroups, parameters: Sequence[Tensor]) -> _Part:
+            out = expert_rows.out
+            grad_weight_N = expert_rows.grad_weight_N
+            return _Part(
+                rows,
+                ExpertRows(
+                    expert_rows.rows_NM[rows],
+                    of_part,
+                    parameters,
+                    shared.of(rows),
+                    None if out is None else out[rows],
+                    None if grad_weight_N is None else grad_weight_N[rows],
+                ),
+            )
+
+        copied = part(slice(own.num_rows, groups.num_rows), self._copied_groups(groups), self.copies)
+        if not own.num_rows:
+            return None, copied
+        return part(slice(0, own.num_rows), own, expert_rows.parameters), copied
+
+    def compute(
+        self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
+    ) -> tuple[Tensor, Hidden | None]:
+        """Computes a chunk's rows by own experts and copies. See `Experts.compute`."""
+        parts = self._parts(expert_rows)
+        saved: list[Hidden | None] = [None, None]
+        for place, part in enumerate(parts):
+            if part is not None:
+                rows_weight = weight_N if parts[1] is None else weight_N[part.rows]
+                _, saved[place] = self._experts.compute(part.expert_rows, rows_weight, keep=keep)
+        assert expert_rows.out is not None
+        return expert_rows.out, _joined(saved) if keep else None
+
+    def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
+        """Computes the hidden activations of a chunk's rows again. See `Experts.recompute`."""
+        return _joined(
+            [
+                None if part is None else self._experts.recompute(part.expert_rows, recipe)
+                for part in self._parts(expert_rows)
+            ]
+        )
+
+    def input_gradient(
+        self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
+    ) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
+        """Computes the gradients of a chunk's rows and routing weights. See `Experts.input_gradient`.
+
+        The third result has two values, for `weight_gradient` and for `copy_gradient`.
+        """
+        pending: list[Any] = [None, None]
+        grad_weight_N = expert_rows.grad_weight_N
+        assert grad_weight_N is not None and expert_rows.out is not None
+        both = zip(self._parts(expert_rows), _separated(hidden), strict=True)
+        for place, (part, of_part) in enumerate(both):
+            if part is None:
+                continue
+            assert of_part is not None
+            _, computed_N, pending[place] = self._experts.input_gradient(
+                grad_NM[part.rows], part.expert_rows, weight_N[part.rows], of_part
+            )
+            target_N = grad_weight_N[part.rows]
+            if computed_N.data_ptr() != target_N.data_ptr():
+                target_N.copy_(computed_N)
+        return expert_rows.out, grad_weight_N, (pending[0], pending[1])
+
+    def weight_gradient(
+        self, pending: tuple[Any, Any], groups: RowGroups, sums: Sequence[GradientSum | None]
+    ) -> None:
+        """Adds a chunk's gradients of the own experts' parameters. See `Experts.weight_gradient`."""
+        if pending[0] is not None:
+            self._experts.weight_gradient(pending[0], self._own_groups(groups), sums)
+
+    def copy_gradient(
+        self, pending: tuple[Any, Any], groups: RowGroups, sums: Sequence[GradientSum | None]
+    ) -> None:
+        """Adds a chunk's gradients of the copies' parameters.
+
+        sums: one for each of `copies`, of the same shape.
+        """
+        if pending[1] is not None:
+            self._experts.weight_gradient(pending[1], self._copied_groups(groups), sums)
+
+
+class _SharedSpace:
+    """Memory for all rows of a chunk, of which each part of the rows takes a slice.
+
+    space: gives memory for all rows.
+    num_rows: the number of all rows.
+    block_rows: the most rows that experts process at a time, in memory named "scratch".
+    """
+
+    def __init__(self, space: Allocate, num_rows: int, block_rows: int) -> None:
+        self._space = space
+        self._num_rows = num_rows
+        self._block_rows = min(block_rows, num_rows)
+        self._whole: dict[str, Tensor] = {}
+
+    def of(self, part_rows: slice) -> Allocate:
+        """Returns the function from which one part of the rows gets its memory."""
+
+        def take(name: str, rows: int, columns: int) -> Tensor:
+            if name == "products":  # temporary values, which have no slot of their own
+                return self._space(name, rows, columns)
+            is_block = name == "scratch"
+            if name not in self._whole:
+                count = self._block_rows if is_block else self._num_rows
+                self._whole[name] = self._space(name, count, columns)
+            whole = self._whole[name]
+            return whole[:rows] if is_block else whole[part_rows]
+
+        return take
+
+
+def _joined(parts: Sequence[Hidden | None]) -> Hidden:
+    """Returns what own experts and copies saved, as one record.
+
+    Its ``graph`` has for each part its number of tensors and its own ``graph``; None for a part without rows.
+    """
+    saved = [part for part in parts if part is not None]
+    return Hidden(
+        tensors=[tensor for part in saved for tensor in part.tensors],
+        graph=[None if part is None else (len(part.tensors), part.graph) for part in parts],
+        expendable=all(part.expendable for part in saved),
+    )
+
+
+def _separated(hidden: Hidden) -> list[Hidden | None]:
+    """Undoes `_joined`."""
+    parts: list[Hidden | None] = []
+    first = 0
+    for part in hidden.graph:
+        if part is None:
+            parts.append(None)
+            continue
+        num_tensors, graph = part
+        tensors = hidden.tensors[first : first + num_tensors]
+        parts.append(Hidden(tensors=tensors, graph=graph, expendable=hidden.expendable))
+        first += num_tensors
+    return parts

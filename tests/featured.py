@@ -135,6 +135,7 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.EXTERNAL_ROUTING: Recipe("gate", lambda: {"gate": ExternalGate()}),
     Feature.MODULE_EXPERTS: sets("expert", mlp),
     Feature.OTHER_EXPERTS: Recipe("expert", lambda: {"expert": OwnExperts}),
+    Feature.COPIES: sets("balance", 1),
 }
 
 

@@ -32,7 +32,7 @@ def wrong_refusal(message: str, component: str, asked: set[Feature]) -> Iterator
         yield f"{message} does not name {feature.name}"
 
 
-LATE = {Feature.BUDGET: "memory budget", Feature.PADDED: "padded counts"}
+LATE = {Feature.BUDGET: "memory budget", Feature.COPIES: "copies", Feature.PADDED: "padded counts"}
 """What building a layer checks, in this order, and who it is that takes the other features or not."""
 
 

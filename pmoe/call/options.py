@@ -31,6 +31,10 @@ FusedName = Literal["forward", "persistent", "auto"]
 """The values of MoELayer's argument ``fused``, apart from True and False."""
 
 
+MOST_COPIES = 2
+"""The most copies of busy experts that a rank hosts with ``balance=True``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Switches:
     """Switches that turn parts of a layer off, so that benchmarks and tests can measure without them.
@@ -101,7 +105,8 @@ class LayerOptions:
         for name in ("send_once", "pad_to_capacity"):
             check_flag(name, getattr(self, name))
         check_flag("check_finite", self.check_finite, or_none=True)
-        check_int(0, balance=int(self.balance) if isinstance(self.balance, bool) else self.balance)
+        if not isinstance(self.balance, bool):
+            check_int(0, balance=self.balance)
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)
         self.budget  # noqa: B018 - raises an error if it is not a number of bytes
         # The record is frozen, so names are replaced by their meaning here: "S4" by its pair.
@@ -138,6 +143,14 @@ class LayerOptions:
         With a budget, n and the restore pair are chosen together, from predicted seconds and bytes.
         """
         return self.pipeline == SOLVE and self.memory_budget is None
+
+    def most_copies(self, num_ranks: int) -> int:
+        """Returns the most copies of busy experts that a rank may host.
+
+        num_ranks: number of ranks of the layer. A rank hosts no copies of its own experts.
+        """
+        others = self.num_experts - self.num_experts // num_ranks
+        return min(MOST_COPIES if self.balance is True else self.balance, others)
 
     @functools.cached_property
     def has_own_source(self) -> bool:

@@ -14,7 +14,7 @@ from pmoe.experts.base import Experts
 from pmoe.experts.operands import local_part
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
-from pmoe.planner.layer_sizes import CallRows, LayerSizes
+from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
 from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
@@ -97,7 +97,21 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         merges=options.send_once,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
         shared_parameters=0 if shared_expert is None else _elements_of(shared_expert),
+        copies=copies_at_most(modules),
         relays=dispatch.topology.max_local if isinstance(dispatch, HierarchicalExchange) else 0,
+    )
+
+
+def copies_at_most(modules: LayerModules) -> CopyNumbers:
+    """Returns the most copies of busy experts that a call may have; zeros without ``balance``."""
+    num_ranks = modules.ranks.size
+    if not modules.options.balance or num_ranks == 1:
+        return CopyNumbers()
+    per_rank = modules.options.most_copies(num_ranks)
+    return CopyNumbers(
+        hosted=per_rank,
+        sent=min(modules.experts.num_local_experts, per_rank * (num_ranks - 1)),
+        relays=num_ranks > 2,
     )
 
 

@@ -113,6 +113,9 @@ class RankCounts:
                          holds several of its experts (`pmoe.engine.variants.send_once`); else None
         received_once    (F, W) rows that arrive from each rank, if tokens are sent only once; else None
         received_once_device  received_once, on the rows' device
+        hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. Each rank
+                         then has more than its E_local experts in the counts: the copies come last
+        copied_experts   number of this rank's experts that have copies on other ranks
         relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
                          other ranks (`Exchange.relay_counts`); None if it passes on none
 
@@ -124,6 +127,7 @@ class RankCounts:
                          rank more rows than a ring slot holds (`slot_rows`), or each chunk is a bin. Empty
                          if no number of chunks has to be cut finer
         host_shortage    whether any rank lacks host memory for the rows that it receives
+        relays_copies    whether an expert has several copies, whose ranks pass its weights on to each other
         max_rows         largest number of rows that any rank receives, rows from itself included; None if
                          not asked for, or if some rank does not have exactly one row for each choice of its
                          tokens
@@ -141,6 +145,9 @@ class RankCounts:
     received_once: Tensor | None = None
     received_once_device: Tensor | None = None
     relayed: tuple[Tensor | None, Tensor | None] = (None, None)
+    hosted_copies: int = 0
+    copied_experts: int = 0
+    relays_copies: bool = False
 
     @property
     def sent_rows(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Row counts of a layer with ``balance``, in which other ranks compute a part of busy experts' rows.
 
     1. the gate routes the rank's tokens
-    2. the ranks sum the loads of all experts: one reduction of E + 2 numbers
+    2. the ranks sum the loads of all experts: one reduction of E + 4 numbers
     3. each rank makes the same plan of copies (`pmoe.planner.copies`)
     4. rows of an expert with copies are divided among its hosts, and experts and copies are numbered anew
     5. row counts are exchanged, as in any call, for the new numbers
@@ -21,6 +21,7 @@ Letters: T tokens, K choices, E experts of all ranks, W ranks.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import summed
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import TYPES, RankCounts
 from pmoe.comm.failures import publishing_failures
 from pmoe.decide.exact_counts import ExactCounts, in_chunks
 from pmoe.decide.route import route_batch
@@ -41,9 +42,12 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.copies import HostedCopies
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
+from pmoe.experts.operands import local_part
+from pmoe.measure.profile import profile_of
 from pmoe.ordering.sorted import Tokens, count_rows
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.degree import Choice
+from pmoe.planner.profile import Profile
 
 LEAST_GAIN = 0.03
 """Copies are made if the largest time of a rank is predicted to be less by more than this fraction."""
@@ -84,6 +88,18 @@ class BalancedCounts(ExactCounts):
     def with_copies(self, modules: LayerModules) -> LayerModules:
         """Returns the modules of the layer with the copies of the call, if it has any."""
         return modules if self.copies is None else replace(modules, copies=self.copies)
+
+    def finish_exchange(self) -> RankCounts:
+        counts = super().finish_exchange()
+        copies = self.copies
+        if copies is None:
+            return counts
+        return replace(
+            counts,
+            hosted_copies=len(copies.hosted),
+            copied_experts=len(copies.sent_experts),
+            relays_copies=copies.relays,
+        )
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         return super().agree(self.with_copies(modules), inputs)
@@ -227,22 +243,23 @@ def agreed_plan(call: Call, routed: RoutedBatch, counts_E: Tensor) -> AgreedPlan
         any(parameter.requires_grad for parameter in modules.experts_module.parameters())
         or modules.experts.asks_for_gradients()
     )
-    flags = torch.tensor([learns, routed.needs_grad], device=counts_E.device)
-    numbers = torch.cat([counts_E, flags.to(counts_E.dtype)])
+    # n numbers are all equal if and only if n * sum(x**2) = sum(x)**2.
+    kind = TYPES.index(routed.dtype) if routed.dtype in TYPES else len(TYPES)
+    flags = torch.tensor([learns, routed.needs_grad, kind, kind**2], device=counts_E.device)
+    numbers = torch.cat([counts_E, flags])
     modules.traffic.counts += numbers.nbytes
-    *loads, num_learning, num_training = summed(ranks, numbers, stage="summing the loads of experts")
-    plan = plan_copies(
-        loads,
-        owners_of(modules),
-        [0] * ranks.size,
-        limits_of(modules, routed, trains=num_training > 0),
+    *loads, num_learning, num_training, kinds, squares = summed(
+        ranks, numbers, stage="summing the loads of experts"
     )
-    if plan.before <= (1 + LEAST_GAIN) * plan.after:
-        plan = CopyPlan(hosts={}, before=plan.before, after=plan.before)
+    plan = CopyPlan(hosts={}, before=0, after=0)
+    if ranks.size * squares == kinds**2:  # else the exchange of row counts raises an error on all ranks
+        limits = limits_of(modules, routed, num_rows=sum(loads), trains=num_training > 0)
+        planned = plan_copies(loads, owners_of(modules), [0] * ranks.size, limits)
+        plan = planned if planned.before > (1 + LEAST_GAIN) * planned.after else plan
     return AgreedPlan(loads=tuple(loads), plan=plan, is_frozen=num_learning == 0)
 
 
-def limits_of(modules: LayerModules, routed: RoutedBatch, *, trains: bool) -> CopyLimits:
+def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trains: bool) -> CopyLimits:
     """Returns how many copies a rank may host, and the price of a copy in rows, the same on all ranks.
 
     A number in ``balance`` asks for copies whatever they cost: their price is 0. With ``balance=True`` the
@@ -250,6 +267,47 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, *, trains: bool) -> Co
 
     modules: the modules and options of the layer.
     routed: the routed tokens, of which the dtype and the device count.
+    num_rows: rows of all ranks together.
     trains: whether a backward pass follows.
     """
-    return CopyLimits(per_rank=int(modules.options.balance))
+    options = modules.options
+    per_rank = options.most_copies(modules.ranks.size)
+    if options.balance is not True:
+        return CopyLimits(per_rank=per_rank)
+    # A measurement takes no more memory than a pass, whose buffers hold these rows more than twice.
+    most_bytes = 2 * num_rows / modules.ranks.size * options.d_model * routed.dtype.itemsize
+    profile = profile_of(modules.ranks, routed.x_TM.device, routed.dtype, most_bytes)
+    parameters = sum(local_part(each).numel() for each in modules.experts.parameters())
+    price = copy_price(
+        profile,
+        expert_elements=parameters // modules.experts.num_local_experts,
+        d_model=options.d_model,
+        element_size=routed.dtype.itemsize,
+        num_ranks=modules.ranks.size,
+        trains=trains,
+    )
+    return CopyLimits(per_rank=per_rank, near=price, far=price)
+
+
+def copy_price(
+    profile: Profile, *, expert_elements: int, d_model: int, element_size: int, num_ranks: int, trains: bool
+) -> int:
+    """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
+
+    A row takes the time of its products, or that of its messages if they take longer. Gradients of weights
+    count as a second message. The time of a copy is that of its messages alone, as if nothing hid them.
+
+    profile: measured rates.
+    expert_elements: parameters of an expert. A row has about as many multiply-adds.
+    d_model: M, the columns of a row.
+    element_size: bytes of an element.
+    num_ranks: number of ranks. A row stays on its rank in one of so many cases.
+    trains: whether a backward pass follows.
+    """
+    passes = 2 if trains else 1
+    products = expert_elements * profile.compute.beta_seconds * (3 if trains else 1)
+    crossing = (num_ranks - 1) / num_ranks
+    messages = 2 * passes * d_model * element_size * profile.message.beta_seconds * crossing
+    copy_seconds = passes * profile.message(expert_elements * element_size)
+    row_seconds = max(products, messages)
+    return math.ceil(copy_seconds / row_seconds) if row_seconds else 0

@@ -24,6 +24,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
 from pmoe.experts.base import Experts
 from pmoe.experts.ffn import ActivationName, find_activation
+from pmoe.experts.stacked import StackedExperts
 from pmoe.gates import GateName, make_gate
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
@@ -112,6 +113,8 @@ def check_balance(modules: LayerModules) -> None:
         warn_once(f"balance ({balance}) does nothing on one rank: there is no other rank for a copy")
         return
     reason = modules.refusal("copies")
+    if reason is None and not isinstance(modules.experts, StackedExperts):
+        reason = f"experts ({type(modules.experts).__name__}) are no pmoe.experts.StackedExperts"
     if reason is None and options.solves:
         reason = 'n is chosen by the solver (pipeline="solve")'
     if reason is None and options.pipeline_backward not in (None, options.fixed_degree):

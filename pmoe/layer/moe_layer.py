@@ -92,13 +92,13 @@ class MoELayer(OldAttributes, nn.Module):
         pipeline_backward: n of the backward pass; None is the same n. Their common multiple is at most 256.
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
-
+        balance: k, the most copies of other ranks' busy experts that a rank hosts for a call; True makes them
+            only where they are predicted to pay. Not with fused, pad_to_capacity, send_once or memory_budget.
         memory_reuse: False keeps received rows (T_DI) and hidden activations (T_M) for backward. "S1" to "S4"
             or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (MPipeMoE, Eq. 10).
         memory_budget: a limit for the layer's memory, in bytes or such as "2GiB", which holds for any
             routing. If pipeline or memory_reuse is True, the layer takes the fastest values within the limit.
         slack: micro-batches share buffers of ceil(slack * T * K / n) rows; n grows under skewed routing.
-
         group: the process group; None is the default group, and `Ranks.single()` one rank.
         mesh: in place of group, a device mesh: "ep" spreads experts, "esp" splits each one's hidden columns.
         dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes

@@ -9,7 +9,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.counts import RankCounts, cuts
 from pmoe.planner.degree import Choice, all_choices
-from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.priced_choices import PricedChoice, bound, within_budget
 from pmoe.planner.rows_per_pass import counted_rows
@@ -191,6 +191,8 @@ def _of_choice(
     call = rows_of_call(modules, num_tokens, counted)
     if counts is None:
         return bound(sizes, call, choice, modules.options.slack, modules.bins_for(counted))
+    copies = CopyNumbers(hosted=counts.hosted_copies, sent=counts.copied_experts, relays=counts.relays_copies)
+    sizes = replace(sizes, copies=copies)
     bins = counts.send.shape[0]
     degrees = (choice.forward, choice.backward)
     if any(bins % n for n in degrees):

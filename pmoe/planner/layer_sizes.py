@@ -35,6 +35,20 @@ class CallRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyNumbers:
+    """Numbers of copies of busy experts in a call, as one rank sees them; upper bounds for any routing.
+
+    hosted: copies of other ranks' experts that this rank hosts.
+    sent: experts of this rank that have copies on other ranks.
+    relays: whether an expert has several copies, whose ranks pass its weights on to each other.
+    """
+
+    hosted: int = 0
+    sent: int = 0
+    relays: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """Sizes of one layer: numbers of elements and ranks, and bytes of an element.
 
@@ -56,6 +70,7 @@ class LayerSizes:
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
+    copies: numbers of copies of busy experts.
     shared_columns: the same as ``columns`` for the shared expert, which computes every token; 0 without a
         shared expert.
     shared_parameters: elements of the shared expert; 0 without a shared expert.
@@ -80,6 +95,13 @@ class LayerSizes:
     shared_parameters: int = 0
     relays: int = 0
     merges: bool = False
+    copies: CopyNumbers = CopyNumbers()
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's parameters, in the dtype of the rows."""
+        num_local = self.num_experts // self.ep_size
+        return self.expert_parameters // num_local * self.element_size
 
     def call(self, num_tokens: int) -> CallRows:
         """Returns the numbers of rows of a call with ``num_tokens`` tokens, each sent to top_k experts."""

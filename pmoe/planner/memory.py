@@ -109,14 +109,16 @@ def predict(
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
     wide_dx = call.tokens * sizes.d_model * sizes.cast_from
     # SoftMoE saves the experts' results; if backward sends T_DI again, also the mixed rows that were sent.
+    copies = copy_bytes(sizes, backward, restore)
     mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
-    saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures
+    saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures + copies.saved
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
     padded = call.spread == "padded"  # before backward sends padded rows again, it makes them again
     forward_work = _forward_work(sizes, call, forward, backward, forward_held) + inner_bytes * (1 + padded)
-    backward_work = _backward_work(sizes, call, backward, backward_held)
+    forward_work += copies.forward
+    backward_work = _backward_work(sizes, call, backward, backward_held) + copies.backward
     backward_work += inner_bytes * (1 + (padded and restore.dispatched == "communicate"))
     expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
@@ -153,8 +155,45 @@ def predict(
             "backward buffers": max(backward_held),
             "parameters' gradients": expert_gradients,
         }
-        | ({"shared T_M": shared} if shared else {}),
+        | ({"shared T_M": shared} if shared else {})
+        | ({"copies": copies.saved + max(copies.forward, copies.backward)} if copies.backward else {}),
     )
+
+
+class CopyBytes(NamedTuple):
+    """Bytes that copies of busy experts take on a rank.
+
+    saved: weights that stay between the passes.
+    forward, backward: weights, gradients and messages in each pass, in addition to ``saved``.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+
+
+def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyBytes:
+    """Returns an upper bound of the bytes that copies of busy experts take on a rank.
+
+    A rank sends each of its experts that has copies once. If an expert has several copies, their ranks pass
+    parts of it on to each other, in messages that together hold at most two experts.
+
+    backward: numbers of rows of the backward pass.
+    restore: copies are sent again in backward if the experts' input (T_DI) is. Otherwise they are kept.
+    """
+    copies = sizes.copies
+    if not copies.hosted and not copies.sent:
+        return CopyBytes(0, 0, 0)
+    expert = sizes.expert_bytes
+    hosted = copies.hosted * expert
+    messages = copies.sent * expert + 2 * hosted * copies.relays
+    is_kept = restore.dispatched != "communicate"
+    sums = hosted
+    if sizes.element_size < WIDE and backward.num_chunks > 1:  # float32, as for the experts' own gradients
+        sums = hosted // sizes.element_size * WIDE
+    gradients = sums + hosted + messages + expert
+    again = 0 if is_kept else hosted + messages
+    return CopyBytes(hosted * is_kept, messages + hosted * (not is_kept), gradients + again)
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
@@ -366,6 +405,7 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     backward: numbers of rows of the backward pass.
     """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.travels)
+    additions += bool(sizes.copies.sent)
     narrow = sizes.expert_parameters * sizes.element_size
     if sizes.element_size >= WIDE or additions < 2:
         return narrow

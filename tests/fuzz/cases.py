@@ -109,6 +109,7 @@ ARGUMENTS: dict[str, Values] = {
     "capacity_factor": st.sampled_from((0.3, 1.0, 1.5, 8.0)),
     "pad_to_capacity": st.just(True),
     "check_finite": st.booleans(),
+    "balance": st.sampled_from((1, 2)),
     "pipeline": st.sampled_from((True, 1, 2, 3, 4, 8, "solve")),
     "pipeline_backward": st.sampled_from((1, 2, 4, 6)),
     "fused": st.sampled_from((True, "forward", "auto")),

@@ -37,6 +37,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "esp": {"memory_reuse": "S4", "mesh": "esp"},
     "padded": {"pad_to_capacity": True, "capacity_factor": 1.0},
     "hierarchical": {"dispatch": "hierarchical_2d", "nodes": 2},
+    "copies": {"balance": 1},
 }
 """Options of layers. ``nodes`` is the number of ranks on a node: two ranks are one node, and use one
 collective.

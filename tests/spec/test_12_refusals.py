@@ -58,6 +58,8 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("dtype", torch.int64, r"dtype \(torch.int64\) must be a floating-point type"),
     ("z_loss_weight", -0.1, r"z_loss_weight \(-0.1\)"),
     ("check_finite", 1, r"check_finite \(1\) must be None, True or False"),
+    ("balance", -1, r"balance \(-1\) must be an int of at least 0"),
+    ("balance", "yes", r"balance \('yes'\) must be an int of at least 0"),
     ("mesh", "cpu", r"mesh \('cpu'\) must be a torch.distributed.device_mesh.DeviceMesh"),
 ]
 

@@ -63,6 +63,7 @@ OTHERS: dict[str, tuple[str, object]] = {
     "normalize_gate": ("false", False),
     "z_loss_weight": ("1e-3", 0.001),
     "check_finite": ("true", True),
+    "balance": ("2", 2),
 }
 """Another value than the default for each option: its text on a command line, and what the layer gets."""
 

@@ -66,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "send_once": {"send_once": True},
     "fused": {"fused": "auto"},
     "check_finite": {"check_finite": True},
+    "balance": {"balance": 1},
     "hierarchical": {"dispatch": "hierarchical_1d", "nodes": [0]},
     "hierarchical back": {"combine": "hierarchical_1d", "nodes": [0]},
     "hierarchical 2D": {"dispatch": "hierarchical_2d", "nodes": [0]},

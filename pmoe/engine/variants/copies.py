@@ -15,6 +15,7 @@ which part of which expert.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,7 +67,7 @@ class _WithCopies(Pass):
         assert copies is not None
         return copies
 
-    @property
+    @functools.cached_property
     def expert_elements(self) -> int:
         """P, the number of an expert's parameters."""
         return sum(parameter[:1].numel() for parameter in self.parameters)
@@ -109,36 +110,37 @@ class _WithCopies(Pass):
         assert group is not None
         return all_to_all(sent, send_sizes, arrived, recv_sizes, group)
 
-    def pack(self, parts: Sequence[Part], of_expert: Callable[[int], Tensor], out: Tensor) -> None:
+    def pack(self, parts: Sequence[Part], of_expert: Callable[[int], Sequence[Tensor]], out: Tensor) -> None:
         """Copies parts of experts to a message.
 
-        of_expert: returns the P numbers of an expert, (P,).
+        of_expert: returns the P numbers of an expert, in one or several tensors.
         out: the message.
         """
-        known: dict[int, Tensor] = {}
+        pieces: list[Tensor] = []
         for part in parts:
-            if part.expert not in known:
-                known[part.expert] = of_expert(part.expert)
-        num_elements = self.expert_elements
-        if parts:
-            torch.cat([known[part.expert][part.of(num_elements)] for part in parts], out=out)
+            wanted = part.of(self.expert_elements)
+            first = 0
+            for values in of_expert(part.expert):
+                pieces.append(values.reshape(-1)[max(wanted.start - first, 0) : max(wanted.stop - first, 0)])
+                first += values.numel()
+        if pieces:
+            torch.cat(pieces, out=out)
 
     def unpack(self, message: Tensor, parts: Sequence[Part], of_expert: Callable[[int], Tensor]) -> None:
         """Copies a message that has arrived to the experts of its parts.
 
         of_expert: returns the memory of an expert's P numbers, (P,).
         """
-        num_elements = self.expert_elements
         first = 0
         for part in parts:
-            target = of_expert(part.expert)[part.of(num_elements)]
+            target = of_expert(part.expert)[part.of(self.expert_elements)]
             target.copy_(message[first : first + target.numel()])
             first += target.numel()
 
-    def own_weights(self, expert: int) -> Tensor:
-        """Returns the parameters of one of this rank's experts as one row, (P,)."""
+    def own_weights(self, expert: int) -> list[Tensor]:
+        """Returns the parameters of one of this rank's experts, P numbers together."""
         place = expert - self.hosted.rank * self.hosted.num_local
-        return torch.cat([parameter[place].reshape(-1) for parameter in self.parameters])
+        return [parameter[place] for parameter in self.parameters]
 
     def of_copy(self, expert: int) -> Tensor:
         """Returns the weights of one of this rank's copies, (P,)."""
@@ -159,7 +161,7 @@ class _WithCopies(Pass):
         assert messages is not None and messages.relay_sent is not None
         assert messages.relay_arrived is not None
         self.unpack(messages.arrived, hosted.gathered, self.of_copy)
-        self.pack(hosted.relayed, self.of_copy, messages.relay_sent)
+        self.pack(hosted.relayed, lambda expert: [self.of_copy(expert)], messages.relay_sent)
         return self.exchange_parts(
             messages.relay_sent, hosted.relayed, messages.relay_arrived, hosted.completed
         )
@@ -267,7 +269,7 @@ class CopiesBackward(_WithCopies, Backward):
         """Starts to send other ranks with copies of the same experts their parts of gradients (task VGR)."""
         hosted = self.hosted
         assert self.relay_sent is not None and self.relay_arrived is not None
-        self.pack(hosted.completed, self.gradient_of_copy, self.relay_sent)
+        self.pack(hosted.completed, lambda expert: [self.gradient_of_copy(expert)], self.relay_sent)
         return self.exchange_parts(self.relay_sent, hosted.completed, self.relay_arrived, hosted.relayed)
 
     def copy_gradients(self, _: int) -> dist.Work | None:
@@ -303,12 +305,16 @@ class CopiesBackward(_WithCopies, Backward):
     def add_gradients(self, _: int) -> None:
         """Adds the gradients of copies to those of this rank's experts, expert by expert (task VA)."""
         hosted = self.hosted
-        rows = {expert: self.home_arrived.new_empty(self.expert_elements) for expert in hosted.sent_experts}
-        self.unpack(self.home_arrived, hosted.scattered, rows.__getitem__)
-        for expert, row in rows.items():
+        sizes = [part.of(self.expert_elements) for part in hosted.scattered]
+        messages = self.home_arrived.split_with_sizes([of.stop - of.start for of in sizes])
+        row = self.home_arrived.new_empty(1, self.expert_elements)
+        gradients = parameters_in(row, self.parameters)
+        for expert in hosted.sent_experts:
+            for part, of_expert, message in zip(hosted.scattered, sizes, messages, strict=True):
+                if part.expert == expert:
+                    row[0, of_expert] = message
             place = expert - hosted.rank * hosted.num_local
-            of_parameters = parameters_in(row.unsqueeze(0), self.parameters)
-            for total, gradient in zip(self.sums, of_parameters, strict=True):
+            for total, gradient in zip(self.sums, gradients, strict=True):
                 if total is not None:
                     total.add_expert(place, gradient[0])
 

@@ -47,6 +47,7 @@ OPTIONS = (
     "combine",
     "nodes",
     "send_once",
+    "balance",
 )
 """Arguments of `MoELayer` that `configure` takes: those that decide how experts are run.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pmoe
 from pmoe import warn
@@ -70,6 +71,12 @@ def by_pipeline(features: Features) -> Iterator[str]:
 
 def by_padded_counts(features: Features) -> Iterator[str]:
     yield from by_pipeline({*features, Feature.PADDED})
+
+
+def with_copies(features: Features) -> Iterator[str]:
+    """Busy experts have copies if there are several ranks."""
+    copies = [Feature.COPIES] * (dist.is_initialized() and dist.get_world_size() > 1)
+    yield from by_pipeline({*features, *copies})
 
 
 def within_budget(features: Features) -> Iterator[str]:
@@ -182,6 +189,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "pipeline": by_pipeline,
     "padded counts": by_padded_counts,
     "memory budget": within_budget,
+    "copies": with_copies,
     "fused": by_fused_kernels,
     "persistent": by_persistent_kernels,
     "one rank": by_one_ranks_kernels,

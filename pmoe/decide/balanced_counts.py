@@ -150,14 +150,14 @@ class AgreedPlan:
         before, after = (plan.rows_of_ranks(self.loads, owners, num_ranks) for plan in (without, self.plan))
         num_copies = len(self.plan.pairs)
         return BalanceReport(
-            before=imbalance(before),
-            after=imbalance(after),
+            before=_imbalance(before),
+            after=_imbalance(after),
             copies=num_copies,
             weight_bytes=num_copies * expert_bytes,
         )
 
 
-def imbalance(rows: Sequence[int]) -> float:
+def _imbalance(rows: Sequence[int]) -> float:
     """Returns the largest number over the mean; 1 if all are 0. Example: (3, 1) -> 1.5."""
     total = sum(rows)
     return max(rows) * len(rows) / total if total else 1.0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pmoe.arguments import check_flag, check_kind, check_module
-from pmoe.call.decision import RunReport
+from pmoe.call.decision import BalanceReport, RunReport
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
@@ -76,6 +76,8 @@ class LayerStats:
         unpredicted: why there is no prediction, or what the prediction leaves out, in words.
         forward, backward: seconds of the last recorded pass in each direction: this rank's, or the mean over
             all ranks. None if no pass was recorded.
+        balance: what copies of busy experts did: how uneven the ranks' rows were without and with them, how
+            many there were, and the bytes of their weights. None if the layer has no ``balance``.
     """
 
     name: str
@@ -93,6 +95,7 @@ class LayerStats:
     unpredicted: str = "the layer has not run"
     forward: Overlap | None = None
     backward: Overlap | None = None
+    balance: BalanceReport | None = None
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -172,7 +175,8 @@ class Stats:
             f"{of.host_peak_bytes / 2**20:,.1f} MiB on the host"
             for of in self.pools
         ]
-        return "\n".join([f"the last forward pass, {whose}", table(rows, left=range(4)), *pools])
+        copies = [_in_words(layer) for layer in self.layers if layer.balance is not None]
+        return "\n".join([f"the last forward pass, {whose}", table(rows, left=range(4)), *copies, *pools])
 
 
 def stats(
@@ -276,6 +280,7 @@ def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats
         tensors=_tensors(layer, ran),
         predicted=predicted,
         unpredicted=unpredicted,
+        balance=ran.balance,
     )
 
 
@@ -480,6 +485,17 @@ def _mean(sums: Sequence[float]) -> Overlap | None:
     if not num:
         return None
     return Overlap(seconds=seconds / num, communication=communication / num, exposed=exposed / num)
+
+
+def _in_words(layer: LayerStats) -> str:
+    """Returns a line about the copies of busy experts in a layer with ``balance``."""
+    balance = layer.balance
+    assert balance is not None
+    return (
+        f"{layer.name or '(the model)'}: {balance.copies} copies of busy experts, "
+        f"{balance.weight_bytes / 2**20:,.1f} MiB; rows of the busiest rank / mean: {balance.before:.2f} "
+        f"without copies, {balance.after:.2f} with them"
+    )
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:

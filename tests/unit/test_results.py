@@ -24,7 +24,7 @@ KERNELS = ("cuda", "pmoe/kernels", "pmoe/runners")
 DEPENDS = {
     "alone": KERNELS,
     "alternate": (*RUN, "pmoe/planner"),
-    "balance": ("pmoe/planner", "pmoe/schedule"),
+    "balance": (*RUN, "pmoe/planner"),
     "beside": KERNELS,
     "choices": (*RUN, "pmoe/planner", "pmoe/measure"),
     "cluster": (*RUN, "pmoe/planner", "pmoe/measure"),

@@ -105,14 +105,8 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
 def copies_at_most(modules: LayerModules) -> CopyNumbers:
     """Returns the most copies of busy experts that a call may have; zeros without ``balance``."""
     num_ranks = modules.ranks.size
-    if not modules.options.balance or num_ranks == 1:
-        return CopyNumbers()
-    per_rank = modules.options.most_copies(num_ranks)
-    return CopyNumbers(
-        hosted=per_rank,
-        sent=min(modules.experts.num_local_experts, per_rank * (num_ranks - 1)),
-        relays=num_ranks > 2,
-    )
+    per_rank = modules.options.most_copies(num_ranks) if modules.options.balance else 0
+    return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks)
 
 
 def _elements_of(experts: Experts) -> int:

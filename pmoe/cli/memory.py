@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from pmoe.arguments import check_int
 from pmoe.cli.arguments import DTYPES, parse_device, restore_pair, whole_number
 from pmoe.cli.layer_arguments import (
     add_layer_sizes,
@@ -25,6 +26,7 @@ from pmoe.layer import MoELayer
 from pmoe.measure.step_memory import step_peak_bytes
 from pmoe.papers.mpipemoe_memory import theory
 from pmoe.planner.degree import all_choices, check_backward
+from pmoe.planner.layer_sizes import CopyNumbers
 from pmoe.planner.priced_choices import bound
 from pmoe.schedule.restore import ALL_PAIRS, Restore
 from pmoe.text import table
@@ -54,6 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--n", type=whole_number, default=4, help="micro-batches (default 4)")
     add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
+    add("--balance", type=int, default=0, metavar="K", help="copies of busy experts on a rank (default 0)")
     add("--theory", action="store_true", help="print MPipeMoE's Eq. 1-6, in elements")
     add(
         "--measure",
@@ -77,8 +80,11 @@ def run_command(args: argparse.Namespace) -> Output:
         raise ValueError(str(error).replace("pipeline_", "--n-").replace("pipeline", "--n")) from None
     if args.measure and args.ranks > 1:
         raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
+    check_int(0, **{"--balance": args.balance})
     device = parse_device(args.device, must_exist=args.measure)
     shape = layer_shape(args, device.type)
+    num_local = args.num_experts // args.ranks
+    shape = replace(shape, copies=CopyNumbers.at_most(args.balance, num_local, args.ranks))
     backward = args.n_backward or args.n
     rows = {}
     pairs = ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
@@ -91,7 +97,11 @@ def run_command(args: argparse.Namespace) -> Output:
     smallest = min(rows, key=lambda pair: rows[pair]["promised"])
     own = None if backward == args.n else backward
     code = python_line(
-        args, pipeline=args.n, pipeline_backward=own, memory_reuse=smallest.strategy or smallest
+        args,
+        pipeline=args.n,
+        pipeline_backward=own,
+        memory_reuse=smallest.strategy or smallest,
+        balance=args.balance or None,
     )
     fields = {**sizes, "slack": args.slack, "pairs": list(rows.values()), "python": code}
     return Output(fields, [*_lines(args, rows, device), f"\nwith the fewest bytes:\n  {code}"])

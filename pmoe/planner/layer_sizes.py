@@ -47,6 +47,21 @@ class CopyNumbers:
     sent: int = 0
     relays: bool = False
 
+    @staticmethod
+    def at_most(per_rank: int, num_local: int, num_ranks: int) -> CopyNumbers:
+        """Returns the largest numbers that are possible.
+
+        per_rank: the most copies that a rank hosts; 0 without copies.
+        num_local: number of experts of a rank.
+        num_ranks: number of ranks.
+        """
+        per_rank = min(per_rank, num_local * (num_ranks - 1))
+        return CopyNumbers(
+            hosted=per_rank,
+            sent=min(num_local, per_rank * (num_ranks - 1)),
+            relays=num_ranks > 2 and per_rank > 0,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:

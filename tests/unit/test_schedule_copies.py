@@ -10,7 +10,16 @@ from pmoe.schedule.tasks import Kind, Lane, Schedule, Stages
 KEPT = Stages(local=True, remote=True, copies="keep")
 AGAIN = Stages(local=True, remote=True, copies="communicate")
 PLAIN = Stages(local=True, remote=True)
-NEW = {Kind.COPY_WEIGHTS, Kind.COPY_WGRAD, Kind.COPY_GRADIENTS, Kind.ADD_GRADIENTS}
+RELAYED = Stages(local=True, remote=True, copies="communicate", relays_copies=True)
+FROZEN = Stages(local=True, remote=True, copies="keep", frozen_copies=True)
+NEW = {
+    Kind.COPY_WEIGHTS,
+    Kind.RELAY_WEIGHTS,
+    Kind.COPY_WGRAD,
+    Kind.RELAY_GRADIENTS,
+    Kind.COPY_GRADIENTS,
+    Kind.ADD_GRADIENTS,
+}
 
 
 def names(schedule: Schedule, lane: Lane) -> str:
@@ -54,6 +63,23 @@ def test_ring_slots_change_nothing_of_the_order_of_copies() -> None:
     assert compute.index("KW0") + 1 == compute.index("W0")
     assert compute.index("VA") == compute.index("LW0") + 1
     assert [name for name, of in waits(backward).items() if "V" in of] == ["M1", "C1", "M0", "C0"]
+
+
+def test_parts_are_passed_on_behind_the_first_dispatch_and_gradients_before_they_go_home() -> None:
+    forward, backward = both_ways(2, RELAYED, None)
+    assert names(forward, Lane.COMMUNICATE) == "V P S0 VR S1 R0 R1"
+    assert waits(forward)["VR"] == ("V",)
+    assert [name for name, of in waits(forward).items() if "VR" in of] == ["C0", "C1"]
+    assert names(backward, Lane.COMMUNICATE) == "V S0 VR S1 R0 R1 VGR P VG"
+    assert waits(backward)["VG"] == ("KW1", "VGR")
+    assert waits(backward)["VA"] == ("VG", "W1")
+
+
+@pytest.mark.parametrize("restore", [None, *ALL_PAIRS], ids=str)
+def test_frozen_experts_have_copies_without_gradients(restore: Restore | None) -> None:
+    forward, backward = both_ways(3, FROZEN, restore)
+    assert [task.name for task in forward.tasks if task.kind in NEW] == ["V"]
+    assert not backward.kinds & NEW
 
 
 @pytest.mark.parametrize("restore", [None, *ALL_PAIRS], ids=str)

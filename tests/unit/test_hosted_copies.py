@@ -1,0 +1,153 @@
+"""Copies of busy experts in one call: new numbers, parts of messages, and products of experts and copies."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from pmoe.decide.balanced_counts import numbered
+from pmoe.engine.plan.copies import HostedCopies, Part
+from pmoe.experts import FFNExperts, make_stacked
+from pmoe.experts.base import ExpertRows
+from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.experts.with_copies import ExpertsWithCopies
+from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
+
+F64 = torch.float64
+
+
+def of_ranks(plan: CopyPlan, num_ranks: int, num_local: int) -> list[HostedCopies]:
+    return [
+        HostedCopies(plan=plan, rank=rank, num_ranks=num_ranks, num_local=num_local)
+        for rank in range(num_ranks)
+    ]
+
+
+# 4 ranks with 2 experts each: expert 1 has copies on ranks 1 and 3, expert 2 has one on rank 3.
+PLAN = CopyPlan(hosts={1: ((0, 10), (1, 5), (3, 5)), 2: ((1, 6), (3, 6))}, before=0, after=0)
+
+
+def test_experts_and_copies_are_numbered_rank_by_rank() -> None:
+    hosted = of_ranks(PLAN, 4, 2)
+    assert [of.hosted for of in hosted] == [[], [1], [], [1, 2]]
+    assert [of.sent_experts for of in hosted] == [[1], [2], [], []]
+    assert {(of.per_rank, of.relays) for of in hosted} == {(2, True)}
+    bounds, numbers = hosted[0].numbered_hosts(8)
+    experts = [bound >> 32 for bound in bounds]
+    assert list(zip(experts, numbers, strict=True)) == [
+        *((0, 0), (1, 1), (1, 6), (1, 14), (2, 4), (2, 15), (3, 5)),
+        *((4, 8), (5, 9), (6, 12), (7, 13)),
+    ]
+    assert bounds == sorted(bounds)
+
+
+def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whole_expert() -> None:
+    draw = random.Random(0)
+    for _ in range(40):
+        num_ranks, num_local = draw.choice([(2, 3), (4, 2), (8, 1)])
+        loads = [int(draw.lognormvariate(5, 1.5)) for _ in range(num_ranks * num_local)]
+        owners = [expert // num_local for expert in range(len(loads))]
+        plan = plan_copies(loads, owners, [0] * num_ranks, CopyLimits(per_rank=draw.randint(1, 3)))
+        if not plan.hosts:
+            continue
+        hosted = of_ranks(plan, num_ranks, num_local)
+        for sent, received in (("scattered", "gathered"), ("relayed", "completed")):
+            there = Counter(
+                (of.rank, part.peer, part.expert, part.index) for of in hosted for part in getattr(of, sent)
+            )
+            back = Counter(
+                (part.peer, of.rank, part.expert, part.index)
+                for of in hosted
+                for part in getattr(of, received)
+            )
+            assert there == back
+            assert all(getattr(of, sent) == sorted(getattr(of, sent)) for of in hosted)
+        for of in hosted:
+            for expert in of.hosted:
+                parts = [part for part in (*of.gathered, *of.completed) if part.expert == expert]
+                covered = sorted(i for part in parts for i in range(11)[part.of(11)])
+                assert covered == list(range(11))
+
+
+def test_a_part_is_a_range_of_an_experts_elements() -> None:
+    assert [Part(0, 0, index, 3).of(7) for index in range(3)] == [slice(0, 2), slice(2, 4), slice(4, 7)]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_of_an_expert_are_divided_by_its_shares(drops: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expert_TK = torch.randint(8, (900, 2), generator=generator)
+    keep_TK = torch.rand(900, 2, generator=generator) < 0.7 if drops else None
+    kept = torch.ones_like(expert_TK, dtype=torch.bool) if keep_TK is None else keep_TK
+    counts_E = torch.bincount(expert_TK[kept], minlength=8)
+    total: Counter[int] = Counter()
+    for of in of_ranks(PLAN, 4, 2):
+        number_TK = numbered(of, expert_TK, keep_TK, counts_E)
+        rows = Counter(zip(expert_TK[kept].tolist(), number_TK[kept].tolist(), strict=True))
+        for (expert, number), count in rows.items():
+            of_expert = int(counts_E[expert])
+            shares = {1: {1: 2, 6: 1, 14: 1}, 2: {4: 1, 15: 1}}.get(expert, {number: 1})
+            assert abs(count - of_expert * shares[number] / sum(shares.values())) < 3
+        assert sum(rows.values()) == int(kept.sum())
+        # Every part of the batch is divided in the same way.
+        quarter = number_TK[:225][kept[:225] & (expert_TK[:225] == 2)]
+        assert abs(int((quarter == 4).sum()) - quarter.numel() / 2) < 3
+        total.update(number_TK[kept].tolist())
+    assert len(total) == 11
+
+
+# ---- products of experts and copies
+
+
+def rows_for(experts: FFNExperts, groups: RowGroups, out: Tensor, seed: int) -> ExpertRows:
+    generator = torch.Generator().manual_seed(seed)
+    rows_NM = torch.randn(groups.num_rows, 4, generator=generator, dtype=F64)
+    return ExpertRows(
+        rows_NM, groups, experts.operands(), out=out, grad_weight_N=torch.empty(len(out), dtype=F64)
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("counts", [(2, 3, 1, 4), (0, 0, 2, 1), (2, 1, 0, 0), (0, 0, 0, 0), (1, 0, 0, 5)])
+def test_experts_and_copies_compute_as_one_list_of_experts(
+    counts: tuple[int, ...], again: bool, expert: str
+) -> None:
+    """Two experts and two copies, beside the same four experts of one rank."""
+    torch.manual_seed(0)
+    whole = make_stacked(expert, 4, 6, 4, "gelu", True, dtype=F64)
+    for parameter in whole.parameters():
+        parameter.normal_()
+    own = make_stacked(expert, 4, 6, 2, "gelu", True, dtype=F64)
+    for mine, all_of in zip(own.parameters(), whole.parameters(), strict=True):
+        mine.copy_(all_of[:2])
+    both = ExpertsWithCopies(own, [each[2:] for each in whole.operands()])
+    groups = RowGroups(counts=counts)
+    num_rows = sum(counts)
+    weight_N = torch.rand(num_rows, dtype=F64)
+    results = []
+    for computing, parameters in ((whole, whole), (both, own)):
+        out, grads = torch.empty(2, num_rows, 4, dtype=F64)
+        rows = rows_for(parameters, groups, out, 1)
+        _, hidden = computing.compute(rows, weight_N, keep=not again)
+        hidden = computing.recompute(rows, None) if hidden is None else hidden
+        grad_NM = torch.randn(num_rows, 4, generator=torch.Generator().manual_seed(2), dtype=F64)
+        rows = rows_for(parameters, groups, grads, 1)
+        _, grad_weight_N, pending = computing.input_gradient(grad_NM, rows, weight_N, hidden)
+        sums = [GradientSum(each, 1) for each in parameters.operands()]
+        computing.weight_gradient(pending, groups, sums)
+        gradients = [each.result() for each in sums]
+        if isinstance(computing, ExpertsWithCopies):
+            copied = [GradientSum(each, 1) for each in computing.copies]
+            computing.copy_gradient(pending, groups, copied)
+            gradients = [
+                torch.cat([first, each.result()]) for first, each in zip(gradients, copied, strict=True)
+            ]
+        results.append([out, grads, grad_weight_N, *gradients])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)

@@ -3,7 +3,7 @@
     1. the gate routes the rank's tokens
     2. the ranks sum the loads of all experts: one reduction of E + 4 numbers
     3. each rank makes the same plan of copies (`pmoe.planner.copies`)
-    4. rows of an expert with copies are divided among its hosts, and experts and copies are numbered anew
+    4. rows of an expert with copies are divided among its hosts, and experts and copies get new numbers
     5. row counts are exchanged, as in any call, for the new numbers
 
 If no copy pays in a call, steps 4 and 5 are those of a layer without ``balance``.
@@ -225,9 +225,10 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
     row = torch.empty_like(key)
     row[order] = torch.arange(key.numel(), device=key.device) - first[key[order]]
     position = (row + copies.rank) * GOLDEN % 2**32
-    bounds_H, numbers_H = torch.tensor([bounds, numbers], device=key.device)
+    numbers_H = torch.tensor(numbers, device=key.device)
+    bounds_H = torch.tensor(bounds, device=key.device)
     host = torch.searchsorted(bounds_H, expert * 2**32 + position, right=True) - 1
-    return numbers_H[host].view(expert_TK.shape)
+    return numbers_H[host].view_as(expert_TK)
 
 
 def agreed_plan(call: Call, routed: RoutedBatch, counts_E: Tensor) -> AgreedPlan:
@@ -262,7 +263,7 @@ def agreed_plan(call: Call, routed: RoutedBatch, counts_E: Tensor) -> AgreedPlan
 def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trains: bool) -> CopyLimits:
     """Returns how many copies a rank may host, and the price of a copy in rows, the same on all ranks.
 
-    A number in ``balance`` asks for copies whatever they cost: their price is 0. With ``balance=True`` the
+    A number in ``balance`` asks for copies at any price: it is 0. With ``balance=True`` the
     price follows from the profile, the measured rates of products and messages.
 
     modules: the modules and options of the layer.

@@ -1,4 +1,4 @@
-"""The experts of a rank together with its copies of other ranks' busy experts, as the passes compute them.
+"""The experts of a rank and its copies of other ranks' busy experts, computed one after the other.
 
 The rows of a chunk are sorted by expert, and those of copies come last. So the rank's own experts compute the
 first rows, with their parameters, and then the same code computes the other rows with the copied parameters:

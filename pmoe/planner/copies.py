@@ -121,7 +121,7 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
 
 
 def row_cuts(shares: Sequence[int]) -> list[int]:
-    """Returns the bounds by which the rows of one source for one expert are divided among the expert's hosts.
+    """Returns the bounds that divide the rows of one source for one expert among its hosts.
 
     Every source sends each host the same fraction of its rows, in every part of its batch. Row number i of
     source s has the position

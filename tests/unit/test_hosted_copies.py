@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmoe.decide.balanced_counts import numbered
-from pmoe.engine.plan.copies import HostedCopies, Part
+from pmoe.engine.plan.copies import HostedCopies, ExpertPart
 from pmoe.experts import FFNExperts, make_stacked
 from pmoe.experts.base import ExpertRows
 from pmoe.experts.products import GradientSum, RowGroups
@@ -57,10 +57,10 @@ def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whol
         hosted = of_ranks(plan, num_ranks, num_local)
         for sent, received in (("scattered", "gathered"), ("relayed", "completed")):
             there = Counter(
-                (of.rank, part.peer, part.expert, part.index) for of in hosted for part in getattr(of, sent)
+                (of.rank, part.peer, part.expert, part.number) for of in hosted for part in getattr(of, sent)
             )
             back = Counter(
-                (part.peer, of.rank, part.expert, part.index)
+                (part.peer, of.rank, part.expert, part.number)
                 for of in hosted
                 for part in getattr(of, received)
             )
@@ -74,7 +74,7 @@ def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whol
 
 
 def test_a_part_is_a_range_of_an_experts_elements() -> None:
-    assert [Part(0, 0, index, 3).of(7) for index in range(3)] == [slice(0, 2), slice(2, 4), slice(4, 7)]
+    assert [ExpertPart(0, 0, index, 3).of(7) for index in range(3)] == [slice(0, 2), slice(2, 4), slice(4, 7)]
 
 
 @pytest.mark.parametrize("drops", [False, True])

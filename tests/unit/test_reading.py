@@ -57,6 +57,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.comm.hierarchical_1d": "Only layers with this exchange need it.",
     "pmoe.comm.hierarchical_2d": "Only layers with this exchange need it.",
     "pmoe.comm.topology": "Only layers on a device mesh or with hierarchical exchanges need it.",
+    "pmoe.decide.balanced_counts": "Only a layer with balance on several ranks needs it.",
     "pmoe.decide.cuda_graph": (
         "Only a call that a CUDA graph captures is checked, and the checks load the kernels."
     ),
@@ -75,6 +76,7 @@ LOCAL_IMPORTS: dict[str, str] = {
         "Only CPU lanes that offload, or communicate in several steps, need threads."
     ),
     "pmoe.engine.plan.callbacks": "Only layers with callbacks need it.",
+    "pmoe.engine.variants.copies": "Only a call with copies of busy experts needs it.",
     "pmoe.engine.variants.callbacks": "Only layers with callbacks need it.",
     "pmoe.engine.variants.offload": "Only restore pairs that offload need it.",
     "pmoe.engine.variants.padding": "Only pad_to_capacity=True needs it.",

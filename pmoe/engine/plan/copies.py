@@ -25,26 +25,26 @@ from pmoe.planner.copies import CopyPlan, row_cuts
 from pmoe.schedule.restore import CopiesFate
 
 
-class Part(NamedTuple):
+class ExpertPart(NamedTuple):
     """A part of an expert's weights, or of its gradient, that is sent between this rank and another.
 
     peer: the other rank.
     expert: the expert's number among all experts.
-    index, count: the weights are cut into ``count`` parts, of which this is number ``index``.
+    number, of_all: the weights are cut into ``of_all`` parts, of which this has the number ``number``.
     """
 
     peer: int
     expert: int
-    index: int
-    count: int
+    number: int
+    of_all: int
 
     def of(self, num_elements: int) -> slice:
         """Returns which of an expert's elements belong to the part.
 
         num_elements: P, the number of elements of the whole expert.
         """
-        start = num_elements * self.index // self.count
-        return slice(start, num_elements * (self.index + 1) // self.count)
+        start = num_elements * self.number // self.of_all
+        return slice(start, num_elements * (self.number + 1) // self.of_all)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class HostedCopies:
     are_frozen: whether no rank needs gradients of the experts' parameters.
     fate: what becomes of the copies' weights until backward.
 
-    Experts are numbered anew in a call with copies. Each rank has E_local + `per_rank` numbers: those of its
+    Experts have new numbers in a call with copies. Each rank has E_local + `per_rank` numbers: those of its
     own experts, then those of its copies, sorted by expert. Some of the last may stand for no copy.
     """
 
@@ -103,44 +103,44 @@ class HostedCopies:
         return sorted(rank for rank, _ in self.plan.hosts[expert][1:])
 
     @functools.cached_property
-    def scattered(self) -> list[Part]:
+    def scattered(self) -> list[ExpertPart]:
         """The parts that V sends from this rank, in the order of the message."""
         parts = []
         for expert in self.sent_experts:
             ranks = self._ranks_of_copies(expert)
-            parts += [Part(rank, expert, index, len(ranks)) for index, rank in enumerate(ranks)]
+            parts += [ExpertPart(rank, expert, index, len(ranks)) for index, rank in enumerate(ranks)]
         return sorted(parts)
 
     @functools.cached_property
-    def gathered(self) -> list[Part]:
+    def gathered(self) -> list[ExpertPart]:
         """The parts that V brings to this rank, in the order of the message."""
         parts = []
         for expert in self.hosted:
             ranks = self._ranks_of_copies(expert)
-            parts.append(Part(expert // self.num_local, expert, ranks.index(self.rank), len(ranks)))
+            parts.append(ExpertPart(expert // self.num_local, expert, ranks.index(self.rank), len(ranks)))
         return sorted(parts)
 
     @functools.cached_property
-    def relayed(self) -> list[Part]:
+    def relayed(self) -> list[ExpertPart]:
         """The parts that VR sends from this rank, in the order of the message."""
         parts = []
         for expert in self.hosted:
             ranks = self._ranks_of_copies(expert)
             own = ranks.index(self.rank)
-            parts += [Part(rank, expert, own, len(ranks)) for rank in ranks if rank != self.rank]
+            parts += [ExpertPart(rank, expert, own, len(ranks)) for rank in ranks if rank != self.rank]
         return sorted(parts)
 
     @functools.cached_property
-    def completed(self) -> list[Part]:
+    def completed(self) -> list[ExpertPart]:
         """The parts that VR brings to this rank, in the order of the message."""
         parts = []
         for expert in self.hosted:
             ranks = self._ranks_of_copies(expert)
             numbered = [(rank, index) for index, rank in enumerate(ranks) if rank != self.rank]
-            parts += [Part(rank, expert, index, len(ranks)) for rank, index in numbered]
+            parts += [ExpertPart(rank, expert, index, len(ranks)) for rank, index in numbered]
         return sorted(parts)
 
-    def elements_by_peer(self, parts: Iterable[Part], num_elements: int) -> list[int]:
+    def elements_by_peer(self, parts: Iterable[ExpertPart], num_elements: int) -> list[int]:
         """Returns how many elements of a message go to each rank, or come from it.
 
         num_elements: P, the number of elements of an expert.
@@ -158,7 +158,7 @@ class HostedCopies:
         (`pmoe.planner.copies.row_cuts`). The second has the number of the host's expert or copy. A row at
         position u of expert e goes to the last host whose entry is at most e * 2**32 + u.
 
-        num_experts: the number of experts of all ranks, before they are numbered anew.
+        num_experts: the number of experts of all ranks, before they get new numbers.
 
         Example: 2 ranks with one expert each, expert 0 has a copy on rank 1, half of the rows each -> bounds
         [0, 2**31, 2**32] and numbers [0, 3, 2]: rank 1's own expert is 2, its copy 3.

@@ -244,7 +244,7 @@ class PassModules(abc.ABC):
         ``ends``, and runs ``inside`` as a task after the last dispatch. ``t_gar`` is the predicted time of
         the all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
-    copies: the copies of busy experts in a call; None if it has none. With copies, experts are numbered anew
+    copies: the copies of busy experts in a call; None if it has none. With copies, experts have new numbers
         (`HostedCopies`).
     """
 

@@ -27,7 +27,7 @@ from pmoe.comm.base import all_to_all
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass
 from pmoe.engine.passes.forward import Forward
-from pmoe.engine.plan.copies import HostedCopies, Part
+from pmoe.engine.plan.copies import HostedCopies, ExpertPart
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.products import GradientSum
 from pmoe.experts.with_copies import ExpertsWithCopies
@@ -72,7 +72,7 @@ class _WithCopies(Pass):
         """P, the number of an expert's parameters."""
         return sum(parameter[:1].numel() for parameter in self.parameters)
 
-    def buffer_for(self, parts: Sequence[Part]) -> Tensor:
+    def buffer_for(self, parts: Sequence[ExpertPart]) -> Tensor:
         """Returns new memory for a message that consists of these parts."""
         sizes = self.hosted.elements_by_peer(parts, self.expert_elements)
         return self.pool.new(self.parameters[0], sum(sizes))
@@ -95,7 +95,11 @@ class _WithCopies(Pass):
         self.experts = ExpertsWithCopies(self.plan.modules.experts, parameters_in(copied, self.parameters))
 
     def exchange_parts(
-        self, sent: Tensor, send_parts: Sequence[Part], arrived: Tensor, recv_parts: Sequence[Part]
+        self,
+        sent: Tensor,
+        send_parts: Sequence[ExpertPart],
+        arrived: Tensor,
+        recv_parts: Sequence[ExpertPart],
     ) -> dist.Work:
         """Starts the all-to-all of parts of experts. Every rank starts it, also without copies.
 
@@ -110,7 +114,9 @@ class _WithCopies(Pass):
         assert group is not None
         return all_to_all(sent, send_sizes, arrived, recv_sizes, group)
 
-    def pack(self, parts: Sequence[Part], of_expert: Callable[[int], Sequence[Tensor]], out: Tensor) -> None:
+    def pack(
+        self, parts: Sequence[ExpertPart], of_expert: Callable[[int], Sequence[Tensor]], out: Tensor
+    ) -> None:
         """Copies parts of experts to a message.
 
         of_expert: returns the P numbers of an expert, in one or several tensors.
@@ -126,7 +132,9 @@ class _WithCopies(Pass):
         if pieces:
             torch.cat(pieces, out=out)
 
-    def unpack(self, message: Tensor, parts: Sequence[Part], of_expert: Callable[[int], Tensor]) -> None:
+    def unpack(
+        self, message: Tensor, parts: Sequence[ExpertPart], of_expert: Callable[[int], Tensor]
+    ) -> None:
         """Copies a message that has arrived to the experts of its parts.
 
         of_expert: returns the memory of an expert's P numbers, (P,).

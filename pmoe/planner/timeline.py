@@ -105,6 +105,7 @@ SHARED: Mapping[str, str] = (
     dict.fromkeys(("LDI", "HI", "LHI"), "DI")
     | dict.fromkeys(("LDM", "HM", "LHM"), "DM")
     | dict.fromkeys(("HB", "HAI"), "HA")
+    | {"VR": "V", "VGR": "VG"}
 )
 """Maps a kind of task to the kind that has its colour and its meaning in the legend."""
 

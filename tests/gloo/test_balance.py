@@ -5,6 +5,7 @@ Output and every gradient are those of the same layer without copies, to the ord
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pmoe
 from pmoe.call.decision import BalanceReport
 from pmoe.gates import TopKGate
 from pmoe.gates.forced import ForcedGate
+from pmoe.planner import timeline
 from tests.gloo.kit import counted_collectives, error_of
 from tests.gloo.test_faults_everywhere import LAYERS, what_is_wrong
 from tests.kit import AUX, tokens
@@ -354,3 +356,29 @@ def soak_job(rank: int, world: int, calls: int) -> tuple[int, int]:
 def test_memory_stays_flat_over_many_calls_with_changing_loads() -> None:
     for early, late in ranks(2).run(soak_job, 2000):
         assert late - early < 8 << 20
+
+
+# ---- what users are shown
+
+
+def shown_job(rank: int, world: int) -> tuple[Any, str, set[str]]:
+    layer = build(8, 2, 0.8, (0, 1), balance=2, pipeline=2)
+    step(layer, rank, world)
+    with pmoe.recording() as journal:
+        step(layer, rank, world)
+    statistics = pmoe.stats(layer, all_ranks=True, journal=journal)
+    spans = [
+        span for direction in ("forward", "backward") for span in journal.last(layer.experts, direction) or ()
+    ]
+    timeline.draw(io.BytesIO(), {"step": timeline.bars(spans)}, "a step")
+    return statistics.layers[0], str(statistics), {span.name for span in spans}
+
+
+def test_statistics_and_timelines_show_copies() -> None:
+    for of_layer, text, tasks in ranks(4).run(shown_job):
+        balance = of_layer.balance
+        assert balance.before > 3 and balance.after < 1.05 and balance.copies >= 3
+        assert balance.weight_bytes == balance.copies * 8 * (2 * H * M + H + M)
+        assert of_layer.predicted is not None and of_layer.predicted.tensors["copies"] > 0
+        assert f"{balance.copies} copies of busy experts" in text and f"{balance.before:.2f} without" in text
+        assert {"V", "VR", "KW0", "VGR", "VG", "VA"} <= tasks

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import pmoe
 from bench.allocations import freed_late
 from pmoe.choose import part_of_batch, search, solve
+from pmoe.gates import TopKGate
+from pmoe.gates.forced import ForcedGate
 from pmoe.measure import profile
 from pmoe.measure.bench import Bench
 from pmoe.planner.degree import Choice
@@ -73,6 +75,31 @@ def exact_job(rank: int, world: int, pair: pmoe.Restore, n: int) -> tuple[float,
     found = step_bytes(layer, torch.randn(TOKENS - 37 * rank, D_MODEL, generator=generator))
     predicted = layer.predict_memory(TOKENS - 37 * rank, layer.row_counts)
     return predicted.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
+
+
+def copies_job(rank: int, world: int, options: dict[str, Any]) -> tuple[float, float, int]:
+    torch.manual_seed(0)
+    gate = ForcedGate(TopKGate(D_MODEL, 4, 1), 4, busy=(1,), share=0.9)
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, gate=gate, balance=1, **options)
+    generator = torch.Generator().manual_seed(rank)
+    found = step_bytes(layer, torch.randn(TOKENS, D_MODEL, generator=generator))
+    assert layer.row_counts is not None
+    exact = layer.predict_memory(TOKENS, layer.row_counts)
+    return exact.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak, exact.tensors["copies"]
+
+
+@pytest.mark.parametrize(
+    "world, options",
+    [(2, {"pipeline": 2}), (2, {"pipeline": 2, "memory_reuse": "S4"}), (4, {"memory_reuse": "S4"})],
+    ids=str,
+)
+def test_the_peak_with_copies_is_below_the_prediction_which_counts_them(
+    world: int, options: dict[str, Any]
+) -> None:
+    for exact, bound, copies in ranks(world).run(copies_job, options):
+        assert 0.98 <= exact <= 1.25
+        assert bound >= exact
+        assert copies >= 4 * (2 * D_MODEL * D_HIDDEN)
 
 
 @pytest.mark.sampled(2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmoe.decide.balanced_counts import numbered
-from pmoe.engine.plan.copies import HostedCopies, ExpertPart
+from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.experts import FFNExperts, make_stacked
 from pmoe.experts.base import ExpertRows
 from pmoe.experts.products import GradientSum, RowGroups

@@ -52,6 +52,7 @@ class Setting:
     d_hidden: int = 1024
     num_experts: int = 8
     n: int = 4
+    links: tuple[float, ...] = LINKS
 
     def layer(self, busy: tuple[int, ...], share: float | None, balance: bool) -> pmoe.MoELayer:
         """Returns a layer whose busy experts get a share of the rows; () for an even load."""
@@ -76,7 +77,8 @@ class Setting:
         for share in SHARES:
             if share * self.top_k <= 1:  # a token's experts are distinct
                 loads.append((f"{share:.0%} to one expert", (0,), share))
-            loads.append((f"{share:.0%} to two experts", (0, 1), share))
+            if share > 0.5:
+                loads.append((f"{share:.0%} to two experts", (0, 1), share))
         return [*loads, ("even", (), None)]
 
 
@@ -102,7 +104,7 @@ def run_rank(link: Link, setting: Setting, cache: str) -> list[dict[str, Any]]:
     computing = interleaved({"forward": forward}, rounds=3)["forward"].median
     row_bytes = 4 * setting.d_model
     results = []
-    for relative in LINKS:
+    for relative in setting.links:
         rate = 2 * setting.tokens * setting.top_k / 2 * row_bytes / (relative * computing)
         link.set_rate(rate)
         PROFILES.clear()
@@ -149,18 +151,25 @@ def main() -> None:
     )
     parser.add_argument("--top-k", type=int, default=1, choices=(1, 2))
     parser.add_argument("--rounds", type=int, default=Setting.rounds)
+    parser.add_argument("--link", type=float, help="one of the two links, 1 or 0.33; without it both")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of each rank")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
-    setting = Setting(top_k=arguments.top_k, rounds=arguments.rounds, tokens=arguments.tokens)
+    links = [link for link in LINKS if arguments.link in (None, round(link, 2))]
+    setting = Setting(
+        top_k=arguments.top_k, rounds=arguments.rounds, tokens=arguments.tokens, links=tuple(links)
+    )
     with tempfile.TemporaryDirectory() as cache:  # profiles of the modelled link are no one else's
         results, _ = launch(
             2, run_rank, link="modelled", rate=INFINITE, args=(setting, cache), timeout_seconds=1800
         )
     shown = [{key: value for key, value in result.items() if key != "samples"} for result in results]
     print(table(shown))
+    of_link = "" if arguments.link is None else f"_link_{arguments.link:g}".replace(".", "")
     write_json(
-        arguments.out / f"balance_live_top{setting.top_k}.json", setting=asdict(setting), results=results
+        arguments.out / f"balance_live_top{setting.top_k}{of_link}.json",
+        setting=asdict(setting),
+        results=results,
     )
 
 

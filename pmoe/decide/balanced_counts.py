@@ -42,7 +42,6 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.copies import HostedCopies
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
-from pmoe.experts.operands import local_part
 from pmoe.measure.profile import profile_of
 from pmoe.ordering.sorted import Tokens, count_rows
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
@@ -278,10 +277,10 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trai
     # A measurement takes no more memory than a pass, whose buffers hold these rows more than twice.
     most_bytes = 2 * num_rows / modules.ranks.size * options.d_model * routed.dtype.itemsize
     profile = profile_of(modules.ranks, routed.x_TM.device, routed.dtype, most_bytes)
-    parameters = sum(local_part(each).numel() for each in modules.experts.parameters())
+    columns = modules.experts.columns(routed.x_TM.device.type)
     price = copy_price(
         profile,
-        expert_elements=parameters // modules.experts.num_local_experts,
+        expert_elements=options.d_model * (columns.hidden + columns.scratch),
         d_model=options.d_model,
         element_size=routed.dtype.itemsize,
         num_ranks=modules.ranks.size,
@@ -299,7 +298,7 @@ def copy_price(
     count as a second message. The time of a copy is that of its messages alone, as if nothing hid them.
 
     profile: measured rates.
-    expert_elements: parameters of an expert. A row has about as many multiply-adds.
+    expert_elements: elements of an expert's weights: a row has as many multiply-adds.
     d_model: M, the columns of a row.
     element_size: bytes of an element.
     num_ranks: number of ranks. A row stays on its rank in one of so many cases.

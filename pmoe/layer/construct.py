@@ -110,7 +110,8 @@ def check_balance(modules: LayerModules) -> None:
     options = modules.options
     balance = options.balance
     if modules.ranks.size == 1:
-        warn_once(f"balance ({balance}) does nothing on one rank: there is no other rank for a copy")
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            warn_once(f"balance ({balance}) does nothing on one rank: there is no other rank for a copy")
         return
     reason = modules.refusal("copies")
     if reason is None and not isinstance(modules.experts, StackedExperts):

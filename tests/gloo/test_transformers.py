@@ -162,6 +162,7 @@ def test_loss_logits_and_every_gradient_equal_one_process(name: str, saved: Call
         {},
         {"pipeline": 4, "memory_reuse": "S1", "memory_budget": "16MiB"},
         {"dispatch": "hierarchical_2d", "nodes": 1, "send_once": True},
+        {"pipeline": 2, "balance": 1},
     ],
     ids=str,
 )

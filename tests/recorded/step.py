@@ -45,13 +45,13 @@ class Recording:
             "passes": passes,
             "steps": " ".join(steps),
             "results": {name: described(value) for name, value in results.items()},
-            "traffic": dict(vars(layer.traffic)),
+            "traffic": traffic_of(layer),
             "tokens_per_expert": " ".join(map(str, layer.tokens_per_expert.tolist())),
             "ran": {each.name: str(getattr(layer.ran, each.name)) for each in fields(layer.ran)},
         }
-        before = dict(vars(layer.traffic))
+        before = traffic_of(layer)
         found["pool"] = internals.pooled(lambda: self._compare(results))
-        found["traffic again"] = {name: value - before[name] for name, value in vars(layer.traffic).items()}
+        found["traffic again"] = {name: value - before[name] for name, value in traffic_of(layer).items()}
         counted = [self._counted() for _ in range(counted_steps)]
         found["memory"] = {name: min(each[name] for each in counted) for name in counted[0]}
         return found
@@ -199,3 +199,8 @@ def described(value: Tensor | None) -> str:
     dot = torch.dot(wide, torch.arange(wide.numel(), dtype=torch.float64).cos())
     kind, shape = str(value.dtype).removeprefix("torch."), "x".join(map(str, value.shape))
     return f"{kind} ({shape}) {hashlib.sha256(content).hexdigest()[:16]} | {wide.norm():.6e} {dot:.6e}"
+
+
+def traffic_of(layer: pmoe.MoELayer) -> dict[str, int]:
+    """Returns the bytes of the layer's messages by kind. Only a layer with balance sends weights."""
+    return {name: value for name, value in vars(layer.traffic).items() if name != "weights" or layer.balance}

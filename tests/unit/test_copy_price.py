@@ -1,0 +1,42 @@
+"""The price of a copy in rows, by which balance=True decides."""
+
+from dataclasses import replace
+
+import pytest
+
+from pmoe.decide.balanced_counts import copy_price
+from pmoe.planner.costs import LineCost
+from tests.unit.test_profile import MADE
+
+M, H = 64, 256
+ELEMENTS = 2 * M * H
+
+
+def price(*, compute: float, message: float, alpha: float = 0.0, trains: bool = True) -> int:
+    """Rates are seconds of a multiply-add and of a byte. Rows have elements of 4 bytes, on 2 ranks."""
+    profile = replace(MADE, compute=LineCost(0.0, compute), message=LineCost(alpha, message))
+    return copy_price(
+        profile, expert_elements=ELEMENTS, d_model=M, element_size=4, num_ranks=2, trains=trains
+    )
+
+
+def test_behind_a_slow_link_a_copy_costs_as_much_as_the_messages_of_twice_its_columns() -> None:
+    """Weights and gradients are 4 H M numbers. A row sends 4 M numbers, and one of two rows stays."""
+    assert price(compute=1e-15, message=1e-9) == 2 * H
+    assert price(compute=1e-15, message=1e-9, trains=False) == 2 * H
+
+
+def test_behind_a_fast_link_a_copy_is_priced_by_the_products_of_rows() -> None:
+    # 2 * 4 * 2 M H bytes against 3 * 2 M H multiply-adds a row
+    assert price(compute=1e-11, message=3e-10) == 80
+    assert price(compute=1e-11, message=3e-11) == 8
+    assert price(compute=1e-11, message=3e-11, trains=False) == 12
+
+
+def test_the_fixed_time_of_a_message_counts() -> None:
+    row_seconds = 3 * ELEMENTS * 1e-11
+    assert price(compute=1e-11, message=0.0, alpha=100 * row_seconds) == pytest.approx(200, abs=1)
+
+
+def test_without_rates_nothing_is_asked() -> None:
+    assert price(compute=0.0, message=0.0) == 0

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.call.decision import BalanceReport
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.operands import local_part
 from pmoe.gates import TopKGate
 from pmoe.gates.forced import ForcedGate
+from pmoe.measure.profile import PROFILES
 from pmoe.planner import timeline
+from pmoe.planner.costs import LineCost
 from tests.gloo.kit import counted_collectives, error_of
 from tests.gloo.test_faults_everywhere import LAYERS, what_is_wrong
 from tests.kit import AUX, tokens
@@ -27,6 +35,7 @@ from tests.pool import ranks
 from tests.reference import relative_error
 from tests.spread import spread
 from tests.switched import switched_layer
+from tests.unit.test_profile import MADE
 
 M, H = 6, 10
 TOKENS = {2: (40, 65), 4: (37, 0, 64, 20)}
@@ -281,6 +290,50 @@ def autocast_job(rank: int, world: int) -> list[str]:
 
 def test_copies_compute_in_the_type_of_autocast() -> None:
     assert ranks(2).run(autocast_job) == [[], []]
+
+
+def parallelized_job(rank: int, world: int) -> list[str]:
+    """Two SGD steps of a model whose experts are DTensors and whose dense part is wrapped by FSDP2."""
+    found = []
+    for balance in (0, 2):
+        layer = build(8, 2, 0.8, (0, 1), balance=balance, pipeline=2, group=Ranks.single())
+        model = torch.nn.Sequential(torch.nn.Linear(M, M, dtype=torch.float64), layer)
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+        pmoe.parallelize(model, mesh)
+        fully_shard(model, ignored_params=pmoe.expert_parameters(model))
+        optimizer = torch.optim.SGD(pmoe.parameter_groups(model), 0.1)
+        for seed in range(2):
+            optimizer.zero_grad()
+            y = model(tokens(TOKENS[world][rank], 10 * rank + seed))
+            y.square().sum().backward()
+            optimizer.step()
+        assert layer.ran is not None and (layer.ran.balance is not None) == bool(balance)
+        values = {name: local_part(value) for name, value in model.named_parameters()}
+        found.append({"y": y.detach(), **values})
+    return differences(found[1], found[0], 1e-12)
+
+
+def test_wrappers_and_optimizers_see_one_expert() -> None:
+    assert ranks(2).run(parallelized_job) == [[], []]
+
+
+def chosen_job(rank: int, world: int) -> list[int]:
+    """Copies with balance=True, where a copy costs next to nothing, and where it costs too much."""
+    copies = []
+    layer = build(4, 1, 0.8, (0,), balance=True)
+    key = (layer.ranks.name, torch.device("cpu"), torch.float64)
+    for message in (1e-15, 1e-3):
+        profile = replace(MADE, compute=LineCost(0.0, 1e-9), message=LineCost(0.0, message))
+        with mock.patch.dict(PROFILES, {key: profile}):
+            step(layer, rank, world)
+        assert layer.ran is not None and layer.ran.balance is not None
+        copies.append(layer.ran.balance.copies)
+    return copies
+
+
+def test_true_makes_copies_where_they_are_predicted_to_pay() -> None:
+    for cheap, dear in ranks(2).run(chosen_job):
+        assert cheap == 1 and dear == 0
 
 
 # ---- faults and refusals

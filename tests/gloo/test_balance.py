@@ -322,8 +322,8 @@ def chosen_job(rank: int, world: int) -> list[int]:
     copies = []
     layer = build(4, 1, 0.8, (0,), balance=True)
     key = (layer.ranks.name, torch.device("cpu"), torch.float64)
-    for message in (1e-15, 1e-3):
-        profile = replace(MADE, compute=LineCost(0.0, 1e-9), message=LineCost(0.0, message))
+    for message in (LineCost(0.0, 1e-15), LineCost(1.0, 0.0)):
+        profile = replace(MADE, compute=LineCost(0.0, 1e-9), message=message)
         with mock.patch.dict(PROFILES, {key: profile}):
             step(layer, rank, world)
         assert layer.ran is not None and layer.ran.balance is not None

@@ -205,7 +205,7 @@ ENGINE = (
         name="bypass-of-rank-0",
         breaks="every rank takes rank 0's rows for those that stay",
         file="pmoe/comm/counts.py",
-        old="    counts[:, rank] = 0\n",
+        old="    counts[:, rank][..., :num_staying] = 0\n",
         new="    counts[:, 0] = 0\n",
         tests=SPECIFICATION,
     ),

@@ -27,7 +27,7 @@ from pmoe.comm.base import all_to_all
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass
 from pmoe.engine.passes.forward import Forward
-from pmoe.engine.plan.copies import HostedCopies, ExpertPart
+from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.products import GradientSum
 from pmoe.experts.with_copies import ExpertsWithCopies

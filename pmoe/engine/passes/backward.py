@@ -9,7 +9,6 @@ the parameters, which no rank waits for: it runs while the gradients of rows are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ class Backward(Pass):
         unit = (i, place)
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
         expert_rows = self.for_experts(unit, self.rows_of(unit))
-        self.hidden[unit] = self.plan.modules.experts.recompute(expert_rows, recipe)
+        self.hidden[unit] = self.experts.recompute(expert_rows, recipe)
 
     def hidden_of(self, unit: Unit) -> Hidden:
         """Returns the hidden activation T_M for one task; recomputes it if no earlier task restored it.
@@ -251,8 +250,8 @@ class Backward(Pass):
         out_NM: (N, M), memory for the gradient of the rows.
         grad_weight_N: (N,), memory for the gradient of the routing weights.
         """
-        expert_rows = replace(self.for_experts(unit, self.rows_of(unit), out_NM), grad_weight_N=grad_weight_N)
-        _, computed_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
+        expert_rows = self.for_experts(unit, self.rows_of(unit), out_NM, grad_weight_N)
+        _, computed_N, self.pending[unit] = self.experts.input_gradient(
             grad_NM, expert_rows, weight_N, self.hidden_of(unit)
         )
         if computed_N.data_ptr() != grad_weight_N.data_ptr():
@@ -289,7 +288,7 @@ class Backward(Pass):
             because their experts are on this rank, if place is "_L".
         """
         unit = (i, place)
-        self.plan.modules.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
+        self.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
         self.rows.pop(unit, None)
 
     def gradients(self, _: int) -> dist.Work | None:

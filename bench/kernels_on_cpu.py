@@ -187,9 +187,11 @@ def counts_pack(
     stream: int,
     sizes: Sequence[int],
     header: Sequence[int],
-    fault: int,
     counts: int,
     sent: int,
+    fault: int = 0,
+    magnitude: int = 0,
+    not_finite: int = 0,
 ) -> None:
     num_ranks, num_bins, num_experts = sizes
     sent_WL = _messages(sent, sizes)
@@ -199,6 +201,8 @@ def counts_pack(
         sent_WL[rank, HEADER:] = counts_FWE[:, rank].reshape(-1)
     if fault:
         sent_WL[:, 1] = tensor_at(fault, (1,), torch.int64)
+    if magnitude and not math.isfinite(float(tensor_at(magnitude, (1,), torch.float32))):
+        sent_WL[:, 1] = not_finite
 
 
 def counts_agree(

@@ -1,6 +1,7 @@
 // Kernels of the exchange of row counts: one writes the messages, one computes from the messages that arrived
 // what ranks must agree on, and one the order in which rows are sorted by expert. They use no torch.
 #pragma once
+#include <cfloat>
 #include <cmath>
 
 #include "common/device.cuh"
@@ -27,6 +28,13 @@ __device__ __forceinline__ T warp_largest(T value) {
 
 // ---- the messages
 
+// Returns the number of this rank's fault, which stands in the header of each message.
+__device__ __forceinline__ int32_t fault_of(const Pack& a) {
+  if (a.fault != nullptr) return static_cast<int32_t>(*a.fault);
+  const bool is_finite = a.magnitude == nullptr || *a.magnitude <= FLT_MAX;
+  return is_finite ? a.header[kFault] : a.not_finite;
+}
+
 __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
   const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
   const int32_t all = ranks * words;
@@ -35,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
     const int32_t rank = i / words, word = i % words;
     int32_t value;
     if (word < kHeader) {
-      value = word == kFault && a.fault != nullptr ? static_cast<int32_t>(*a.fault) : a.header[word];
+      value = word == kFault ? fault_of(a) : a.header[word];
     } else {
       const int32_t bin = (word - kHeader) / experts, expert = (word - kHeader) % experts;
       value = a.counts[(bin * ranks + rank) * experts + expert];

@@ -85,6 +85,14 @@ class Fault(enum.IntEnum):
     LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.decide.stored_state`
 
 
+def fault_of_magnitude(largest: Tensor) -> Tensor:
+    """Returns the number of a rank's fault, an int64 scalar: NOT_FINITE if its logits are not finite.
+
+    largest: the largest magnitude of its logits, a scalar. It is NaN if one of them is.
+    """
+    return (largest < math.inf) * -int(Fault.NOT_FINITE) + int(Fault.NOT_FINITE)
+
+
 class FaultError(ValueError):
     """The ValueError for a fault of one rank.
 
@@ -430,7 +438,9 @@ class CountsExchange:
         counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins (equal ranges of its
             tokens) for each of the E experts of all ranks. Dropped rows are not counted.
         num_tokens: number of this rank's tokens.
-        fault: this rank's `Fault`, or its number as an int64 scalar on the rows' device.
+        fault: this rank's `Fault`, or a scalar on the rows' device: the fault's number as int64, or a
+            floating-point number, the largest magnitude of the gate's logits. If that is not finite, the
+            fault is NOT_FINITE.
         needs_grad: whether this rank wants gradients.
         training: whether the layer is in training mode.
         dtype: dtype of the rows that will be sent.
@@ -476,7 +486,7 @@ class CountsExchange:
             header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
             header = header.to(counts_FE.device, non_blocking=True)
             if isinstance(fault, Tensor):
-                header[1] = fault
+                header[1] = fault if not fault.is_floating_point() else fault_of_magnitude(fault)
             self._header = header
             self.tokens_W = header[:1]  # this rank's alone, until `finish`
         if ranks.size > 1:
@@ -660,7 +670,10 @@ class CountsExchange:
         if refusal(counts_FE, size, num_degrees) is not None:
             return None
         messages = Messages.new(counts_FE, size, num_degrees)
-        messages.pack(header, fault if isinstance(fault, Tensor) else None, counts_FE)
+        told = fault if isinstance(fault, Tensor) else None
+        if told is not None and told.dtype == torch.float64:
+            told = fault_of_magnitude(told)
+        messages.pack(header, told, Fault.NOT_FINITE.value, counts_FE)
         self._sent, self._received = messages.both
         if size == 1:
             self._received = self._sent

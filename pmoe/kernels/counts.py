@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
-from pmoe.kernels.operands import address
 
 HEADER = 4
 """Number of int32 values in front of the counts of a message: kHeader of cuda/counts/layout.h."""
@@ -94,17 +93,24 @@ class Messages:
         counts_WFE: Tensor = messages_WL[:, HEADER:].unflatten(1, (num_bins, num_experts))
         return counts_WFE.transpose(0, 1)
 
-    def pack(self, header: Sequence[int], fault: Tensor | None, counts_FE: Tensor) -> None:
+    def pack(self, header: Sequence[int], fault: Tensor | None, not_finite: int, counts_FE: Tensor) -> None:
         """Launches the kernel that writes this rank's messages.
 
         header: the HEADER numbers in front of each message.
-        fault: int64 scalar on the device, which replaces the second number of the header; or None.
+        fault: a scalar on the device; or None. An int64 replaces the second number of the header. A float32
+            is a magnitude: ``not_finite`` replaces that number if it is infinite or NaN.
+        not_finite: the fault of numbers that are not finite.
         counts_FE: (F, W * E) int32, contiguous.
         """
         sent_WL, _ = self.both
+        checked: dict[str, int] = {}
+        if fault is not None and fault.dtype == torch.float32:
+            checked = {"magnitude": fault.data_ptr(), "not_finite": not_finite}
+        elif fault is not None:
+            checked = {"fault": fault.data_ptr()}
         extension.module().counts_pack(
-            **self._where(), header=list(header), fault=address(fault), counts=counts_FE.data_ptr(),
-            sent=sent_WL.data_ptr(),
+            **self._where(), header=list(header), counts=counts_FE.data_ptr(), sent=sent_WL.data_ptr(),
+            **checked,
         )  # fmt: skip
 
     def agree(

@@ -334,7 +334,10 @@ def test_row_counts(recorder: Recorder) -> None:
     assert sent_WL.shape == received_WL.shape == (2, 4 + 3 * 2) and messages.agreed.shape == (4 + 3 + 1,)
     for name, tensor in (("agreed", messages.agreed), ("sent", sent_WL), ("received", received_WL)):
         recorder.named(name, tensor)
-    messages.pack([1, 0, 3, 4], fault, counts_FE)
+    magnitude = recorder.tensor("magnitude", 1, dtype=FLOAT)[0]
+    header = [1, 0, 3, 4]
+    for told in (fault, magnitude, None):
+        messages.pack(header, told, 8, counts_FE)
     messages.agree(
         received_WL, own_rank=1, host_rows=None, asks_rows=True, irregular=False, limits=[(3, 0.5)]
     )
@@ -342,14 +345,14 @@ def test_row_counts(recorder: Recorder) -> None:
     assert (of_chunks.dtype, of_all.dtype) == (INT, torch.int64)
     where = {"device": None, "stream": 7, "sizes": [2, 3, 2]}
     asked = {"own_rank": 1, "host_rows": -1, "asks_rows": True, "irregular": False, "degrees": [(3, 0.5)]}
-    assert recorder.calls[:2] == [
-        (
-            "counts_pack",
-            where | {"header": [1, 0, 3, 4], "fault": "fault", "counts": "counts", "sent": "sent"},
-        ),
+    packed = where | {"header": header, "counts": "counts", "sent": "sent"}
+    *calls, (name, fields) = recorder.calls
+    assert calls == [
+        ("counts_pack", packed | {"fault": "fault"}),
+        ("counts_pack", packed | {"magnitude": "magnitude", "not_finite": 8}),
+        ("counts_pack", packed),
         ("counts_agree", where | {"received": "received", "agreed": "agreed", **asked}),
     ]
-    name, fields = recorder.calls[2]
     tables = {"of_chunks": of_chunks.data_ptr(), "of_all": of_all.data_ptr()}
     assert name == "counts_table"
     assert fields == where | {"received": "received", "chunks": 1, "joined": 1, "own_rank": -1} | tables

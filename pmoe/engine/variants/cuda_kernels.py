@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import ForwardState, Inputs, Pass
+from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import ExpertRows
@@ -93,6 +93,33 @@ class CudaForward(_OnCuda, Forward):
         super().__init__(plan, inputs, keep)
         self.take_kernels()
 
+    def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
+        return arrived if self._gathers(i, arrived) else super().in_expert_order(name, i, arrived)
+
+    def for_experts(
+        self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None, grad_weight_N: Tensor | None = None
+    ) -> ExpertRows:
+        i, place = unit
+        if place or not self._gathers(i, rows_NM):
+            return super().for_experts(unit, rows_NM, out, grad_weight_N)
+        # The first product sorts the rows while it loads them: row r is the arrived row regroup[r].
+        regroup = self.regroup[i]
+        assert regroup is not None
+        return ExpertRows(
+            rows_NM, self.groups(unit), self.parameters, self.space(unit), out, slots=RowSlots(regroup, 1)
+        )
+
+    def _gathers(self, i: int, arrived: Tensor) -> bool:
+        """Returns whether the experts read the rows of chunk i in the order in which they arrived.
+
+        arrived: (N, M), the buffer in which they arrived.
+        """
+        regroup = self.regroup[i]
+        if regroup is None or regroup.dtype != torch.int32:
+            return False
+        is_arrived = arrived.data_ptr() == self.buffer(self.received, i).data_ptr()
+        return is_arrived and self._reads(arrived, arrived, regroup.numel(), 1)
+
     def local(self, j: int) -> None:
         """Computes block j of the rows that stay on this rank; the experts may read them from the tokens."""
         piece = self.pass_plan.pieces[j]
@@ -114,13 +141,24 @@ class CudaForward(_OnCuda, Forward):
 
         out_NM: (N, M), memory for the results of the block's N rows, with M = d_model columns.
         """
+        num_rows = self.pass_plan.pieces[j].groups.num_rows
+        has_slots = self.pass_plan.slot.dtype == torch.int32
+        return has_slots and self._reads(self.source_TM, out_NM, num_rows, self.plan.top_k)
+
+    def _reads(self, source: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
+        """Returns whether the experts gather rows in the load of their first product.
+
+        source: the tensor from which they gather.
+        out_NM: (N, M), memory for the results, or memory that lies as that will.
+        num_rows: N.
+        top_k: how many rows are copies of a row of ``source``.
+        """
         experts = self.experts
-        if not isinstance(experts, LaunchedExperts) or self.pass_plan.slot.dtype != torch.int32:
+        if not isinstance(experts, LaunchedExperts):
             return False
         if self.keep and self.plan.restore.dispatched != "communicate":
             return False
-        num_rows = self.pass_plan.pieces[j].groups.num_rows
-        return experts.reads_tokens(self.source_TM, out_NM, num_rows, self.plan.top_k)
+        return experts.reads_tokens(source, out_NM, num_rows, top_k)
 
 
 class CudaBackward(_OnCuda, Backward):

@@ -35,6 +35,16 @@ __device__ __forceinline__ int32_t fault_of(const Pack& a) {
   return is_finite ? a.header[kFault] : a.not_finite;
 }
 
+// Returns a number of the header. The compiler would copy an array that is indexed by a variable to the
+// stack.
+__device__ __forceinline__ int32_t header_at(const Pack& a, int32_t word) {
+  int32_t value = fault_of(a);
+  PMOE_UNROLL
+  for (int i = 0; i < kHeader; ++i)
+    if (i != kFault && word == i) value = a.header[i];
+  return value;
+}
+
 __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
   const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
   const int32_t all = ranks * words;
@@ -43,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
     const int32_t rank = i / words, word = i % words;
     int32_t value;
     if (word < kHeader) {
-      value = word == kFault ? fault_of(a) : a.header[word];
+      value = header_at(a, word);
     } else {
       const int32_t bin = (word - kHeader) / experts, expert = (word - kHeader) % experts;
       value = a.counts[(bin * ranks + rank) * experts + expert];

@@ -14,7 +14,8 @@ no capacity, and the restore pair S4.
     contexts, records, waits
                  `torch.cuda.stream` contexts, event records, and waits of one stream for another
     syncs        copies to the host, for which the host waits
-    Python, C    calls of Python functions and of C functions, as `sys.setprofile` sees them
+    Python, C    calls of Python functions and of C functions, as `sys.setprofile` sees them; those that the
+                 stand-ins make do not count
 
 A torch operator may be several launches on a GPU (a stable sort, for example): counts are lower bounds.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -43,13 +45,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
+from bench import kernels_on_cpu
 from bench.links import alike
 from bench.timing import counted
 from pmoe.decide import route as decide_route
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.cuda import CudaLanes
+from pmoe.experts import launched
 from pmoe.experts.stacked import StackedExperts
+from pmoe.kernels import counts as counts_kernels
 from pmoe.kernels import extension, permute
+from pmoe.kernels.gemm import ELEMENTS
 from pmoe.kernels.grouped_gemm import products
 from pmoe.kernels.permute import operators as permute_operators
 from pmoe.kernels.registry import PMOE, PRODUCTS
@@ -65,6 +71,8 @@ SLACK = 8.0
 All ranks of the stand-in route alike, so their rows are skewed. Smaller slots would need more chunks.
 """
 PASSES = ("forward", "backward")
+STAND_INS = str(Path(__file__).parent) + "/"
+"""Beginning of the file names of the stand-ins, whose calls do not count."""
 LAUNCHES_NOTHING = ("empty", "new_empty", "resize_", "_unsafe_view", "unsafe_split", "lift_fresh")
 """Beginnings of the names of operators that allocate memory, or that return views without saying so."""
 
@@ -178,23 +186,32 @@ def _place(frame: FrameType | None) -> str:
 
 
 class Kernels:
-    """The extension: each function notes a launch."""
+    """The extension: each function notes a launch.
 
-    def __init__(self, device: Device) -> None:
+    computes: whether a launch also computes (`bench.kernels_on_cpu`).
+    """
+
+    def __init__(self, device: Device, computes: bool = False) -> None:
         self._device = device
+        self._computes = computes
 
     def __getattr__(self, name: str) -> Any:
         def launch(*args: Any, **fields: Any) -> None:
             for _ in range(2 if name == "route" else 1):
                 self._device.note("launches", name)
+            # Counts decide the plan, so they are always computed.
+            if (self._computes and name != "route") or name.startswith("counts_"):
+                with self._device.quiet():
+                    getattr(kernels_on_cpu, name)(*args, **fields)
 
+        setattr(self, name, launch)
         return launch
 
     def row_dot_parts(self, hopper: bool, columns: int) -> int:
         return 1
 
-    def Moving(self, *args: Any) -> None:
-        return None
+    def Moving(self, *args: Any) -> kernels_on_cpu.Moving:
+        return kernels_on_cpu.Moving(*args)
 
     def RouteProblem(self, *args: Any) -> None:
         return None
@@ -279,20 +296,6 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
 
         return noted
 
-    def moved(
-        kernel: str, position_TK: Tensor, weight: None, num_rows: int, *, first_row: int, **rows: Tensor
-    ) -> None:
-        assert position_TK.dtype == torch.int32 and position_TK.is_contiguous() and weight is None
-        assert not position_TK.numel() or int(position_TK.min()) >= first_row, "a row before the memory"
-        place_TK = position_TK.long() - first_row
-        place_TK[place_TK >= num_rows - first_row] = -1
-        if kernel == "permute":
-            token, choice = (place_TK >= 0).nonzero(as_tuple=True)
-            rows["rows"][place_TK[token, choice]] = rows["x"][token]
-            return
-        with_zero = torch.cat([rows["rows"], rows["rows"].new_zeros(1, rows["rows"].shape[1])])
-        rows["y"].copy_(with_zero[place_TK].sum(1))
-
     def lanes(rows: Tensor, schedule: Any, ranks: Any, in_steps: bool = False) -> CudaLanes:
         return CudaLanes(schedule, ranks, rows.device)
 
@@ -302,7 +305,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             return real_mm(*(each.to(out_dtype or x_TM.dtype) for each in (x_TM, weight_ME)))
 
     real_mm = torch.mm
-    kernels = Kernels(device)
+    kernels = Kernels(device, computes)
     cuda = {
         "current_stream": lambda device=None: compute,
         "current_device": lambda: 0,
@@ -327,6 +330,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             (permute, "refusal", lambda *args: None),
             (permute_operators, "refusal", lambda *args: None),
             (decide_route, "refusal", lambda *args: None),
+            (counts_kernels, "path", lambda device: ("sm_90a", None)),
             (route_operators, "launch_route", route),
             (lanes_run, "lanes_for", lanes),
             (CudaLanes, "_streams", {}),
@@ -334,8 +338,11 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             (StackedExperts, "_activates_in_place", lambda self, device_type: self.hidden_factor == 1),
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=name == "is_cuda"))
-        if computes:
-            stack.enter_context(mock.patch.object(permute, "launch_move", moved))
+        stack.enter_context(mock.patch.object(launched, "path_for", lambda *args, **columns: "sm_90a"))
+        if computes:  # with float64 and rows of any width, too
+            for codes in (ELEMENTS, permute_operators.TYPES):
+                stack.enter_context(mock.patch.dict(codes, {torch.float64: kernels_on_cpu.FLOAT64}))
+            stack.enter_context(mock.patch.object(launched, "layout_problem", lambda *args, **columns: None))
         else:
             stack.enter_context(mock.patch.object(products, "path_for", lambda *args, **columns: "sm_90a"))
             stack.enter_context(mock.patch.object(route_operators, "refusal", lambda *args: None))
@@ -362,9 +369,9 @@ def count(chunks: int, **options: Any) -> dict[str, Calls]:
         layer.zero_grad(set_to_none=True)
         x.grad = None
         device.calls = found["forward"] = Calls()
-        y = run(device, lambda: layer(x))
+        y = run(device, functools.partial(layer, x))
         device.calls = found["backward"] = Calls()
-        run(device, lambda: y.backward(dy))
+        run(device, functools.partial(y.backward, dy))
 
     with as_cuda() as device:
         for _ in range(2):  # the first call of a layer compares options
@@ -385,11 +392,18 @@ def _counted(device: Device, run: Callable[[], Any]) -> Any:
 
 
 def _profiled(device: Device, run: Callable[[], Any]) -> Any:
-    """Counts the Python and C calls of a run. Those of the stand-ins count, too."""
+    """Counts the Python and C calls of a run, without those that the stand-ins make."""
+    stand_in: FrameType | None = None  # the outermost frame of a stand-in that runs now
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        device.calls.python += event == "call"
-        device.calls.c += event == "c_call"
+        nonlocal stand_in
+        if stand_in is None and event == "call" and frame.f_code.co_filename.startswith(STAND_INS):
+            stand_in = frame
+        elif stand_in is None:
+            device.calls.python += event == "call"
+            device.calls.c += event == "c_call"
+        elif frame is stand_in and event == "return":
+            stand_in = None
 
     sys.setprofile(note)
     try:

@@ -19,7 +19,8 @@ class CheckedRouting:
 
     routing    the gate's result. ``keep`` is True for choices that the expert's capacity allows
     fault      the `Fault` of this rank's input or routing, such as NaN in the gate's logits; or its number as
-               an int64 scalar, if the fault was found on the device
+               an int64 scalar, if the fault was found on the device; or a floating-point scalar there, the
+               largest magnitude of the logits, which is not finite if one of them is not
     is_again   whether activation checkpointing has routed the same tokens before
     kernel_routes  the result of the kernels, if they have routed; else None
     sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of

@@ -45,6 +45,7 @@ from pmoe.comm.failures import at_stage, reduce_to_largest, wait_for
 from pmoe.comm.grid import Grid
 from pmoe.comm.meeting import CURE
 from pmoe.comm.ranks import Ranks
+from pmoe.kernels.counts import HEADER, Messages, refusal
 from pmoe.warn import warn_once
 
 
@@ -84,6 +85,14 @@ class Fault(enum.IntEnum):
     LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.decide.stored_state`
 
 
+def fault_of_magnitude(largest: Tensor) -> Tensor:
+    """Returns the number of a rank's fault, an int64 scalar: NOT_FINITE if its logits are not finite.
+
+    largest: the largest magnitude of its logits, a scalar. It is NaN if one of them is.
+    """
+    return (largest < math.inf) * -int(Fault.NOT_FINITE) + int(Fault.NOT_FINITE)
+
+
 class FaultError(ValueError):
     """The ValueError for a fault of one rank.
 
@@ -116,6 +125,8 @@ class RankCounts:
         hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. Each rank
                          then has more than its E_local experts in the counts: the copies come last
         copied_experts   number of this rank's experts that have copies on other ranks
+        messages         the messages of all ranks on the rows' device, if kernels exchanged them; else None.
+                         recv_device then has the bins of the exchange, also after `joined`
         relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
                          other ranks (`Exchange.relay_counts`); None if it passes on none
 
@@ -144,6 +155,7 @@ class RankCounts:
     sent_once: Tensor | None = None
     received_once: Tensor | None = None
     received_once_device: Tensor | None = None
+    messages: Messages | None = None
     relayed: tuple[Tensor | None, Tensor | None] = (None, None)
     hosted_copies: int = 0
     copied_experts: int = 0
@@ -168,7 +180,7 @@ class RankCounts:
 
     def on_host(self) -> RankCounts:
         """Returns a copy without device memory: its ``..._device`` fields have the host's tensors instead."""
-        return replace(self, recv_device=self.recv, received_once_device=self.received_once)
+        return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
@@ -203,8 +215,9 @@ class RankCounts:
             return value.unflatten(0, (n, -1)).sum(1) if isinstance(value, Tensor) else value
 
         # The first axis of each tensor is that of the bins.
-        by_chunk = {name: join(value) for name, value in vars(self).items()}
-        return RankCounts(**{**by_chunk, "relayed": tuple(map(join, self.relayed))})
+        kept = {} if self.messages is None else {"recv_device": self.recv_device}
+        by_chunk = {name: join(value) for name, value in vars(self).items() if name not in kept}
+        return RankCounts(**{**by_chunk, **kept, "relayed": tuple(map(join, self.relayed))})
 
 
 def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Tensor:
@@ -353,8 +366,7 @@ them.
 than a hundredth of 4,096 rows of 4,096 columns in two bytes each.
 """
 
-HEADER = 4
-"""Number of int32 values before the counts in each message. They describe the sender:
+"""The `HEADER` int32 values before the counts in each message describe the sender:
 
     tokens       number of its tokens
     fault        number of its `Fault`
@@ -440,7 +452,9 @@ class CountsExchange:
         counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins (equal ranges of its
             tokens) for each of the E experts of all ranks. Dropped rows are not counted.
         num_tokens: number of this rank's tokens.
-        fault: this rank's `Fault`, or its number as an int64 scalar on the rows' device.
+        fault: this rank's `Fault`, or a scalar on the rows' device: the fault's number as int64, or a
+            floating-point number, the largest magnitude of the gate's logits. If that is not finite, the
+            fault is NOT_FINITE.
         needs_grad: whether this rank wants gradients.
         training: whether the layer is in training mode.
         dtype: dtype of the rows that will be sent.
@@ -477,22 +491,25 @@ class CountsExchange:
         if ranks.size > 1:
             ranks.count_exchange()
             mode += ranks.record.life * LIFE
-        # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
         numbers = [num_tokens, fault_number, mode, kind]
-        header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
-        header = header.to(counts_FE.device, non_blocking=True)
-        if isinstance(fault, Tensor):
-            header[1] = fault
-        self._header = header
-        self.tokens_W = header[:1]  # this rank's alone, until `finish`
         self._received: Tensor | None = None  # the messages of all ranks; None on one rank, which sends none
         self._work: dist.Work | None = None
+        self._messages = self._packed(numbers, fault) if counts_FE.is_cuda else None
+        if self._messages is None:
+            # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
+            header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
+            header = header.to(counts_FE.device, non_blocking=True)
+            if isinstance(fault, Tensor):
+                header[1] = fault if not fault.is_floating_point() else fault_of_magnitude(fault)
+            self._header = header
+            self.tokens_W = header[:1]  # this rank's alone, until `finish`
         if ranks.size > 1:
-            counts_FWX = grid.to_owners(counts_FPX) if grid.is_sharded else counts_FPX
-            by_rank = counts_FWX.transpose(0, 1).reshape(ranks.size, -1)
-            # 32 bits suffice, because a rank has fewer than 2**31 rows.
-            self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
-            self._received = torch.empty_like(self._sent)
+            if self._messages is None:
+                counts_FWX = grid.to_owners(counts_FPX) if grid.is_sharded else counts_FPX
+                by_rank = counts_FWX.transpose(0, 1).reshape(ranks.size, -1)
+                # 32 bits suffice, because a rank has fewer than 2**31 rows.
+                self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
+                self._received = torch.empty_like(self._sent)
             traffic.counts += self._sent[1:].numel() * self._sent.element_size()
             with at_stage("the exchange of row counts", ranks):
                 self._work = dist.all_to_all_single(
@@ -538,6 +555,7 @@ class CountsExchange:
             sent_once=sent_once,
             received_once=received_once_host,
             received_once_device=received_once,
+            messages=self._messages,
             relayed=(counts[0], counts[1]) if counts else (None, None),
         )
 
@@ -549,6 +567,8 @@ class CountsExchange:
         Returns (F, W, X) on the device, the counts that this rank received; and on the host the counts that
         it sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
         """
+        if self._messages is not None:
+            return self._by_kernels(self._messages)
         if self._received is None:
             device_FWX = self._own_FPX.long()
             headers = self._header.unsqueeze(0)
@@ -644,6 +664,59 @@ class CountsExchange:
             self._traffic.counts += agreed.numel() * agreed.element_size()
             reduce_to_largest(agreed, self._ranks.group)
         return agreed
+
+    # ---- by kernels, on a GPU
+
+    def _packed(self, header: list[int], fault: Tensor | Fault) -> Messages | None:
+        """Launches the kernel that writes this rank's messages; None if kernels do not take these counts.
+
+        They take plain row counts: experts are not sharded, each row is sent for one expert, and no rank
+        passes on rows of others.
+
+        header: the numbers in front of the counts.
+        fault: the argument of the constructor.
+        """
+        if self._counted_once or self._grid.is_sharded or any(each.in_steps for each in self._exchanges):
+            return None
+        counts_FE = self._own_FPX.flatten(1)
+        size = self._ranks.size
+        num_degrees = 0 if self._slots is None else len(self._slots.degrees)
+        if refusal(counts_FE, size, num_degrees) is not None:
+            return None
+        messages = Messages.new(counts_FE, size, num_degrees)
+        told = fault if isinstance(fault, Tensor) else None
+        if told is not None and told.dtype == torch.float64:
+            told = fault_of_magnitude(told)
+        messages.pack(header, told, Fault.NOT_FINITE.value, counts_FE)
+        self._sent, self._received = messages.both
+        if size == 1:
+            self._received = self._sent
+        return messages
+
+    def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
+        """Computes the result of `_to_host` from messages that have arrived. A collective, as that is."""
+        received_WL = self._received
+        assert received_WL is not None
+        slots = self._slots
+        messages.agree(
+            received_WL,
+            own_rank=None if slots is None else slots.own_rank,
+            host_rows=None if slots is None else slots.host_rows,
+            asks_rows=self._asks_max_rows,
+            irregular=self._asks_max_rows and not self._one_row_a_choice,
+            limits=() if slots is None else [(n, slots.slack * slots.top_k / n) for n in slots.degrees],
+        )
+        if self._ranks.size > 1 and (slots is not None or self._asks_max_rows):
+            agreed = messages.agreed
+            self._traffic.counts += agreed.numel() * agreed.element_size()
+            reduce_to_largest(agreed, self._ranks.group)
+        on_host = messages.on_host()
+        sent_WL, host_received_WL = on_host.both
+        if self._ranks.size == 1:
+            host_received_WL = sent_WL
+        own = on_host.counts(sent_WL).long()
+        arrived = on_host.counts(host_received_WL).long()
+        return messages.counts(received_WL), [own, arrived, host_received_WL[:, :HEADER], on_host.agreed]
 
 
 # ---- ranks that make different calls: every rank has all headers, so all ranks raise the same error

@@ -19,7 +19,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints
-from pmoe.comm.counts import Fault, FaultError
+from pmoe.comm.counts import Fault, FaultError, fault_of_magnitude
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.logits import router_logits
@@ -135,9 +135,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
         if by_kernels is not None and routing.logits.numel():
-            # Four launches in place of ten. The norm of a NaN is NaN, which is not less than infinity.
-            is_finite = torch.linalg.vector_norm(routing.logits.detach(), math.inf) < math.inf
-            fault = is_finite * -int(Fault.NOT_FINITE) + int(Fault.NOT_FINITE)
+            fault = torch.linalg.vector_norm(routing.logits.detach(), math.inf)  # one launch in place of ten
         else:
             finite = (0 * routing.logits.detach()).sum().isfinite()  # 0 * x is 0 if x is finite, else NaN
             bad = finite.logical_not() * int(Fault.NOT_FINITE)
@@ -149,6 +147,8 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         has_changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
     if has_changed is not None:
         with hidden_from_checkpoints():
+            if isinstance(fault, Tensor) and fault.is_floating_point():
+                fault = fault_of_magnitude(fault)
             fault = has_changed * int(Fault.RECOMPUTED) + (1 - has_changed) * fault
     checked_routing = Routing(
         expert=routing.expert,

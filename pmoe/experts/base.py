@@ -83,7 +83,7 @@ class ExpertRows:
     grad_weight_N: (N,) of the routing weights' dtype, memory for their gradient, which `input_gradient` may
         use for its result; None lets it allocate the result.
     slots: the (token, choice) pair of each of the N rows, if `compute` is to read the rows from the tokens;
-        else None. Only experts that `reads_tokens` get it.
+        else None. Only `pmoe.experts.launched.LaunchedExperts` gets it.
     """
 
     rows_NM: Tensor
@@ -441,17 +441,6 @@ class Experts(nn.Module, abc.ABC):
         num_rows: number of rows of the backward chunk.
         space: gives memory for the result; None allocates it.
         """
-
-    def reads_tokens(
-        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
-    ) -> bool:
-        """Returns whether `compute` can read rows from the tokens, by ``ExpertRows.slots``, and is faster so.
-
-        like_NM: (N, M), a tensor of the shape, dtype and device that the N rows would have.
-        groups, parameters: as in `ExpertRows`.
-        top_k: K, the number of choices of a token.
-        """
-        return False
 
     @abc.abstractmethod
     def input_gradient(

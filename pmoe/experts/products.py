@@ -194,6 +194,7 @@ class GradientSum:
     contributions: number of additions that will follow. If there are several, a parameter narrower than
         float32 is summed in float32 and rounded once.
     total: the sum so far, of the parameter's shape.
+    is_empty: whether nothing has been added yet.
 
     The first addition overwrites uninitialised memory. So ``total`` need not be set to zero first, unless an
     expert has no rows.
@@ -210,7 +211,7 @@ class GradientSum:
             self.total = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         else:
             self.total = new(parameter, *parameter.shape)
-        self._first = True
+        self.is_empty = True
 
     def add_weight(
         self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, method: str | None = None
@@ -224,28 +225,28 @@ class GradientSum:
         """
         method = choice("weight", grad_NO, rows_NI, groups, None, self.total) if method is None else method
         # pmoe's kernel writes the parameter's dtype, but adds in float32 only.
-        if method == PMOE and (self._first or self.total.dtype == torch.float32):
+        if method == PMOE and (self.is_empty or self.total.dtype == torch.float32):
             grouped_gemm.weight_gradient(
-                grad_NO, rows_NI, groups.ends_E, out=self.total, accumulate=not self._first
+                grad_NO, rows_NI, groups.ends_E, out=self.total, accumulate=not self.is_empty
             )
         elif method != LOOP:
             self.add(_weight_gradient(method, grad_NO, rows_NI, groups))
         else:
             totals = self.total.unbind()
-            if self._first:
+            if self.is_empty:
                 self._zero_without_rows(groups)
             grads = groups.split(grad_NO.t(), dim=1)
             for expert, grad_On, rows_nI in zip(groups.with_rows, grads, groups.split(rows_NI), strict=True):
                 total = totals[expert]
-                if self._first and total.dtype == rows_nI.dtype:
+                if self.is_empty and total.dtype == rows_nI.dtype:
                     torch.mm(grad_On, rows_nI, out=total)
                 elif total.dtype == rows_nI.dtype:
                     total.addmm_(grad_On, rows_nI)
-                elif self._first:
+                elif self.is_empty:
                     total.copy_(grad_On @ rows_nI)
                 else:
                     total.add_(grad_On @ rows_nI)
-        self._first = False
+        self.is_empty = False
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
         """Adds the gradient of the biases: for each expert e, the sum of grad over the rows of e to total[e].
@@ -266,16 +267,16 @@ class GradientSum:
         if in_one_operation and len(groups.with_rows) > 1:
             self.add(_sums_by_expert(grad_NO, groups))
             return
-        if self._first:
+        if self.is_empty:
             self._zero_without_rows(groups)
         totals = self.total.unbind()
         for expert, grad_nO in zip(groups.with_rows, groups.split(grad_NO), strict=True):
             total = totals[expert]
-            if self._first:
+            if self.is_empty:
                 torch.sum(grad_nO, 0, dtype=total.dtype, out=total)
             else:
                 total.add_(grad_nO.sum(0, dtype=total.dtype))
-        self._first = False
+        self.is_empty = False
 
     def _zero_without_rows(self, groups: RowGroups) -> None:
         """Sets the sums of experts without rows to zero, which no product overwrites."""
@@ -285,11 +286,11 @@ class GradientSum:
 
     def add(self, contribution: Tensor) -> None:
         """Adds a tensor of the parameter's shape to the sum."""
-        if self._first:
+        if self.is_empty:
             self.total.copy_(contribution)
         else:
             self.total.add_(contribution)
-        self._first = False
+        self.is_empty = False
 
     def add_expert(self, expert: int, contribution: Tensor) -> None:
         """Adds a gradient of one expert's parameter to the sum.
@@ -297,14 +298,14 @@ class GradientSum:
         expert: the number of the expert on this rank.
         contribution: of the parameter's shape without its first dimension.
         """
-        if self._first:
+        if self.is_empty:
             self.total.zero_()
-            self._first = False
+            self.is_empty = False
         self.total[expert].add_(contribution)
 
     def result(self) -> Tensor:
         """Returns the sum, of the parameter's shape, in the parameter's dtype; zeros if nothing was added."""
-        if self._first:
+        if self.is_empty:
             self.total.zero_()
         return self.total.to(self._dtype)
 

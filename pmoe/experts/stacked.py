@@ -24,7 +24,6 @@ from pmoe.experts.products import (
     scale_of,
 )
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.grouped_gemm.launch import gathers_in_load, path_for
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.kernels.registry import PMOE, Form
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -324,15 +323,6 @@ class StackedExperts(Experts):
         out = expert_rows.new("T_DO", w2.shape[1]) if expert_rows.out is None else expert_rows.out
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
-
-    def reads_tokens(
-        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
-    ) -> bool:
-        w1, _, b1, _ = self.weights(parameters)
-        if not like_NM.is_cuda or self._fused("forward", like_NM, w1, groups, b1) is None:
-            return False
-        kernels = path_for(like_NM.device, like_NM.dtype)
-        return gathers_in_load(kernels or "sm_80", w1.shape[1], top_k)
 
     def _fused(
         self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None

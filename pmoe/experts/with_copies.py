@@ -43,8 +43,6 @@ class ExpertsWithCopies:
     def __init__(self, experts: Experts, copies: Sequence[Tensor]) -> None:
         self._experts = experts
         self.copies = copies
-        self.recipe = experts.recipe
-        self.is_repeatable = experts.is_repeatable
 
     def take_copies(self) -> None:
         """Prepares the copies' parameters for products. Called once, when their values are there.
@@ -53,12 +51,6 @@ class ExpertsWithCopies:
         """
         if self.copies[0].is_cuda:
             self.copies = [copies.contiguous() for copies in self.copies]
-
-    def reads_tokens(
-        self, like_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], top_k: int
-    ) -> bool:
-        """See `Experts.reads_tokens`. Only rows that stay on their rank are asked for: copies have none."""
-        return self._experts.reads_tokens(like_NM, groups, parameters, top_k)
 
     def _own_groups(self, groups: RowGroups) -> RowGroups:
         """Returns the rows of this rank's own experts.

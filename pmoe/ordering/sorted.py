@@ -196,38 +196,6 @@ class SortedOrder(Order):
         fits = rows.is_cuda and row_bytes > 0 and row_bytes % VECTOR_BYTES == 0
         return fits and permute.refusal(rows.device, rows.dtype, top_k) is None
 
-    def place(self, tokens_TM: Tensor, position_TK: Tensor, first_row: int, rows_NM: Tensor) -> None:
-        """Copies tokens into rows by a kernel: rows[position[t, k] - first_row] = tokens[t].
-
-        Positions from first_row + N on are skipped. There is none below first_row.
-
-        tokens_TM: (T, M), T tokens with M = d_model columns, in memory that kernels can read.
-        position_TK: (T, K) int32, contiguous.
-        rows_NM: (N, M), contiguous memory for N rows.
-        """
-        if rows_NM.shape[0] and tokens_TM.shape[0]:
-            num_rows = first_row + rows_NM.shape[0]
-            permute.launch_move(
-                "permute", position_TK, None, num_rows, first_row=first_row, x=tokens_TM, rows=rows_NM
-            )
-
-    def sum_placed(self, rows_NM: Tensor, position_TK: Tensor, first_row: int, out_TM: Tensor) -> None:
-        """Sums the rows of each token by a kernel: out[t] = sum over k of rows[position[t, k] - first_row].
-
-        Choices with positions from first_row + N on count as dropped. There is no position below first_row.
-
-        rows_NM: (N, M), N rows of M = d_model columns, contiguous.
-        position_TK: (T, K) int32, contiguous, for T tokens with K choices each.
-        out_TM: (T, M), contiguous memory for the sums.
-        """
-        if not rows_NM.shape[0]:
-            out_TM.zero_()
-        elif out_TM.shape[0]:
-            num_rows = first_row + rows_NM.shape[0]
-            permute.launch_move(
-                "unpermute", position_TK, None, num_rows, first_row=first_row, rows=rows_NM, y=out_TM
-            )
-
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
         torch.index_select(tokens_TM, 0, token_N, out=out)
 

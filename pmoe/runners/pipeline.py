@@ -56,7 +56,7 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
     plain: the base class, such as `Forward`. The classes of the layer's features are put before it in the
         order of inheritance, so that their methods are called first.
     """
-    variants = _variants(plan, moves=keep and plan.restore.offloads)
+    variants = _variants(plan, inputs.x_TM.is_cuda, moves=keep and plan.restore.offloads)
     forward: ForwardType = _compose((*(first for first, _ in variants), plain))(plan, inputs, keep)
     return forward
 
@@ -71,8 +71,9 @@ def make_backward(
     plain: the base class, such as `Backward`. The classes of the layer's features are put before it in the
         order of inheritance, so that their methods are called first.
     """
-    variants = _variants(plan, moves=plan.restore.offloads or plan.rearranged)
-    backward: BackwardType = _compose((*(second for _, second in variants), plain))(plan, grad_TM, saved)
+    variants = _variants(plan, grad_TM.is_cuda, moves=plan.restore.offloads or plan.rearranged)
+    classes = (*(second for _, second in variants), plain)
+    backward: BackwardType = _compose(classes)(plan, grad_TM, saved)
     return backward
 
 
@@ -83,12 +84,13 @@ Their methods call the next class's method by super().
 """
 
 
-def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
+def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
     """Returns the classes of the features that a pass needs; the first class's methods are called first.
 
     Only the files of these features are imported.
 
     plan: the plan of the call.
+    on_gpu: whether the rows are on a GPU.
     moves: for forward, whether it copies T_DI (dispatched rows) or T_M (hidden activation) to the host. For
         backward, whether it reads them from the host, or has other chunks than forward and so must copy their
         rows into the order of its own chunks.
@@ -123,6 +125,10 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
         from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
 
         variants.append((OffloadingForward, OffloadingBackward))
+    if on_gpu:
+        from pmoe.engine.variants.cuda_kernels import CudaBackward, CudaForward
+
+        variants.append((CudaForward, CudaBackward))
     return variants
 
 

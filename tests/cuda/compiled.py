@@ -51,7 +51,8 @@ def link_module(*flags: str) -> Path:
     flags: where Python's and pybind11's headers are.
     """
     launching = [
-        CUDA / each for each in product_of("grouped_gemm", "comet", "flashdmoe", "route", "permute", "heap")
+        CUDA / each
+        for each in product_of("grouped_gemm", "comet", "flashdmoe", "route", "permute", "counts", "heap")
     ]
     binding = [CUDA / "binding.cpp", *sorted(CUDA.glob("*/bind.cpp")), HERE / "runtime" / "bind.cpp"]
     flags_of = dict.fromkeys(launching, OBJECT) | {each: [*OBJECT, *flags] for each in binding}

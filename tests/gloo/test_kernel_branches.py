@@ -6,6 +6,7 @@ The result must be that of the CPU's own branches, which other tests compare to 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from bench.bench_device_calls import as_cuda
 from pmoe.schedule.restore import ALL_PAIRS
-from tests.gloo.kit import backward, build, one_step
+from tests.gloo.kit import backward, build, error_of, inputs, one_step
 from tests.kit import tokens
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -60,3 +61,19 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_branches_for_cuda_give_the_results_of_the_cpu(case: str, world: int) -> None:
     for found in ranks(world).run(both_branches, CASES[case]):
         assert max(found.values()) <= LIMIT, found
+
+
+def refused(rank: int, world: int, dtype: torch.dtype) -> str:
+    layer = build(memory_reuse="S4").to(dtype)
+    x = inputs(rank, world)[0].to(dtype)
+    if rank == 0:
+        x[0, 0] = math.nan
+    with as_cuda(computes=True):
+        return error_of(lambda: layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("world", [1, 2])
+def test_logits_that_are_not_finite_are_refused_on_all_ranks(world: int, dtype: torch.dtype) -> None:
+    for error in ranks(world).run(refused, dtype):
+        assert "rank 0: its gate logits are not finite" in error

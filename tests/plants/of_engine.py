@@ -109,7 +109,7 @@ ENGINE = (
         name="dropped-slots-read-rubbish",
         breaks="the row of dropped slots is not zero",
         file=PASSES,
-        old="                if pass_plan.has_drops:\n                    home[-1].zero_()\n",
+        old="            if pass_plan.has_drops:\n                home[-1].zero_()\n",
         new="",
         tests=f"{SPECIFICATION} -k every_restore_pair",
     ),

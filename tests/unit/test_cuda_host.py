@@ -7,16 +7,21 @@ Letters: T tokens, E experts, K choices.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench import kernels_on_cpu
+from pmoe.kernels import extension
+from pmoe.kernels.counts import Messages
 from tests.emulated import load_kernels
 
 BF16, INT = torch.bfloat16, torch.int32
@@ -94,6 +99,15 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
     cuda.unpermute_backward(moving, data, 64, data, 64, data, 64, data)
 
 
+def counted(cuda: ModuleType, *, device: int = 0) -> None:
+    data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    where: dict[str, Any] = {"device": device, "stream": STREAM, "sizes": [K, 4, E]}
+    cuda.counts_pack(**where, header=[T, 0, 0, 0], fault=data, counts=data, sent=data)
+    limits: dict[str, Any] = {"own_rank": 0, "host_rows": -1, "asks_rows": True, "irregular": False}
+    cuda.counts_agree(**where, received=data, agreed=data, **limits, degrees=[(2, 1.5)])
+    cuda.counts_table(**where, received=data, chunks=2, joined=1, own_rank=0, of_chunks=data, of_all=data)
+
+
 def persistent(
     cuda: ModuleType,
     *,
@@ -122,6 +136,7 @@ CALLS: dict[str, Callable[..., None]] = {
     "persistent of sm_80": lambda cuda, **given: persistent(cuda, hopper=False, **given),
     "route": routed,
     "permute": moved,
+    "row counts": counted,
     "flag": lambda cuda, device=0: cuda.heap_raise_flag(device, STREAM, 4096, 1),
     "heap": lambda cuda, device=0: cuda.heap_free(device, cuda.heap_allocate(device, 100)),
 }
@@ -332,3 +347,53 @@ def test_a_product_of_numbered_columns_is_right(cuda: ModuleType) -> None:
     given = Operands().fields(a=a.data_ptr(), b=b.data_ptr(), d=d.data_ptr(), ends=ends.data_ptr(), experts=1)
     cuda.grouped_gemm(**given)
     assert torch.equal(d, b[0].t()[picks])
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"sizes": [0, 4, 2]}, r"ranks \(0\) must be from 1"),
+        ({"sizes": [2, 5000, 2]}, r"bins \(5000\) must be from 1 to 4096"),
+        ({"degrees": [(3, 1.0)]}, r"a degree \(3\) must divide the bins \(4\)"),
+        ({"degrees": [(1, 1.0)] * 17}, r"degrees \(17\) must be at most 16"),
+    ],
+)
+def test_sizes_that_kernels_of_row_counts_do_not_take_are_refused(
+    cuda: ModuleType, given: dict[str, Any], why: str
+) -> None:
+    data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    fields = {"sizes": [2, 4, 2], "degrees": [(2, 1.5)], "received": data, "agreed": data, "own_rank": 0}
+    with pytest.raises(ValueError, match=why):
+        cuda.counts_agree(
+            device=0, stream=STREAM, host_rows=-1, asks_rows=True, irregular=False, **fields | given
+        )
+    assert cuda.stub_launched() == []
+
+
+@pytest.mark.parametrize("fault", [torch.tensor(5), torch.tensor(1.5), torch.tensor(float("nan")), None])
+def test_row_counts_are_those_of_the_plain_definition(cuda: ModuleType, fault: Tensor | None) -> None:
+    """The kernels in the emulator, by their real launches, against `bench.kernels_on_cpu`."""
+    cuda.stub_reset()
+    random = torch.Generator().manual_seed(0)
+    counts_FE = torch.randint(0, 4, (6, 6), dtype=INT, generator=random)
+    computed = []
+    for module in (cuda, kernels_on_cpu):
+        with mock.patch.object(extension, "load", lambda module=module: module), on_stream():
+            messages = Messages.new(counts_FE, 3, 2)
+            sent_WL, received_WL = messages.both
+            messages.pack([9, 0, 1, 2], fault, 8, counts_FE)
+            received_WL.copy_(sent_WL)
+            limits = [(2, 0.6), (3, 0.2)]
+            messages.agree(
+                received_WL, own_rank=1, host_rows=3, asks_rows=True, irregular=True, limits=limits
+            )
+            num_rows = int(messages.counts(received_WL)[:, [0, 2]].sum())
+            computed.append([messages.memory, *messages.table(received_WL, 2, 6, 1, num_rows)])
+    assert all(torch.equal(one, other) for one, other in zip(*computed, strict=True))
+
+
+@contextlib.contextmanager
+def on_stream() -> Iterator[None]:
+    where = {"device": 0, "stream": STREAM}
+    with mock.patch.object(Messages, "_where", lambda self: where | {"sizes": list(self.sizes)}):
+        yield

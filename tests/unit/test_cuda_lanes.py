@@ -56,9 +56,10 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
     )
     found: dict[str, int] = {}
     for task in tasks:
-        lanes.run(cast(Any, task), lambda task=task: found.update({task.name: launch._spare.get()}))
+        lanes.run(cast(Any, task), lambda task=task: found.update({task.name: launch.spare_of_thread.get()}))
+    lanes.finish()
     assert all(found[task.name] == spare for task in tasks if task.lane is Lane.COMPUTE)
-    assert launch._spare.get() == 0, "products of others have all multiprocessors again"
+    assert launch.spare_of_thread.get() == 0, "products of others have all multiprocessors again"
 
 
 class LateWork:

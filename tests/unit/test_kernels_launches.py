@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bench import permutes
-from pmoe.kernels import extension, grouped_gemm, permute, route
+from pmoe.kernels import counts, extension, grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots, launch, products
-from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, SPARE, TileCounters, beside_communication
+from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, SPARE, beside_communication
 
 BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
 
@@ -140,9 +140,8 @@ def test_each_product_of_a_pass_has_a_counter_of_its_own_and_few_launches_zero_t
     memory: list[Tensor] = []
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **how: memory.append(zeros(*size, **how)) or memory[-1])
-    counters = TileCounters()
-    for _ in range(NUM_COUNTERS + 1):
-        with beside_communication(counters=counters):
+    with beside_communication():
+        for _ in range(NUM_COUNTERS + 1):
             grouped_gemm.product(given.rows, given.weight, given.ends)
     addresses = [fields["next_tile"] for _, fields in recorder.calls]
     assert addresses == [one.data_ptr() for counter in memory for one in counter][: len(addresses)]
@@ -280,8 +279,9 @@ def test_rows_that_are_a_part_of_the_sorted_rows_are_addressed_from_before_their
     """A kernel adds position * stride to the address. The first position of these rows is 7."""
     x, rows = recorder.tensor("x", 3, 16, dtype=FLOAT), recorder.tensor("rows", 5, 16, dtype=FLOAT)
     position = recorder.tensor("position", 3, 2, dtype=INT)
-    permute.launch_move("permute", position, None, 12, first_row=7, x=x, rows=rows)
-    permute.launch_move("unpermute", position, None, 12, first_row=7, rows=rows, y=x)
+    moves = permute.RowMoves(x)
+    moves.place(x, position, 7, rows)
+    moves.sum(rows, position, 7, x)
     before = rows.data_ptr() - 7 * 64
     moving = [None, 7, 0, 3, 2, 12, 64, "position", 0, 0]
     assert recorder.calls == [
@@ -321,3 +321,44 @@ def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
         ("route_backward", [*backward, 0, 0, 0, 0, "l_aux", of_aux.data_ptr()]),
         ("route_backward", [*backward, "d w", 0, 0, 0, 0, of_weights.data_ptr()]),
     ]
+
+
+# ---- row counts: W = 2 ranks, F = 3 bins, E = 2 experts of a rank
+
+
+def test_row_counts(recorder: Recorder) -> None:
+    counts_FE = recorder.tensor("counts", 3, 4, dtype=INT)
+    messages = counts.Messages.new(counts_FE, num_ranks=2, num_degrees=1)
+    fault = recorder.named("fault", torch.tensor(2))
+    sent_WL, received_WL = messages.both
+    assert sent_WL.shape == received_WL.shape == (2, 4 + 3 * 2) and messages.agreed.shape == (4 + 3 + 1,)
+    for name, tensor in (("agreed", messages.agreed), ("sent", sent_WL), ("received", received_WL)):
+        recorder.named(name, tensor)
+    magnitude = recorder.tensor("magnitude", 1, dtype=FLOAT)[0]
+    header = [1, 0, 3, 4]
+    for told in (fault, magnitude, None):
+        messages.pack(header, told, 8, counts_FE)
+    messages.agree(
+        received_WL, own_rank=1, host_rows=None, asks_rows=True, irregular=False, limits=[(3, 0.5)]
+    )
+    of_chunks, of_all = messages.table(received_WL, 1, 3, None, 5)
+    assert (of_chunks.dtype, of_all.dtype) == (INT, torch.int64)
+    where = {"device": None, "stream": 7, "sizes": [2, 3, 2]}
+    asked = {"own_rank": 1, "host_rows": -1, "asks_rows": True, "irregular": False, "degrees": [(3, 0.5)]}
+    packed = where | {"header": header, "counts": "counts", "sent": "sent"}
+    *calls, (name, fields) = recorder.calls
+    assert calls == [
+        ("counts_pack", packed | {"fault": "fault"}),
+        ("counts_pack", packed | {"magnitude": "magnitude", "not_finite": 8}),
+        ("counts_pack", packed),
+        ("counts_agree", where | {"received": "received", "agreed": "agreed", **asked}),
+    ]
+    tables = {"of_chunks": of_chunks.data_ptr(), "of_all": of_all.data_ptr()}
+    assert name == "counts_table"
+    assert fields == where | {"received": "received", "chunks": 1, "joined": 1, "own_rank": -1} | tables
+
+
+def test_no_rows_need_no_table(recorder: Recorder) -> None:
+    messages = counts.Messages.new(torch.zeros(3, 4, dtype=INT), num_ranks=2, num_degrees=0)
+    of_chunks, of_all = messages.table(messages.both[1], 1, 3, None, 0)
+    assert recorder.calls == [] and of_chunks.numel() == of_all.numel() == 0

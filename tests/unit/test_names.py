@@ -25,7 +25,7 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "why kernels do not take some rows": (
         {"refusal"},
-        {f"pmoe/kernels/{name}.py" for name in ("gemm", "permute/operators", "route/operators")}
+        {f"pmoe/kernels/{name}.py" for name in ("counts", "gemm", "permute/operators", "route/operators")}
         | {"pmoe/runners/fused_steps.py"},
     ),
     "grouped products and their plain definition": (

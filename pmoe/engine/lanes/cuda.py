@@ -5,11 +5,13 @@ A task that must wait for a task of another lane makes its stream wait for an ev
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.base import Action, Lanes
-from pmoe.kernels.grouped_gemm.launch import TileCounters, beside_communication
+from pmoe.kernels.grouped_gemm.launch import beside_communication
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 
@@ -41,15 +43,16 @@ class CudaLanes(Lanes):
         self._waits = schedule.lane_waits
         self._awaited = schedule.awaited
         self._events: dict[str, torch.cuda.Event] = {}
-        self._travels = ranks.size > 1 and any(task.chunk > 0 for task in schedule.tasks)
-        self._counters = TileCounters()
+        self._products = contextlib.ExitStack()
+        if ranks.size > 1 and any(task.chunk > 0 for task in schedule.tasks):
+            self._products.enter_context(beside_communication())
 
     def run(self, task: Task, action: Action) -> None:
         stream = self._stream[task.lane]
         for name in self._waits[task.name]:
             stream.wait_event(self._events[name])
         if task.lane is Lane.COMPUTE:
-            self._compute(action)  # its stream is the current one
+            action()  # its stream is the current one
         elif task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
             with torch.cuda.stream(stream):
                 self._communicate(task, action)
@@ -59,13 +62,6 @@ class CudaLanes(Lanes):
         if task.name in self._awaited:
             event = self._events[task.name] = torch.cuda.Event()
             event.record(stream)
-
-    def _compute(self, action: Action) -> None:
-        if not self._travels:
-            action()
-            return
-        with beside_communication(counters=self._counters):
-            action()
 
     def _communicate(self, task: Task, action: Action) -> None:
         try:
@@ -87,6 +83,7 @@ class CudaLanes(Lanes):
             self._stream[Lane.COPY_OUT].wait_stream(copies_in)
 
     def finish(self) -> None:
+        self._products.close()
         for lane, stream in self._stream.items():
             if lane is not Lane.COMPUTE:
                 self._stream[Lane.COMPUTE].wait_stream(stream)

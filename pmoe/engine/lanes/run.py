@@ -57,12 +57,12 @@ def run_schedule(
     in_steps: whether some communication tasks consist of several collectives and wait for them.
     of: the layer's experts module, under which times are recorded.
     """
-    lanes = lanes_for(rows, schedule, ranks, in_steps)
     recorded: TaskAction | None = None
     if watchers or _profiler_enabled():
         from pmoe.engine.lanes import recorder
 
         recorded = recorder.seen(schedule, actions, rows.device, ranks, of)
+    lanes = lanes_for(rows, schedule, ranks, in_steps)
     try:
         for task in schedule.tasks:
             action = functools.partial(actions[task.kind], task.chunk)

@@ -9,7 +9,6 @@ the parameters, which no rank waits for: it runs while the gradients of rows are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -251,7 +250,7 @@ class Backward(Pass):
         out_NM: (N, M), memory for the gradient of the rows.
         grad_weight_N: (N,), memory for the gradient of the routing weights.
         """
-        expert_rows = replace(self.for_experts(unit, self.rows_of(unit), out_NM), grad_weight_N=grad_weight_N)
+        expert_rows = self.for_experts(unit, self.rows_of(unit), out_NM, grad_weight_N)
         _, computed_N, self.pending[unit] = self.experts.input_gradient(
             grad_NM, expert_rows, weight_N, self.hidden_of(unit)
         )

@@ -35,13 +35,12 @@ from pmoe.engine.lanes.base import Actions
 from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage, length
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
-from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
-from pmoe.ordering.sorted import SortedOrder
 from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.tasks import Schedule, Stages, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.callbacks import HookGraph
+    from pmoe.experts.launched import LaunchedExperts
     from pmoe.experts.with_copies import ExpertsWithCopies
 
 Unit = tuple[int, str]
@@ -225,7 +224,6 @@ class Pass:
     combine_input: the name of the buffer that the all-to-all back sends. It differs from ``sent_back`` only
         if experts are sharded, because a reduce-scatter comes before.
     parameters: the tensors with which the experts compute.
-    experts: the experts of this rank; in a call with copies of busy experts these, too.
     pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
     source_TM, result_TM: (T, M), the pass's input and output for T tokens. In forward they are the layer's
         input and output, in backward the gradients of the output and the input.
@@ -233,7 +231,8 @@ class Pass:
     results: result_TM, split by chunk.
     positions: for each chunk (tokens of the chunk, K), the number of the sorted row of each (token, choice)
         pair (`PassPlan.position`).
-    kernels: the order, if its kernels copy and sum the rows of this pass; else None.
+    experts: computes the rows of each task: this rank's experts, a stand-in that launches their products, or
+        this rank's experts with its copies of other ranks' busy experts.
     own: the buffers that are not in ring slots, by name and chunk, "send.0" for example.
     home: (rows, M), the results of all chunks on the tokens' rank; None if each chunk has such a buffer in a
         ring slot.
@@ -246,7 +245,6 @@ class Pass:
     dispatch_output: str
     combine_input: str
     parameters: Sequence[Tensor]
-    experts: Experts | ExpertsWithCopies
     plan: Plan
     pass_plan: PassPlan
     source_TM: Tensor
@@ -255,7 +253,7 @@ class Pass:
     result_TM: Tensor
     results: tuple[Tensor, ...]
     positions: tuple[Tensor, ...]
-    kernels: SortedOrder | None
+    experts: Experts | LaunchedExperts | ExpertsWithCopies
     schedule: Schedule
     sizes: BufferSizes
     pool: DevicePool
@@ -273,7 +271,7 @@ class Pass:
         self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in pass_plan.chunks])
         slots = [length(chunk.slots) // plan.top_k for chunk in pass_plan.chunks]
         self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
-        self.kernels = order_kernels(plan, pass_plan, source_TM) if source_TM.is_cuda else None
+        self.experts = plan.modules.experts
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in pass_plan.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
@@ -380,15 +378,18 @@ class Pass:
         i, place = unit
         return self.pass_plan.pieces[i].groups if place else self.pass_plan.chunks[i].received
 
-    def for_experts(self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None) -> ExpertRows:
+    def for_experts(
+        self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None, grad_weight_N: Tensor | None = None
+    ) -> ExpertRows:
         """Returns the argument for methods of `Experts`: rows, parameters, and memory to compute in.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
         rows_NM: (N, M), these N rows (T_DI) with M = d_model columns, sorted by expert.
         out: (N, M), memory for the result; None lets the experts choose it.
+        grad_weight_N: (N,), memory for the gradient of the routing weights; None in forward.
         """
-        return ExpertRows(rows_NM, self.groups(unit), self.parameters, self.space(unit), out)
+        return ExpertRows(rows_NM, self.groups(unit), self.parameters, self.space(unit), out, grad_weight_N)
 
     # ---- towards the experts
 
@@ -398,11 +399,7 @@ class Pass:
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the chunk, M).
         """
-        if self.kernels is None or not rows_fit(source_TM):
-            self.plan.modules.order.order(source_TM, self.pass_plan.sent_tokens[i], out)
-            return
-        chunk = self.pass_plan.chunks[i]
-        self.kernels.place(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, out)
+        self.plan.modules.order.order(source_TM, self.pass_plan.sent_tokens[i], out)
 
     def gather(self, i: int) -> None:
         """Copies the tokens of chunk i to its send buffer, sorted by destination rank and expert (task G).
@@ -527,37 +524,24 @@ class Pass:
         the same in every run. A shared expert's result is added too. In backward, the results are gradients.
         """
         pass_plan = self.pass_plan
-        chunk = self.pass_plan.chunks[i]
+        chunk = pass_plan.chunks[i]
         row_SK = self.positions[i]
         out_TM = self.results[i]
         home = self.home
-        if self.kernels is not None:
-            self._sum_by_kernels(self.kernels, i, out_TM)
-        else:
-            if home is None:
-                home = self.temporary(self.home_name, i)
-                row_SK = row_SK - pass_plan.home[i].start
-                if pass_plan.has_drops:
-                    home[-1].zero_()
-            if pass_plan.has_drops:
-                # Pairs without a row have a number beyond the last row. They read that row, which is zero.
-                row_SK = row_SK.clamp(max=home.shape[0] - 1)
-            slot_token = self.plan.slot_token
-            if slot_token is not None:
-                slot_token = slot_token[chunk.slots] - chunk.tokens.start
-            self.plan.modules.order.restore(home, row_SK, out_TM, slot_token)
-        if self.shared_TM is not None:
-            out_TM.add_(self.shared_TM[chunk.tokens])
-
-    def _sum_by_kernels(self, kernels: SortedOrder, i: int, out_TM: Tensor) -> None:
-        """Sums the results of each token of chunk i into out_TM by one launch, (T, M) for T tokens."""
-        home = self.home
-        first_row = 0
         if home is None:
             home = self.temporary(self.home_name, i)
-            first_row = self.pass_plan.home[i].start
-        rows_NM = home[:-1] if self.pass_plan.has_drops else home
-        kernels.sum_placed(rows_NM, self.positions[i], first_row, out_TM)
+            row_SK = row_SK - pass_plan.home[i].start
+            if pass_plan.has_drops:
+                home[-1].zero_()
+        if pass_plan.has_drops:
+            # Pairs without a row have a number beyond the last row. They read that row, which is zero.
+            row_SK = row_SK.clamp(max=home.shape[0] - 1)
+        slot_token = self.plan.slot_token
+        if slot_token is not None:
+            slot_token = slot_token[chunk.slots] - chunk.tokens.start
+        self.plan.modules.order.restore(home, row_SK, out_TM, slot_token)
+        if self.shared_TM is not None:
+            out_TM.add_(self.shared_TM[chunk.tokens])
 
     # ---- run
 
@@ -587,24 +571,6 @@ class Pass:
             self.arena.close()
             self.own.clear()  # frees them now: a lane's thread may refer to this pass a moment longer
             self.home = None
-
-
-def order_kernels(plan: Plan, pass_plan: PassPlan, source_TM: Tensor) -> SortedOrder | None:
-    """Returns the order of a plan, if its kernels can copy and sum the rows of a pass; else None.
-
-    pass_plan: the plan of the pass. Its positions are int32 only if `pmoe.engine.plan.make_plan` expected the
-        kernels.
-    source_TM: (T, M), the pass's input, T tokens with M = d_model columns.
-    """
-    order = plan.modules.order
-    if not isinstance(order, SortedOrder) or pass_plan.position.dtype != torch.int32:
-        return None
-    return order if order.runs_kernels(source_TM, plan.top_k) else None
-
-
-def rows_fit(rows: Tensor) -> bool:
-    """Returns whether kernels can read a tensor (rows, columns) with its strides and its address."""
-    return rows.data_ptr() % VECTOR_BYTES == 0 and strides_fit(rows)
 
 
 def split_by_chunk(per_row: Tensor, pass_plan: PassPlan) -> tuple[Tensor, ...]:

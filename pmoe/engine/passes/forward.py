@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine.passes.base import ForwardState, Inputs, Pass, SavedUnit, Unit, rows_fit, split_by_chunk
+from pmoe.engine.passes.base import ForwardState, Inputs, Pass, SavedUnit, Unit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
-from pmoe.kernels.grouped_gemm import RowSlots
+from pmoe.experts.base import ExpertRows
 
 
 @dataclass(frozen=True)
@@ -110,28 +109,10 @@ class Forward(Pass):
         The results are written to the buffer in which combine puts the results from other ranks.
         """
         rows = self.pass_plan.pieces[j].rows
-        weight_N = self.weight_sorted[rows]
-        out_NM = self.home_rows(j, rows)
-        if self.kernels is not None and self._reads_tokens(j, out_NM):
-            slots = RowSlots(self.pass_plan.slot[rows], self.plan.top_k)
-            self._compute((j, "_L"), self.source_TM, weight_N, out_NM, slots)
-            return
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
-        self._compute((j, "_L"), rows_NM, weight_N, out_NM)
-
-    def _reads_tokens(self, j: int, out_NM: Tensor) -> bool:
-        """Returns whether the experts read the rows of block j, which stay on this rank, from the tokens.
-
-        They then need no copy. Backward must not need one that forward has kept.
-
-        out_NM: (N, M), memory for the results of the block's N rows, with M = d_model columns.
-        """
-        if self.keep and self.plan.restore.dispatched != "communicate":
-            return False
-        if self.pass_plan.slot.dtype != torch.int32 or not rows_fit(self.source_TM):
-            return False
-        groups = self.pass_plan.pieces[j].groups
-        return self.experts.reads_tokens(out_NM, groups, self.parameters, self.plan.top_k)
+        unit = (j, "_L")
+        expert_rows = self.for_experts(unit, rows_NM, self.home_rows(j, rows))
+        self.compute_unit(unit, expert_rows, self.weight_sorted[rows])
 
     def compute(self, i: int) -> None:
         """Lets the experts compute the rows that this rank received in chunk i (task C)."""
@@ -141,7 +122,8 @@ class Forward(Pass):
         arrived = self.arrived(i)
         out_NM = self.result_of(i)
         rows_NM = self.in_expert_order("T_DI", i, arrived)
-        self._compute((i, ""), rows_NM, self.weight_of_chunk[i], out_NM)
+        unit = (i, "")
+        self.compute_unit(unit, self.for_experts(unit, rows_NM, out_NM), self.weight_of_chunk[i])
         self.in_source_order(i, out_NM)
 
     def sorted_weights(self) -> Tensor:
@@ -150,27 +132,20 @@ class Forward(Pass):
         regroup = self.weight_message.regroup
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
-    def _compute(
-        self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor, slots: RowSlots | None = None
-    ) -> None:
+    def compute_unit(self, unit: Unit, expert_rows: ExpertRows, weight_N: Tensor) -> None:
         """Computes the experts' output for the rows of one task, and saves what backward needs.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
-        rows_NM: (N, M), the N rows (T_DI) with M = d_model columns, sorted by expert.
+        expert_rows: these N rows (T_DI), with memory for the result (T_DO).
         weight_N: (N,), the routing weight of each row.
-        out_NM: (N, M), memory for the result (T_DO).
-        slots: the (token, choice) pair of each row, if rows_NM are the tokens from which the experts read the
-            rows; else None.
         """
+        rows_NM = expert_rows.rows_NM
         restore = self.plan.restore
         remakes = self.keep and restore.hidden != "keep"
-        recipe = self.experts.recipe(rows_NM.device) if remakes else None
+        recipe = self.plan.modules.experts.recipe(rows_NM.device) if remakes else None
         version = rows_NM._version if recipe is not None else 0
         keeps = self.keep and restore.hidden != "recompute"
-        expert_rows = self.for_experts(unit, rows_NM, out_NM)
-        if slots is not None:
-            expert_rows = replace(expert_rows, slots=slots)
         _, hidden = self.experts.compute(expert_rows, weight_N, keep=keeps)
         if self.keep:
             changed = recipe is not None and rows_NM._version != version
@@ -205,7 +180,7 @@ class Forward(Pass):
                 "from that input: let its first operation make a new tensor (inplace=False), or let "
                 'memory_reuse keep or offload T_M (hidden="keep" or "offload")'
             )
-        if self.plan.rearranged and not self.experts.is_repeatable(recipe):
+        if self.plan.rearranged and not self.plan.modules.experts.is_repeatable(recipe):
             raise RuntimeError(
                 "an expert draws random numbers, so it can be recomputed only if both passes have the same "
                 "number of chunks: set pipeline_backward to None, or let memory_reuse keep or offload T_M "

@@ -217,6 +217,8 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     if n != n_backward:
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
+        if bins.messages is not None:
+            received_device = received_device.unflatten(0, (num_bins, -1)).sum(1)
         if modules.stages.local:
             num_staying = len(modules.staying)
             received, received_device = (
@@ -273,23 +275,39 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         sent_by_chunk = counts.sent_rows.tolist()
         come_by_chunk = counts.received_rows.tolist()
         by_expert = counts.recv.sum(1).tolist()
-        bins_device = bins.recv_device
-        if bypass_local and _are_several(counts.recv.sum((0, 2))):
-            bins_device = without_own(bins_device, rank, len(modules.staying))
-        # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
-        # order.
-        fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
         are_several = _are_several(counts.received_rows)
-        if shared.sent_once is None and any(are_several):
-            regroups = _regroup_chunks(fine, come_by_chunk, are_several)
+        come_by_source = counts.recv.sum((0, 2))
+        comes_from_several = _are_several(come_by_source)
+        message_regroup: Tensor | None = None
+        fine: Tensor | None = None
+        if bins.messages is None:
+            bins_device = bins.recv_device
+            if bypass_local and comes_from_several:
+                bins_device = without_own(bins_device, rank, len(modules.staying))
+            # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
+            # order.
+            fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
+            if shared.sent_once is None and any(are_several):
+                regroups = _regroup_chunks(fine, come_by_chunk, are_several)
+            if comes_from_several:
+                message_regroup = _regroup(fine.flatten(1), come_by_source.tolist())
+        elif comes_from_several:  # one launch computes the indices of all chunks
+            own_rank = rank if bypass_local else None
+            num_rows = int(come_by_source.sum())
+            _, received_WL = bins.messages.both
+            of_chunks, message_regroup = bins.messages.table(
+                received_WL, n, bins.send.shape[0], own_rank, num_rows
+            )
+            of_chunk = of_chunks.split([sum(come_W) for come_W in come_by_chunk])
+            regroups = [of if several else None for of, several in zip(of_chunk, are_several, strict=True)]
         staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
         sizes = [
             [*rows_P, staying]
             for rows_P, staying in zip(counts.send.sum(2).tolist(), staying_rows, strict=True)
         ]
         message_slot = _by_destination(slots.slot, sizes)
-        weights = _weight_journey(message_slot, counts.send, counts.recv, fine, modules)
-        once = orders.number_rows(n, weights, shared, fine)
+        weights = _weight_journey(message_slot, counts.send, come_by_source, message_regroup, modules)
+        once = None if fine is None else orders.number_rows(n, weights, shared, fine)
     chunks = []
     pieces = []
     first_row = 0
@@ -373,7 +391,7 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
 
 
 def _weight_journey(
-    slot: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: PassModules
+    slot: Tensor, send: Tensor, come_W: Tensor, regroup: Tensor | None, modules: PassModules
 ) -> WeightMessage:
     """Plans the message that carries the routing weights of all chunks.
 
@@ -382,21 +400,12 @@ def _weight_journey(
 
     slot: (S,) int64, the (token, choice) pairs whose weights are sent, in the order of the message.
     send: (n, P, E_local) rows that this rank sends to each rank, on the host.
-    recv: (n, W, E_local) rows that each rank sends to this one, on the host.
-    fine: (W, n, E_local, bins of a chunk) rows that arrive, on the device of the rows. A bin is a range of
-        tokens; a chunk has several.
+    come_W: (W,) rows that each rank sends to this one, on the host.
+    regroup: the index that sorts the weights that arrive (`WeightMessage.regroup`).
     """
-    come_rows = recv.sum((0, 2))
     send_rows = send.sum((0, 2)).tolist()
-    come_by_source = come_rows.tolist()
-    recv_rows, gathered = _by_place(come_by_source, modules.grid)
-    return WeightMessage(
-        slot=slot,
-        send=tuple(send_rows),
-        recv=recv_rows,
-        regroup=_regroup(fine.flatten(1), come_by_source) if _are_several(come_rows) else None,
-        gathered=gathered,
-    )
+    recv_rows, gathered = _by_place(come_W.tolist(), modules.grid)
+    return WeightMessage(slot=slot, send=tuple(send_rows), recv=recv_rows, regroup=regroup, gathered=gathered)
 
 
 def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:

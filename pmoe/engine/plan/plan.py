@@ -72,9 +72,9 @@ class Chunk:
     recv_rows: (P,) numbers of rows from each of these ranks.
     received: number of rows of each local expert, (E_local,), in the order in which experts read them.
     regroup: (N,) int64, the index that sorts the N arrived rows by expert: T_DI, the experts' input, is
-        arrived[regroup]. None if arrived rows are in this order already. Also None with ``send_once=True``:
-        forward then computes the index from numbers that arrive with the routing weights
-        (`pmoe.engine.variants.send_once`).
+        arrived[regroup]. It is int32 if kernels have computed it. None if arrived rows are in this order
+        already. Also None with ``send_once=True``: forward then computes the index from numbers that arrive
+        with the routing weights (`pmoe.engine.variants.send_once`).
     relayed: for dispatch and for combine, the numbers of other ranks' rows that this rank passes on in a
         hierarchical all-to-all (`Exchange.relay_counts`).
     gathered: (L,) numbers of rows that arrive at each of the L ranks over which every expert is split, before

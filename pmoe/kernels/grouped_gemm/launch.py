@@ -83,28 +83,29 @@ class TileCounters:
 NUM_COUNTERS = 128
 """The number of counters that `TileCounters` sets to zero at a time."""
 
-_spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
-_counters: ContextVar[TileCounters | None] = ContextVar("counters of this thread's products", default=None)
+spare_of_thread = ContextVar("multiprocessors that products leave free in this thread", default=0)
+counters_of_thread: ContextVar[TileCounters | None] = ContextVar(
+    "counters of this thread's products", default=None
+)
 
 
 @contextlib.contextmanager
-def beside_communication(spare: int = SPARE, counters: TileCounters | None = None) -> Iterator[None]:
+def beside_communication(spare: int = SPARE) -> Iterator[None]:
     """Makes products in a with-block leave multiprocessors free for communication kernels.
 
     spare: number of multiprocessors to leave free.
-    counters: the counters that the products take; None makes new ones for this block.
 
     Inside the block, each thread block of a product takes its next tile from a shared counter. So a thread
     block that starts late, because a communication kernel has its multiprocessor, takes fewer tiles and
     delays none.
     """
-    spare_before = _spare.set(spare)
-    counters_before = _counters.set(TileCounters() if counters is None else counters)
+    spare_before = spare_of_thread.set(spare)
+    counters_before = counters_of_thread.set(TileCounters())
     try:
         yield
     finally:
-        _spare.reset(spare_before)
-        _counters.reset(counters_before)
+        spare_of_thread.reset(spare_before)
+        counters_of_thread.reset(counters_before)
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
@@ -149,21 +150,41 @@ def launch(
     epilogue: what is computed after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of `pmoe.kernels.gemm`.
     fields: the other arguments, by their names in cuda/grouped_gemm/bind.cpp.
     """
-    if spare := _spare.get():
-        counters = _counters.get()
-        assert counters is not None
-        fields |= {"spare": spare, "next_tile": counters.take(like.device)}
-    extension.module().grouped_gemm(
-        device=like.device.index,
-        stream=torch.cuda.current_stream(like.device).cuda_stream,
-        hopper=kernels == "sm_90a",
-        element=ELEMENTS[like.dtype],
-        form=form,
-        epilogue=epilogue,
-        ends=ends.data_ptr(),
-        experts=ends.numel(),
-        slot=0 if slots is None else slots.slot_N.data_ptr(),
-        top_k=1 if slots is None else slots.top_k,
-        sharing=SHARING,
-        **fields,
+    if slots is not None:
+        fields |= {"slot": slots.slot_N.data_ptr(), "top_k": slots.top_k}
+    start(
+        like.device,
+        fields_for_all(kernels, form, like, epilogue)
+        | {"ends": ends.data_ptr(), "experts": ends.numel(), **fields},
     )
+
+
+def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN) -> dict[str, Any]:
+    """Returns the arguments of launches that do not depend on the rows, for the current stream.
+
+    kernels, form, like, epilogue: the arguments of `launch`.
+    """
+    return {
+        "device": like.device.index,
+        "stream": torch.cuda.current_stream(like.device).cuda_stream,
+        "hopper": kernels == "sm_90a",
+        "element": ELEMENTS[like.dtype],
+        "form": form,
+        "epilogue": epilogue,
+        "slot": 0,
+        "top_k": 1,
+        "sharing": SHARING,
+    }
+
+
+def start(device: torch.device, fields: dict[str, Any]) -> None:
+    """Starts a launch with checked arguments; beside communication, with a counter of its tiles.
+
+    fields: the arguments, by their names in cuda/grouped_gemm/bind.cpp.
+    """
+    if spare := spare_of_thread.get():
+        counters = counters_of_thread.get()
+        assert counters is not None
+        fields["spare"] = spare
+        fields["next_tile"] = counters.take(device)
+    extension.module().grouped_gemm(**fields)

@@ -18,6 +18,7 @@ the bit, in any batch.
 Letters: T tokens, K choices of a token, N rows (num_rows), M columns.
 """
 
-from pmoe.kernels.permute.operators import launch_move, permute, refusal, unpermute
+from pmoe.kernels.permute.operators import permute, refusal, unpermute
+from pmoe.kernels.permute.row_moves import RowMoves
 
-__all__ = ["launch_move", "permute", "refusal", "unpermute"]
+__all__ = ["RowMoves", "permute", "refusal", "unpermute"]

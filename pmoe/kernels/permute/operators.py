@@ -93,7 +93,7 @@ def move(
         for tensor in (last, *written):
             tensor.zero_()
         return
-    launch_move(kernel, position_TK, weight_TK, num_rows, *written, first_row=0, **rows)
+    launch_move(kernel, position_TK, weight_TK, num_rows, *written, **rows)
 
 
 def launch_move(
@@ -102,15 +102,12 @@ def launch_move(
     weight_TK: Tensor | None,
     num_rows: int,
     *written: Tensor,
-    first_row: int = 0,
     **rows: Tensor,
 ) -> None:
     """Launches one of the kernels of `move` on tensors that have been checked and are not empty.
 
     position_TK, weight_TK, num_rows, rows: the arguments of `move`.
     written: d_weight_TK of `move`, if it is needed.
-    first_row: the position of the first row of the tensors whose names end with "rows": they hold the rows
-        from first_row up to but not including num_rows. No position may be smaller.
     """
     first = next(iter(rows.values()))
     tokens, top_k = position_TK.shape
@@ -129,11 +126,8 @@ def launch_move(
         PARTS,
     )
     places = []
-    for name, tensor in rows.items():
-        stride_bytes = tensor.stride(0) * size
-        # The kernel adds position * stride to the address, which then lies in the tensor's memory.
-        before = first_row * stride_bytes if name.endswith("rows") else 0
-        places += [tensor.data_ptr() - before, stride_bytes]
+    for tensor in rows.values():
+        places += [tensor.data_ptr(), tensor.stride(0) * size]
     getattr(extension.module(), kernel)(moving, *places, *map(address, written))
 
 

@@ -1,0 +1,216 @@
+// Kernels of the exchange of row counts: one writes the messages, one computes from the messages that arrived
+// what ranks must agree on, and one the order in which rows are sorted by expert. They use no torch.
+#pragma once
+#include <cfloat>
+#include <cmath>
+
+#include "common/device.cuh"
+#include "counts/layout.h"
+
+namespace pmoe::counts {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
+  PMOE_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) value += shfl_xor(value, mask);
+  return value;
+}
+
+template <class T>
+__device__ __forceinline__ T warp_largest(T value) {
+  PMOE_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) value = larger(value, shfl_xor(value, mask));
+  return value;
+}
+
+// ---- the messages
+
+// Returns the number of this rank's fault, which stands in the header of each message.
+__device__ __forceinline__ int32_t fault_of(const Pack& a) {
+  if (a.fault != nullptr) return static_cast<int32_t>(*a.fault);
+  const bool is_finite = a.magnitude == nullptr || *a.magnitude <= FLT_MAX;
+  return is_finite ? a.header[kFault] : a.not_finite;
+}
+
+// Returns a number of the header. The compiler would copy an array that is indexed by a variable to the
+// stack.
+__device__ __forceinline__ int32_t header_at(const Pack& a, int32_t word) {
+  int32_t value = fault_of(a);
+  PMOE_UNROLL
+  for (int i = 0; i < kHeader; ++i)
+    if (i != kFault && word == i) value = a.header[i];
+  return value;
+}
+
+__global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
+  const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
+  const int32_t all = ranks * words;
+  for (int32_t i = static_cast<int32_t>(blockIdx.x) * kThreads + static_cast<int32_t>(threadIdx.x); i < all;
+       i += static_cast<int32_t>(gridDim.x) * kThreads) {
+    const int32_t rank = i / words, word = i % words;
+    int32_t value;
+    if (word < kHeader) {
+      value = header_at(a, word);
+    } else {
+      const int32_t bin = (word - kHeader) / experts, expert = (word - kHeader) % experts;
+      value = a.counts[(bin * ranks + rank) * experts + expert];
+    }
+    a.sent[i] = value;
+  }
+}
+
+// ---- what ranks must agree on
+
+// Numbers in the shared memory of a block of agree_kernel: the rows of each bin that arrive from other ranks
+// (or from all, if own_rank is -1), and from all.
+struct AgreeShared {
+  int64_t* travelling_F;
+  int64_t* all_F;
+  int32_t* most_tokens;
+
+  static int bytes(int bins) { return 2 * 8 * bins + 16; }
+
+  static __device__ __forceinline__ AgreeShared at(uint8_t* base, int bins) {
+    auto* const first = reinterpret_cast<int64_t*>(base);
+    return {first, first + bins, reinterpret_cast<int32_t*>(first + 2 * bins)};
+  }
+};
+
+// Returns how many times `degree` chunks must be cut finer until no chunk has more rows than `limit`, or each
+// chunk is one bin. All lanes of a warp call it.
+__device__ __forceinline__ int32_t depth_of(const int64_t* rows_F, int32_t bins, int32_t degree, double limit,
+                                            int lane) {
+  int32_t depth = 0;
+  for (int32_t chunks = degree; chunks < bins; chunks = cut_finer(chunks, bins)) {
+    const int32_t chunk_bins = bins / chunks;
+    int64_t most = 0;
+    for (int32_t chunk = lane; chunk < chunks; chunk += 32) {
+      int64_t rows = 0;
+      for (int32_t bin = 0; bin < chunk_bins; ++bin) rows += rows_F[chunk * chunk_bins + bin];
+      most = larger(most, rows);
+    }
+    depth += static_cast<double>(warp_largest(most)) > limit;
+  }
+  return depth;
+}
+
+// One block.
+__global__ void __launch_bounds__(kThreads) agree_kernel(const Agree a) {
+  const int32_t words = a.message.words(), bins = a.message.bins, experts = a.message.experts;
+  const int32_t ranks = a.message.ranks;
+  const AgreeShared shared = AgreeShared::at(shared_memory(), bins);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32, warp = thread / 32;
+  for (int32_t bin = thread; bin < bins; bin += kThreads) {
+    int64_t all = 0, own = 0;
+    for (int32_t rank = 0; rank < ranks; ++rank) {
+      const int32_t* const counts = a.received + int64_t{rank} * words + kHeader + bin * experts;
+      int64_t rows = 0;
+      for (int32_t expert = 0; expert < experts; ++expert) rows += counts[expert];
+      all += rows;
+      if (rank == a.own_rank) own = rows;
+    }
+    shared.all_F[bin] = all;
+    shared.travelling_F[bin] = all - own;
+  }
+  if (warp < kHeader) {
+    int32_t most = INT32_MIN;
+    for (int32_t rank = lane; rank < ranks; rank += 32)
+      most = larger(most, a.received[int64_t{rank} * words + warp]);
+    most = warp_largest(most);
+    if (lane == 0) a.agreed[warp] = most;
+    if (lane == 0 && warp == 0) *shared.most_tokens = most;
+  }
+  sync_block();
+  if (warp == 0) {
+    int64_t rows = 0;
+    for (int32_t bin = lane; bin < bins; bin += 32) rows += shared.all_F[bin];
+    rows = warp_sum(rows);
+    if (lane == 0) {
+      a.agreed[kHeader] = a.host_rows >= 0 && rows > a.host_rows;
+      a.agreed[kHeader + 1] = a.asks_rows ? rows : 0;
+      a.agreed[kHeader + 2] = a.irregular;
+    }
+  }
+  for (int32_t d = warp; d < a.degrees; d += kWarps) {
+    const double limit = ceil(static_cast<double>(*shared.most_tokens) * a.limit_a_token[d]);
+    const int32_t depth = depth_of(shared.travelling_F, bins, a.degree[d], limit, lane);
+    if (lane == 0) a.agreed[kHeader + 3 + d] = depth;
+  }
+}
+
+// ---- the order of rows by expert
+
+// Sums of rows of one rank, as one block of table_kernel needs them. The block writes the indices of one run:
+// an expert's rows in one group of bins of one chunk.
+//
+// run: rows of the run itself.
+// before: rows of the runs of the chunk that come before it.
+// chunk, earlier, all: rows of the chunk, of the chunks before it, and of all chunks.
+struct RankSums {
+  int32_t run, before, chunk, earlier, all;
+};
+
+// All lanes of a warp call it. chunk, expert, group: the run.
+__device__ __forceinline__ RankSums sums_of(const Table& a, int32_t rank, int32_t chunk, int32_t expert,
+                                            int32_t group, int lane) {
+  RankSums sums{0, 0, 0, 0, 0};
+  const int32_t experts = a.message.experts, count = a.message.bins * experts;
+  const int32_t* const counts = a.received + int64_t{rank} * a.message.words() + kHeader;
+  for (int32_t i = lane; i < count && rank != a.own_rank; i += 32) {
+    const int32_t rows = counts[i], bin = i / experts, its_expert = i % experts;
+    const int32_t its_chunk = bin / a.chunk_bins(), its_group = bin % a.chunk_bins() / a.joined;
+    sums.all += rows;
+    if (its_chunk < chunk) sums.earlier += rows;
+    if (its_chunk != chunk) continue;
+    sums.chunk += rows;
+    const bool is_same = its_expert == expert;
+    if (its_expert < expert || (is_same && its_group < group)) sums.before += rows;
+    if (is_same && its_group == group) sums.run += rows;
+  }
+  return {warp_sum(sums.run), warp_sum(sums.before), warp_sum(sums.chunk), warp_sum(sums.earlier),
+          warp_sum(sums.all)};
+}
+
+inline int table_bytes(int ranks) { return ranks * static_cast<int>(sizeof(RankSums)); }
+
+// A block for each run of the sorted rows: chunk, expert and group.
+__global__ void __launch_bounds__(kThreads) table_kernel(const Table a) {
+  auto* const sums_W = reinterpret_cast<RankSums*>(shared_memory());
+  const int32_t ranks = a.message.ranks, runs = a.message.experts * a.groups();
+  const auto block = static_cast<int32_t>(blockIdx.x);
+  const int32_t chunk = block / runs, expert = block % runs / a.groups(), group = block % a.groups();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32, warp = thread / 32;
+  for (int32_t rank = warp; rank < ranks; rank += kWarps) {
+    const RankSums sums = sums_of(a, rank, chunk, expert, group, lane);
+    if (lane == 0) sums_W[rank] = sums;
+  }
+  sync_block();
+  for (int32_t rank = warp; rank < ranks; rank += kWarps) {
+    const RankSums own = sums_W[rank];
+    if (own.run == 0) continue;
+    int32_t arrived = 0, arrived_all = 0, sorted = 0, chunk_start = 0;
+    for (int32_t other = lane; other < ranks; other += 32) {
+      const RankSums sums = sums_W[other];
+      sorted += sums.before;
+      chunk_start += sums.earlier;
+      if (other >= rank) continue;
+      sorted += sums.run;
+      arrived += sums.chunk;
+      arrived_all += sums.all;
+    }
+    const int32_t first = warp_sum(chunk_start) + warp_sum(sorted);
+    const int32_t in_chunk = warp_sum(arrived) + own.before;
+    const int64_t in_all = int64_t{warp_sum(arrived_all)} + own.earlier + own.before;
+    for (int32_t i = lane; i < own.run; i += 32) {
+      a.of_chunks[first + i] = in_chunk + i;
+      a.of_all[first + i] = in_all + i;
+    }
+  }
+}
+
+}  // namespace pmoe::counts

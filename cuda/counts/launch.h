@@ -1,0 +1,27 @@
+// Launches of the kernels in kernel.cuh. This header is plain C++: no CUDA header, no torch. Launches return
+// without waiting. All addresses are of device memory.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "counts/layout.h"
+#include "kernel_info.h"
+
+namespace pmoe::counts {
+
+// Each throws std::invalid_argument, before launching, for sizes that the kernels do not take, and
+// std::runtime_error for an error of CUDA.
+
+// Writes this rank's messages to all ranks.
+void pack(int device, void* stream, const Pack& arguments);
+
+// Computes what ranks must agree on from the messages that arrived.
+void agree(int device, void* stream, const Agree& arguments);
+
+// Computes the indices by which the rows that arrive are sorted by expert.
+void table(int device, void* stream, const Table& arguments);
+
+void list_kernels(std::vector<KernelInfo>& found);
+
+}  // namespace pmoe::counts

@@ -1,0 +1,92 @@
+// The message of row counts that each rank sends to every rank, and the arguments of the kernels that write
+// and read such messages.
+//
+// Letters: W ranks, F bins (equal ranges of a rank's tokens), n chunks of F / n neighbouring bins, E experts
+// of a rank. The message for a rank has `words()` int32 numbers:
+//
+//   header (kHeader)  |  bin 0: E counts  |  bin 1: E counts  |  ...  |  bin F - 1: E counts
+#pragma once
+#include "common/host_device.h"
+
+namespace pmoe::counts {
+
+constexpr int kHeader = 4;  // pmoe/comm/counts.py says what the numbers of a header are
+constexpr int kFault = 1;   // index of the fault in a header
+constexpr int kMostDegrees = 16;
+constexpr int kMostBins = 1 << 12;
+constexpr int kMostRanks = 1 << 11;
+
+struct Message {
+  int32_t ranks, bins, experts;
+
+  PMOE_HD int32_t words() const { return kHeader + bins * experts; }
+};
+
+// The arguments of pack_kernel.
+//
+// fault: replaces the fault of the header if it is not null.
+// magnitude: if it is not null, and the number is infinite or NaN, `not_finite` replaces the fault of the
+//     header.
+// counts: (F, W * E), this rank's rows by bin and by the experts of all ranks.
+// sent: (W, words), the messages.
+struct Pack {
+  Message message;
+  int32_t header[kHeader];
+  const int64_t* fault;
+  const float* magnitude;
+  int32_t not_finite;
+  const int32_t* counts;
+  int32_t* sent;
+};
+
+// The arguments of agree_kernel.
+//
+// received: (W, words), the message of each rank.
+// agreed: (kHeader + 3 + degrees,), the result: the largest header, whether host memory lacks, the rows that
+//     this rank receives (0 unless asks_rows), `irregular`, and how often each degree must be cut finer.
+// own_rank: this rank if rows from it to itself are not sent, and so do not count for degrees; else -1.
+// host_rows: number of rows for which there is host memory; negative if that is not asked.
+// degree: numbers of chunks, which divide the bins.
+// limit_a_token: a chunk of degree d may have ceil(largest number of tokens * limit_a_token[d]) rows.
+struct Agree {
+  Message message;
+  const int32_t* received;
+  int64_t* agreed;
+  int32_t own_rank;
+  int64_t host_rows;
+  int32_t asks_rows, irregular;
+  int32_t degrees;
+  int32_t degree[kMostDegrees];
+  double limit_a_token[kMostDegrees];
+};
+
+// The arguments of table_kernel. The rows of a chunk arrive sorted by rank, then expert, then group, where a
+// group is `joined` neighbouring bins. They are needed sorted by expert, then group, then rank.
+//
+// own_rank: the rank whose rows do not arrive; or -1.
+// of_chunks: (N,), for each chunk the index that sorts its rows: sorted[i] = arrived[index[i]]. The indices
+//     of all chunks follow each other.
+// of_all: (N,), the index that sorts numbers that arrived for the rows of all chunks in one message, sorted
+// by
+//     rank, then chunk. They are needed in the order of of_chunks.
+struct Table {
+  Message message;
+  const int32_t* received;
+  int32_t chunks, joined, own_rank;
+  int32_t* of_chunks;
+  int64_t* of_all;
+
+  PMOE_HD int32_t chunk_bins() const { return message.bins / chunks; }
+  PMOE_HD int32_t groups() const { return message.bins / chunks / joined; }
+};
+
+// Returns the next finer number of chunks: chunks times the smallest prime factor of bins / chunks. It is
+// `cuts` of pmoe/comm/counts.py. chunks must be a divisor of bins, and less.
+PMOE_HD int32_t cut_finer(int32_t chunks, int32_t bins) {
+  const int32_t left = bins / chunks;
+  int32_t factor = 2;
+  while (left % factor) ++factor;
+  return chunks * factor;
+}
+
+}  // namespace pmoe::counts

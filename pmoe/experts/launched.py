@@ -1,0 +1,406 @@
+"""Stacked experts in a pass on a GPU, whose products are launched without checking their weights again.
+
+The functions of `pmoe.kernels.grouped_gemm` check all operands at each launch. In a pass, the weights, the
+device and the stream are the same for all chunks (micro-batches). `LaunchedExperts` checks them once, when
+the pass begins. At a launch it only looks whether the rows lie in memory as kernels read them.
+
+Letters: N rows, E experts of this rank, M = d_model, H hidden columns, G columns of T_M, the hidden
+activation before the nonlinearity (G = H, or 2H for gated experts).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.experts.base import ExpertRows, Experts, Hidden
+from pmoe.experts.products import GradientSum, RowGroups, scale_of
+from pmoe.experts.stacked import StackedExperts, split_parameters
+from pmoe.kernels import extension
+from pmoe.kernels.gemm import (
+    ACTIVATIONS,
+    FORWARD,
+    HIDDEN,
+    HIDDEN_GRADIENT,
+    INPUT,
+    PLAIN,
+    WEIGHT,
+    layout_problem,
+)
+from pmoe.kernels.grouped_gemm.launch import (
+    counters_of_thread,
+    fields_for_all,
+    gathers_in_load,
+    path_for,
+    spare_of_thread,
+)
+from pmoe.kernels.operands import VECTOR_BYTES, address
+from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest
+
+
+class PreparedProduct:
+    """A grouped product of one pass: everything but its rows has been checked, and is the same for all tasks.
+
+    It must be launched on the stream that was current when it was made.
+
+    request: a function that returns the request for a product of some number of rows.
+    device: the device that computes.
+    fields: the arguments of a launch that do not depend on the rows.
+    """
+
+    def __init__(
+        self, request: Callable[[int], ProductRequest], device: torch.device, fields: dict[str, Any]
+    ) -> None:
+        self._request = request
+        self._device = device
+        self._fields = fields
+        self._start = extension.module().grouped_gemm
+        self._is_chosen: dict[int, bool] = {}
+
+    def takes(self, num_rows: int, *rows: Tensor) -> bool:
+        """Returns whether pmoe's kernel computes the product of N rows. It does not if there are none.
+
+        num_rows: N.
+        rows: the tensors (rows, columns) that the kernel would read and write.
+        """
+        bits = max(num_rows - 1, 0).bit_length()  # products of these sizes share a choice: `bucket`
+        if bits not in self._is_chosen:
+            self._is_chosen[bits] = PRODUCTS.choose(self._request(num_rows)) == PMOE
+        fits = num_rows > 0 and self._is_chosen[bits]
+        for tensor in rows:
+            fits = fits and tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
+        return fits
+
+    def launch(self, num_rows: int, groups: RowGroups, **fields: int) -> None:
+        """Launches the product of N rows, which `takes` must have allowed.
+
+        num_rows: N.
+        groups: where each expert's rows begin and end.
+        fields: the arguments of the launch that depend on the rows, by their names in
+            cuda/grouped_gemm/bind.cpp.
+        """
+        ends = groups.ends_E if groups.ends is None else groups.ends
+        counters = counters_of_thread.get()
+        if counters is not None:
+            fields["spare"] = spare_of_thread.get()
+            fields["next_tile"] = counters.take(self._device)
+        self._start(**{**self._fields, "rows": num_rows, "ends": ends.data_ptr(), **fields})
+
+
+class LaunchedExperts:
+    """The experts of one pass on a GPU. Products that pmoe's kernels do not take are left to the experts.
+
+    It has the methods of `Experts` that compute products, with the same arguments and results.
+
+    stacked: the experts.
+    parameters: the tensors to compute with (`StackedExperts.operands`).
+    rows: a tensor with the dtype and device of the pass's rows.
+    kernels: name of the kernel code, "sm_90a" or "sm_80".
+    """
+
+    def __init__(
+        self, stacked: StackedExperts, parameters: Sequence[Tensor], rows: Tensor, kernels: str
+    ) -> None:
+        w1, w2, b1, b2 = stacked.weights(parameters)
+        activation = stacked.fused_activation
+        assert activation is not None
+        self._stacked = stacked
+        self._device = rows.device
+        self._b2 = b2
+        self._num_hidden = w1.shape[1]
+        self._width = w2.shape[2]
+        self._kernels = kernels
+        # The gradient of b2 needs weight * grad. Without b2 the kernel weighs the activation instead, which
+        # saves a pass over grad: (weight * grad)^T active = grad^T (weight * active).
+        self._weighs_active = b2 is None
+        self._scale_dtype = torch.promote_types(rows.dtype, torch.float32)
+        self._num_dots = extension.module().row_dot_parts(kernels == "sm_90a", self._width)
+        self._experts = w1.shape[0]
+        self._weights = w1, w2, b1, None if stacked.shard.index else b2
+        self._rows = rows
+        self._activation = ACTIVATIONS[activation]
+
+    def _product(
+        self,
+        form: Form,
+        in_features: int,
+        out_features: int,
+        bias: Tensor | None = None,
+        epilogue: int = PLAIN,
+        **fields: int,
+    ) -> PreparedProduct:
+        """Returns a product of this pass, and its choice among implementations (`ProductRequest`).
+
+        form: "forward", "input" or "weight".
+        in_features, out_features: columns and rows of the weight that is multiplied, or whose gradient it is.
+        bias: of the product; None if it has none.
+        epilogue: what the kernel computes behind the product.
+        fields: the arguments of the launch that do not depend on the rows.
+        """
+        rows = self._rows
+
+        def request(num_rows: int) -> ProductRequest:
+            return ProductRequest(
+                form=form,
+                device=rows.device,
+                dtype=rows.dtype,
+                experts=self._experts,
+                rows=num_rows,
+                in_features=in_features,
+                out_features=out_features,
+                bias=bias is not None,
+            )
+
+        fields |= fields_for_all(self._kernels, FORMS[form], rows, epilogue)
+        return PreparedProduct(
+            request, rows.device, {**fields, "experts": self._experts, "bias": address(bias)}
+        )
+
+    @functools.cached_property
+    def _hidden(self) -> PreparedProduct:
+        """The first product, with the nonlinearity."""
+        w1, _, b1, _ = self._weights
+        model = w1.shape[2]
+        return self._product(
+            "forward", model, self._num_hidden, b1, HIDDEN, b=w1.data_ptr(), a_stride=model,
+            d_stride=self._num_hidden, n=self._num_hidden, k=model, active_stride=self._width,
+            activation=self._activation,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _again(self) -> PreparedProduct:
+        """The first product alone, which computes T_M again."""
+        w1, _, b1, _ = self._weights
+        model = w1.shape[2]
+        return self._product(
+            "forward", model, self._num_hidden, b1, b=w1.data_ptr(), a_stride=model,
+            d_stride=self._num_hidden, n=self._num_hidden, k=model,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _output(self) -> PreparedProduct:
+        """The second product, with the routing weights."""
+        _, w2, _, b2 = self._weights
+        width = self._width
+        model = w2.shape[1]
+        return self._product(
+            "forward", width, model, b2, b=w2.data_ptr(), a_stride=width, d_stride=model, n=model, k=width
+        )
+
+    @functools.cached_property
+    def _hidden_gradient(self) -> PreparedProduct:
+        """The gradient of T_M, with the activation and the gradients of the routing weights."""
+        _, w2, _, _ = self._weights
+        hidden = self._num_hidden
+        width = self._width
+        model = w2.shape[1]
+        return self._product(
+            "input", width, model, None, HIDDEN_GRADIENT, b=w2.data_ptr(), a_stride=model, d_stride=hidden,
+            active_stride=width, hidden_stride=hidden, n=width, k=model, activation=self._activation,
+            weighs_active=self._weighs_active,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _input_gradient(self) -> PreparedProduct:
+        """The gradient of the experts' input."""
+        w1, _, _, _ = self._weights
+        hidden = self._num_hidden
+        model = w1.shape[2]
+        return self._product(
+            "input", model, hidden, b=w1.data_ptr(), a_stride=hidden, d_stride=model, n=model, k=hidden
+        )
+
+    @functools.cached_property
+    def _of_w1(self) -> PreparedProduct:
+        """The gradient of w1."""
+        hidden = self._num_hidden
+        model = self._weights[0].shape[2]
+        return self._product(
+            "weight", model, hidden, a_stride=hidden, b_stride=model, d_stride=model, m=hidden, n=model
+        )
+
+    @functools.cached_property
+    def _of_w2(self) -> PreparedProduct:
+        """The gradient of w2."""
+        width = self._width
+        model = self._weights[1].shape[1]
+        return self._product(
+            "weight", width, model, a_stride=model, b_stride=width, d_stride=width, m=model, n=width
+        )
+
+    # ---- forward
+
+    def compute(
+        self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
+    ) -> tuple[Tensor, Hidden | None]:
+        rows_NM = expert_rows.rows_NM
+        groups = expert_rows.groups
+        num_rows = groups.num_rows
+        out = expert_rows.out
+        takes = (
+            out is not None and self._hidden.takes(num_rows, rows_NM) and self._output.takes(num_rows, out)
+        )
+        if out is None or not takes:
+            return self._stacked.compute(expert_rows, weight_N, keep=keep)
+        in_place = not keep and self._stacked._activates_in_place(self._device.type)
+        hidden_NG = expert_rows.new("T_M", self._num_hidden) if keep or in_place else None
+        active_NH = (
+            hidden_NG if in_place and hidden_NG is not None else expert_rows.new("active", self._width)
+        )
+        slots = expert_rows.slots
+        gathering = {}
+        if slots is not None:
+            gathering = {"slot": slots.slot_N.data_ptr(), "top_k": slots.top_k, "a_gathered": True}
+        self._hidden.launch(
+            num_rows, groups, a=rows_NM.data_ptr(), a_rows=rows_NM.shape[0],
+            d=address(hidden_NG if keep else None), active=active_NH.data_ptr(), **gathering,
+        )  # fmt: skip
+        self._output.launch(
+            num_rows, groups, a=active_NH.data_ptr(), a_rows=num_rows, d=out.data_ptr(),
+            weight=self._scale(weight_N).data_ptr(),
+        )  # fmt: skip
+        return out, Hidden(tensors=[hidden_NG]) if keep and hidden_NG is not None else None
+
+    def reads_tokens(self, tokens_TM: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
+        """Returns whether `compute` can read rows from the tokens, by ``ExpertRows.slots``, and is faster so.
+
+        tokens_TM: (T, M), the tokens of which the rows are copies.
+        out_NM: (N, M), memory for the results.
+        num_rows: N.
+        top_k: K, the number of choices of a token.
+        """
+        takes = self._hidden.takes(num_rows, tokens_TM) and self._output.takes(num_rows, out_NM)
+        return takes and gathers_in_load(self._kernels, self._num_hidden, top_k)
+
+    # ---- backward
+
+    def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
+        rows_NM = expert_rows.rows_NM
+        num_rows = rows_NM.shape[0]
+        if not self._again.takes(num_rows, rows_NM):
+            return self._stacked.recompute(expert_rows, recipe)
+        hidden_NG = expert_rows.new("T_M", self._num_hidden)
+        self._again.launch(
+            num_rows, expert_rows.groups, a=rows_NM.data_ptr(), a_rows=num_rows, d=hidden_NG.data_ptr()
+        )
+        return Hidden(tensors=[hidden_NG], expendable=True)
+
+    def input_gradient(
+        self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        (hidden_NG,) = hidden.tensors
+        groups = expert_rows.groups
+        num_rows = groups.num_rows
+        out = expert_rows.out
+        dot_N = expert_rows.grad_weight_N
+        takes = self._hidden_gradient.takes(num_rows, grad_NM, hidden_NG)
+        if out is None or dot_N is None or not takes or not self._input_gradient.takes(num_rows, out):
+            return self._stacked.input_gradient(grad_NM, expert_rows, weight_N, hidden)
+        grad_hidden_NG = expert_rows.new("dT_M", self._num_hidden)
+        in_place = hidden.expendable and self._stacked._activates_in_place(self._device.type)
+        active_NH = hidden_NG if in_place else expert_rows.new("active", self._width)
+        dots = dot_N
+        is_direct = self._num_dots == 1 and dot_N.dtype == self._scale_dtype
+        if not is_direct:
+            dots = dot_N.new_empty(self._num_dots, num_rows, dtype=self._scale_dtype)
+        self._hidden_gradient.launch(
+            num_rows, groups, a=grad_NM.data_ptr(), a_rows=num_rows, d=grad_hidden_NG.data_ptr(),
+            active=active_NH.data_ptr(), hidden=hidden_NG.data_ptr(),
+            weight=self._scale(weight_N).data_ptr(), row_dots=dots.data_ptr(),
+        )  # fmt: skip
+        if not is_direct:
+            dot_N.copy_(dots.sum(0) if self._num_dots > 1 else dots[0])
+        if self._b2 is not None and not self._stacked.shard.index:
+            b2_M = self._b2.unbind()
+            pairs = zip(groups.split(grad_NM), groups.split(dot_N), strict=True)
+            for expert, (grad_nM, dot_n) in zip(groups.with_rows, pairs, strict=True):
+                dot_n.add_((grad_nM @ b2_M[expert]).to(dot_n.dtype))
+        self._input_gradient.launch(
+            num_rows, groups, a=grad_hidden_NG.data_ptr(), a_rows=num_rows, d=out.data_ptr()
+        )
+        if not self._weighs_active:
+            grad_NM.mul_(weight_N.unsqueeze(1))
+        return out, dot_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM)
+
+    def weight_gradient(
+        self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]
+    ) -> None:
+        rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
+        of_w1, of_w2, of_b1, of_b2 = split_parameters(sums)
+        if of_w1 is not None:
+            self._add(self._of_w1, of_w1, grad_hidden_NG, rows_NM, groups)
+        if of_w2 is not None:
+            self._add(self._of_w2, of_w2, grad_out_NM, active_NH, groups)
+        if of_b1 is not None:
+            of_b1.add_bias(grad_hidden_NG, groups)
+        if of_b2 is not None:
+            of_b2.add_bias(grad_out_NM, groups)
+
+    def _add(
+        self,
+        product: PreparedProduct,
+        gradient: GradientSum,
+        first: Tensor,
+        second: Tensor,
+        groups: RowGroups,
+    ) -> None:
+        """Adds the gradient of a weight to its sum over chunks: first^T second of each expert's rows.
+
+        first: (N, O), the gradient of N results of O output features, sorted by expert.
+        second: (N, I), the rows of I input features.
+        """
+        total = gradient.total
+        num_rows = groups.num_rows
+        if total.element_size() < 4 and not gradient.is_empty or not product.takes(num_rows, first, second):
+            gradient.add_weight(first, second, groups)
+            return
+        product.launch(
+            num_rows, groups, a=first.data_ptr(), b=second.data_ptr(), a_rows=num_rows, b_rows=num_rows,
+            d=total.data_ptr(), wide=total.dtype != first.dtype, accumulates=not gradient.is_empty,
+        )  # fmt: skip
+        gradient.is_empty = False
+
+    def _scale(self, weight_N: Tensor) -> Tensor:
+        """Returns the N rows' routing weights, (N,), in the form that kernels read (`scale_of`)."""
+        if weight_N.dtype == self._scale_dtype and weight_N.is_contiguous():
+            return weight_N
+        return scale_of(weight_N, weight_N.new_empty(0, dtype=self._scale_dtype))
+
+
+FORMS: dict[Form, int] = {"forward": FORWARD, "input": INPUT, "weight": WEIGHT}
+"""The codes of the products' forms in launches."""
+
+COMPUTING = ("compute", "recompute", "input_gradient", "weight_gradient")
+"""The methods of `StackedExperts` for which `LaunchedExperts` stands in."""
+
+
+def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> LaunchedExperts | None:
+    """Returns the experts of a pass with launches of their own; None if pmoe's kernels cannot compute them.
+
+    parameters: the tensors to compute with (`Experts.operands`).
+    rows: a tensor (..., M) with the columns, dtype and device of the pass's rows.
+    """
+    if not isinstance(experts, StackedExperts) or experts.fused_activation is None:
+        return None
+    for name in COMPUTING:  # a subclass, or a tool, may have put another method in its place
+        if getattr(getattr(experts, name), "__func__", None) is not getattr(StackedExperts, name):
+            return None
+    w1, w2, b1, b2 = experts.weights(parameters)
+    sizes = {"d_model": w1.shape[2], "hidden": w2.shape[2]}
+    if layout_problem(rows.dtype, **sizes) is not None or rows.shape[-1] != w1.shape[2]:
+        return None
+    for tensor in (w1, w2, b1, b2):
+        if tensor is not None and not _is_readable(tensor, rows):
+            return None
+    kernels = path_for(rows.device, rows.dtype)
+    return None if kernels is None else LaunchedExperts(experts, parameters, rows, kernels)
+
+
+def _is_readable(weight: Tensor, rows: Tensor) -> bool:
+    """Returns whether a product of ``rows`` can read a weight or bias where it lies, in the rows' dtype."""
+    is_placed = weight.is_contiguous() and weight.data_ptr() % VECTOR_BYTES == 0
+    return is_placed and weight.dtype == rows.dtype and weight.device == rows.device

@@ -1,0 +1,172 @@
+"""The exchange of row counts on a GPU: three launches in place of some thirty PyTorch operations.
+
+    pack     writes this rank's messages to all ranks
+    agree    computes from the messages that arrived what ranks must agree on
+    table    computes the indices by which the rows that arrive are sorted by expert
+
+`pmoe.comm.counts` computes the same by PyTorch expressions, and says what the numbers mean. The kernels are
+those of cuda/counts.
+
+Letters: W ranks, F bins (equal ranges of a rank's tokens), E experts of a rank, L = HEADER + F * E numbers of
+a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels import extension
+from pmoe.kernels.extension import path
+
+HEADER = 4
+"""Number of int32 values in front of the counts of a message: kHeader of cuda/counts/layout.h."""
+
+MAX_RANKS, MAX_BINS, MAX_DEGREES = 1 << 11, 1 << 12, 16
+"""The most ranks, bins and degrees that the kernels take: kMost... of cuda/counts/layout.h."""
+
+
+def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
+    """Returns why the kernels cannot exchange these row counts; None if they can.
+
+    counts_FE: (F, W * E), the rows by bin and by the experts of all ranks.
+    num_ranks: W.
+    num_degrees: how many numbers of chunks ranks must agree on.
+    """
+    if counts_FE.dtype != torch.int32 or not counts_FE.is_contiguous():
+        return f"counts of dtype {counts_FE.dtype} must be contiguous {torch.int32}"
+    if num_ranks > MAX_RANKS or counts_FE.shape[0] > MAX_BINS or num_degrees > MAX_DEGREES:
+        return (
+            f"{num_ranks} ranks, {counts_FE.shape[0]} bins and {num_degrees} degrees must be at most "
+            f"{MAX_RANKS}, {MAX_BINS} and {MAX_DEGREES}"
+        )
+    return path(counts_FE.device)[1]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of one exchange of row counts, and the numbers that ranks agree on, in one allocation.
+
+    One copy brings all of them to the host.
+
+    memory: int64: first the numbers that ranks agree on, then the messages that are sent and those that
+        arrive, which are (W, L) int32 each.
+    num_agreed: how many numbers ranks agree on.
+    sizes: W, F and E.
+    """
+
+    memory: Tensor
+    num_agreed: int
+    sizes: tuple[int, int, int]
+
+    @staticmethod
+    def new(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> Messages:
+        """Returns uninitialised messages on the device of the counts (see `refusal` for the arguments)."""
+        num_bins = counts_FE.shape[0]
+        num_experts = counts_FE.shape[1] // num_ranks
+        num_agreed = HEADER + 3 + num_degrees
+        numbers = num_agreed + num_ranks * (HEADER + num_bins * num_experts)
+        memory = torch.empty(numbers, dtype=torch.int64, device=counts_FE.device)
+        return Messages(memory, num_agreed, (num_ranks, num_bins, num_experts))
+
+    @property
+    def agreed(self) -> Tensor:
+        """The numbers that ranks agree on, (HEADER + 3 + degrees,) int64."""
+        return self.memory[: self.num_agreed]
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor]:
+        """The messages that are sent and those that arrive, (W, L) int32 each."""
+        halves = self.memory[self.num_agreed :].view(torch.int32).view(2, self.sizes[0], -1)
+        return halves[0], halves[1]
+
+    def on_host(self) -> Messages:
+        """Returns a copy on the host, which waits for the device."""
+        return Messages(self.memory.cpu(), self.num_agreed, self.sizes)
+
+    def counts(self, messages_WL: Tensor) -> Tensor:
+        """Returns the counts of messages, (F, W, E): a view of ``messages_WL``."""
+        _, num_bins, num_experts = self.sizes
+        counts_WFE: Tensor = messages_WL[:, HEADER:].unflatten(1, (num_bins, num_experts))
+        return counts_WFE.transpose(0, 1)
+
+    def pack(self, header: Sequence[int], fault: Tensor | None, not_finite: int, counts_FE: Tensor) -> None:
+        """Launches the kernel that writes this rank's messages.
+
+        header: the HEADER numbers in front of each message.
+        fault: a scalar on the device; or None. An int64 replaces the second number of the header. A float32
+            is a magnitude: ``not_finite`` replaces that number if it is infinite or NaN.
+        not_finite: the fault of numbers that are not finite.
+        counts_FE: (F, W * E) int32, contiguous.
+        """
+        sent_WL, _ = self.both
+        checked: dict[str, int] = {}
+        if fault is not None and fault.dtype == torch.float32:
+            checked = {"magnitude": fault.data_ptr(), "not_finite": not_finite}
+        elif fault is not None:
+            checked = {"fault": fault.data_ptr()}
+        extension.module().counts_pack(
+            **self._where(), header=list(header), counts=counts_FE.data_ptr(), sent=sent_WL.data_ptr(),
+            **checked,
+        )  # fmt: skip
+
+    def agree(
+        self,
+        received_WL: Tensor,
+        *,
+        own_rank: int | None,
+        host_rows: int | None,
+        asks_rows: bool,
+        irregular: bool,
+        limits: Sequence[tuple[int, float]],
+    ) -> None:
+        """Launches the kernel that computes this rank's part of what ranks agree on.
+
+        received_WL: (W, L) int32, the messages that arrived.
+        own_rank: this rank, if rows from it to itself do not count for ``limits``; else None.
+        host_rows: the rows for which there is host memory; None if that does not matter.
+        asks_rows: whether ranks must know the largest number of rows of a rank.
+        irregular: whether this rank has not one row for each choice.
+        limits: for each degree (number of chunks) the degree, and the rows that a chunk may have divided by
+            the largest number of tokens of a rank.
+        """
+        extension.module().counts_agree(
+            **self._where(), received=received_WL.data_ptr(), agreed=self.memory.data_ptr(),
+            own_rank=-1 if own_rank is None else own_rank, host_rows=-1 if host_rows is None else host_rows,
+            asks_rows=asks_rows, irregular=irregular, degrees=list(limits),
+        )  # fmt: skip
+
+    def table(
+        self, received_WL: Tensor, n: int, num_bins: int, own_rank: int | None, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Launches the kernel that computes the indices by which rows are sorted by expert.
+
+        received_WL: (W, L) int32, the messages that arrived.
+        n: number of chunks.
+        num_bins: the number of bins by which an expert's rows of a chunk are sorted. It divides F, and n
+            divides it.
+        own_rank: this rank, if rows from it to itself do not arrive; else None.
+        num_rows: N, the number of rows that arrive.
+
+        Returns (N,) int32, for each chunk the index that sorts its rows (`Chunk.regroup`), one chunk after
+        the other; and (N,) int64, the index that sorts the numbers of one message for all chunks
+        (`WeightMessage.regroup`).
+        """
+        of_chunks = received_WL.new_empty(num_rows)
+        of_all = received_WL.new_empty(num_rows, dtype=torch.int64)
+        if num_rows:
+            extension.module().counts_table(
+                **self._where(), received=received_WL.data_ptr(), chunks=n, joined=self.sizes[1] // num_bins,
+                own_rank=-1 if own_rank is None else own_rank, of_chunks=of_chunks.data_ptr(),
+                of_all=of_all.data_ptr(),
+            )  # fmt: skip
+        return of_chunks, of_all
+
+    def _where(self) -> dict[str, object]:
+        """Returns the arguments that all launches take."""
+        device = self.memory.device
+        stream = torch.cuda.current_stream(device).cuda_stream
+        return {"device": device.index, "stream": stream, "sizes": list(self.sizes)}

@@ -1,0 +1,78 @@
+"""`RowMoves`: launches of permutes and unpermutes that share a device, a stream and a width of rows.
+
+It saves the checks of `pmoe.kernels.permute.operators.move`. The engine makes the rows and positions that it
+moves, so they fit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels import extension
+from pmoe.kernels.permute import operators
+
+
+class RowMoves:
+    """Copies tokens into rows, and sums rows for each token, by kernels on the stream that is current now.
+
+    like: a tensor (..., M) with the columns, dtype and device of tokens and rows. A row's bytes must be a
+        multiple of 16, and `pmoe.kernels.permute.refusal` must not refuse the dtype.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._module = extension.module()
+        self._where = (
+            like.device.index,
+            torch.cuda.current_stream(like.device).cuda_stream,
+            operators.TYPES[like.dtype],
+        )
+        self._row_bytes = like.shape[-1] * like.element_size()
+
+    def place(self, tokens_TM: Tensor, position_TK: Tensor, first_row: int, rows_NM: Tensor) -> None:
+        """Copies tokens into rows: rows[position[t, k] - first_row] = tokens[t].
+
+        Positions from first_row + N on are skipped. There is none below first_row.
+
+        tokens_TM: (T, M), T tokens with M columns. Its address and row stride are multiples of 16 bytes.
+        position_TK: (T, K) int32, contiguous.
+        rows_NM: (N, M), contiguous memory for N rows.
+        """
+        if rows_NM.shape[0] and tokens_TM.shape[0]:
+            stride = tokens_TM.stride(0) * tokens_TM.element_size()
+            moving = self._moving(position_TK, first_row + rows_NM.shape[0])
+            self._module.permute(
+                moving, tokens_TM.data_ptr(), stride, self._before(rows_NM, first_row), self._row_bytes
+            )
+
+    def sum(self, rows_NM: Tensor, position_TK: Tensor, first_row: int, out_TM: Tensor) -> None:
+        """Sums the rows of each token: out[t] = sum over k of rows[position[t, k] - first_row].
+
+        Choices with positions from first_row + N on count as dropped. There is no position below first_row.
+
+        rows_NM: (N, M), N rows of M columns, contiguous.
+        position_TK: (T, K) int32, contiguous, for T tokens with K choices each.
+        out_TM: (T, M), contiguous memory for the sums.
+        """
+        if not rows_NM.shape[0]:
+            out_TM.zero_()
+        elif out_TM.shape[0]:
+            moving = self._moving(position_TK, first_row + rows_NM.shape[0])
+            self._module.unpermute(
+                moving, self._before(rows_NM, first_row), self._row_bytes, out_TM.data_ptr(), self._row_bytes
+            )
+
+    def _moving(self, position_TK: Tensor, num_rows: int) -> object:
+        """Returns the arguments that both kernels take.
+
+        position_TK: (T, K) int32, the positions.
+        num_rows: the first position that is skipped.
+        """
+        tokens, top_k = position_TK.shape
+        return self._module.Moving(
+            *self._where, tokens, top_k, num_rows, self._row_bytes, position_TK.data_ptr(), 0, operators.PARTS
+        )
+
+    def _before(self, rows_NM: Tensor, first_row: int) -> int:
+        """Returns the address to which a kernel adds position * row bytes, which then lies in ``rows_NM``."""
+        return rows_NM.data_ptr() - first_row * self._row_bytes

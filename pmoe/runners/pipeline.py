@@ -72,8 +72,7 @@ def make_backward(
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, grad_TM.is_cuda, moves=plan.restore.offloads or plan.rearranged)
-    classes = (*(second for _, second in variants), plain)
-    backward: BackwardType = _compose(classes)(plan, grad_TM, saved)
+    backward: BackwardType = _compose((*(second for _, second in variants), plain))(plan, grad_TM, saved)
     return backward
 
 

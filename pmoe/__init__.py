@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pmoe.checkpointing.contexts import checkpoint_contexts
     from pmoe.engine.lanes.recorder import recording
     from pmoe.engine.plan.callbacks import Callback
+    from pmoe.integrations.routing_replay import engine_routing, replay_routing
     from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
@@ -43,6 +44,7 @@ _LATER = {
     "checkpoint_contexts": "pmoe.checkpointing.contexts",
     "clip_grad_norm_": "pmoe.training.clipping",
     "copy_into_experts": "pmoe.training.upcycling",
+    "engine_routing": "pmoe.integrations.routing_replay",
     "expert_parameters": "pmoe.training.expert_parallel",
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",
@@ -50,6 +52,7 @@ _LATER = {
     "read_routing": "pmoe.integrations.routing_trace",
     "record_routing": "pmoe.integrations.routing_trace",
     "recording": "pmoe.engine.lanes.recorder",
+    "replay_routing": "pmoe.integrations.routing_replay",
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
 }
@@ -75,6 +78,7 @@ __all__ = [
     "checkpoint_contexts",
     "clip_grad_norm_",
     "copy_into_experts",
+    "engine_routing",
     "expert_parameters",
     "load_checkpoint",
     "parallelize",
@@ -83,6 +87,7 @@ __all__ = [
     "read_routing",
     "record_routing",
     "recording",
+    "replay_routing",
     "save_checkpoint",
     "stats",
 ]

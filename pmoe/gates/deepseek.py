@@ -117,8 +117,7 @@ class DeepSeekGate(TopKRouter):
         with without_autocast(x_TM.device.type):
             logits_TE = router_logits(x_TM, self.weight)
             expert_TK = top_indices(self._biased(logits_TE.detach().sigmoid()), self.top_k)
-            chosen_TK = logits_TE.gather(-1, expert_TK)
-            weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
+            weight_TK = self._weights(logits_TE, expert_TK)
             l_aux = sequence_balance_loss(
                 sigmoid_shares(logits_TE), top_indices(logits_TE, self.top_k), self.sequence_length
             )
@@ -127,8 +126,18 @@ class DeepSeekGate(TopKRouter):
         if self.training:
             chosen = expert_TK.reshape(-1)
             self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
-        weight_TK = weight_TK * self.routed_scaling
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of stated experts: their sigmoids without the bias, scaled."""
+        assert routing.logits is not None
+        return self._weights(routing.logits, expert_TK)
+
+    def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of the experts expert_TK, from the scores logits_TE of T tokens."""
+        chosen_TK = logits_TE.gather(-1, expert_TK)
+        weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
+        return weight_TK * self.routed_scaling
 
     @torch.no_grad()
     def update_bias(self, group: dist.ProcessGroup | None = None) -> None:

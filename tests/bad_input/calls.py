@@ -169,6 +169,19 @@ def use_recording(**given: Any) -> None:
         pass
 
 
+def use_replay_of_model(**given: Any) -> None:
+    used = layer(top_k=K)
+    with pmoe.record_routing(used) as trace:
+        used(torch.randn(T, M))
+    with pmoe.replay_routing(**{"model": used, "trace": trace, **given}):
+        used(torch.randn(T, M))
+
+
+def use_engine(**given: Any) -> None:
+    right = {"calls": [torch.zeros(T, 1, K, dtype=torch.int64)], "layers": ["a"]}
+    pmoe.engine_routing(**{**right, **given})
+
+
 def use_trace(**given: Any) -> None:
     folder = tempfile.mkdtemp()
     with pmoe.record_routing(model(), folder):
@@ -271,6 +284,8 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "ReplayGate": (ReplayGate, use_replay),
     "record_routing": (pmoe.record_routing, use_recording),
     "read_routing": (pmoe.read_routing, use_trace),
+    "replay_routing": (pmoe.replay_routing, use_replay_of_model),
+    "engine_routing": (pmoe.engine_routing, use_engine),
     "DeepSeekGate.update_bias": (
         GATES["deepseek"].update_bias,  # type: ignore[attr-defined]
         lambda **given: GATES["deepseek"](M, E).update_bias(**given),  # type: ignore[operator]

@@ -104,7 +104,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "gate": NOTHING, "num_experts": NOTHING, "busy": "list", "share": "0 1 0.5",
     },
     "ReplayGate": {"gate": NOTHING, "calls": NOTHING},
-    "record_routing": {"model": NOTHING, "folder": TEXT},
+    "record_routing": {"model": NOTHING, "folder": f"None {TEXT}"},
+    "replay_routing": {"model": NOTHING, "trace": NOTHING, "mask": NONE},
+    "engine_routing": {"calls": NOTHING, "layers": NOTHING, "num_tokens": NONE},
     "read_routing": {"folder": NOTHING, "rank": "0"},
     "ExternalGate.routing": {"expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE},
     "Routing": {

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pmoe.integrations.routing_replay import engine_routing, replay_routing
     from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
+    from pmoe.training.balance import BalanceLoss, StepTotals
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
@@ -38,9 +39,11 @@ __version__ = "0.1.0"
 warn_of_untested_release("torch", torch.__version__)
 
 _LATER = {
+    "BalanceLoss": "pmoe.training.balance",
     "Callback": "pmoe.engine.plan.callbacks",
     "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
+    "StepTotals": "pmoe.training.balance",
     "checkpoint_contexts": "pmoe.checkpointing.contexts",
     "clip_grad_norm_": "pmoe.training.clipping",
     "copy_into_experts": "pmoe.training.upcycling",
@@ -63,6 +66,7 @@ Not every model needs these modules, and some are slow to import.
 
 # The list is written out, not derived from _LATER, because type checkers read it without running the file.
 __all__ = [
+    "BalanceLoss",
     "Callback",
     "Combine",
     "Dispatch",
@@ -74,6 +78,7 @@ __all__ = [
     "Order",
     "Restore",
     "Routing",
+    "StepTotals",
     "__version__",
     "checkpoint_contexts",
     "clip_grad_norm_",

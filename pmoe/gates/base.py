@@ -206,6 +206,18 @@ class Gate(nn.Module, abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no weights_of")
 
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns what a balance loss is computed from: shares (T, E) with a gradient, and choices (T, K).
+
+        `pmoe.BalanceLoss` needs this method. The shares of a token are its scores, scaled to a sum of 1. The
+        choices are the int64 experts that count as load.
+
+        routing: what `forward` returned, with the scores in ``logits``.
+
+        Raises NotImplementedError in this class. A gate whose load can be balanced by a loss overrides it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no balance_terms")
+
     def reset_parameters(self) -> None:
         """Initialises parameters and buffers as the constructor does.
 

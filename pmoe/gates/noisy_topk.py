@@ -69,6 +69,11 @@ class NoisyTopKGate(TopKRouter):
             return routing.logits.gather(-1, expert_TK).softmax(-1)
         return routing.logits.softmax(-1).gather(-1, expert_TK)
 
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns the probabilities (T, E) of experts, with the noise of the call, and the choices (T, K)."""
+        assert routing.logits is not None
+        return routing.logits.softmax(-1), routing.expert
+
     def _logits(self, x_TM: Tensor) -> Tensor:
         """Returns the logits H (T, E) of T tokens for E experts, with noise in training mode."""
         if not self.training:

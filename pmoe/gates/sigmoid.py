@@ -55,6 +55,11 @@ class SigmoidGate(TopKRouter):
         assert routing.logits is not None
         return self._weights(routing.logits, expert_TK)
 
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns a token's sigmoids divided by their sum (T, E), and the choices (T, K)."""
+        assert routing.logits is not None
+        return sigmoid_shares(routing.logits), routing.expert
+
     def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         """Returns the weights (T, K) of the experts expert_TK, from the scores logits_TE of T tokens."""
         chosen_TK = logits_TE.gather(-1, expert_TK)

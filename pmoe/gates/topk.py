@@ -41,3 +41,8 @@ class TopKGate(TopKRouter):
         assert routing.logits is not None
         weight_TK = routing.logits.softmax(-1).gather(-1, expert_TK)
         return scaled(weight_TK) if self.normalize else weight_TK
+
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns the probabilities (T, E) of the experts, and the choices (T, K)."""
+        assert routing.logits is not None
+        return routing.logits.softmax(-1), routing.expert

@@ -125,6 +125,12 @@ class XMoEGate(Gate):
         assert routing.logits is not None
         return self._weights(routing.logits, expert_TK)
 
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns softmax(cosines / initial temperature) of the experts (T, E), and the choices (T, K)."""
+        assert routing.logits is not None
+        cosine_TE = routing.logits * self.log_temperature.to(routing.logits.dtype).exp()
+        return (cosine_TE / self.first_temperature).softmax(-1), routing.expert
+
     def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         """Returns the weights (T, K) of the experts expert_TK, from cosine / temperature of T tokens."""
         if self.score == "softmax":

@@ -182,6 +182,19 @@ def use_engine(**given: Any) -> None:
     pmoe.engine_routing(**{**right, **given})
 
 
+def use_sequences(**given: Any) -> None:
+    used = layer()
+    with pmoe.BalanceLoss(used, over="sequence").sequences(**{"lengths": [T], **given}):
+        used(torch.randn(T, M))
+
+
+def use_balance(**given: Any) -> None:
+    used = layer()
+    balance = pmoe.BalanceLoss(used)
+    used(torch.randn(T, M))
+    balance.loss(**given)
+
+
 def use_trace(**given: Any) -> None:
     folder = tempfile.mkdtemp()
     with pmoe.record_routing(model(), folder):
@@ -286,6 +299,14 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "read_routing": (pmoe.read_routing, use_trace),
     "replay_routing": (pmoe.replay_routing, use_replay_of_model),
     "engine_routing": (pmoe.engine_routing, use_engine),
+    "BalanceLoss": (pmoe.BalanceLoss, with_right(pmoe.BalanceLoss, model=layer)),
+    "BalanceLoss.sequences": (pmoe.BalanceLoss.sequences, use_sequences),
+    "BalanceLoss.loss": (pmoe.BalanceLoss.loss, use_balance),
+    "BalanceLoss.load_state_dict": (
+        pmoe.BalanceLoss.load_state_dict,
+        lambda **given: pmoe.BalanceLoss(layer(), over="window", window=2).load_state_dict(**given),
+    ),
+    "StepTotals": (pmoe.StepTotals, lambda **given: pmoe.StepTotals(**{"num_tokens": 1, **given})),
     "DeepSeekGate.update_bias": (
         GATES["deepseek"].update_bias,  # type: ignore[attr-defined]
         lambda **given: GATES["deepseek"](M, E).update_bias(**given),  # type: ignore[operator]

@@ -107,6 +107,14 @@ TAKEN: dict[str, dict[str, str]] = {
     "record_routing": {"model": NOTHING, "folder": f"None {TEXT}"},
     "replay_routing": {"model": NOTHING, "trace": NOTHING, "mask": NONE},
     "engine_routing": {"calls": NOTHING, "layers": NOTHING, "num_tokens": NONE},
+    "BalanceLoss": {
+        "model": NOTHING, "over": NOTHING, "layers": NOTHING, "sequence_length": NONE, "window": NONE,
+        "z_loss_weight": SHARE, "averaged": FLAG, "group": NONE,
+    },
+    "StepTotals": {"num_tokens": f"0 {NUMBER}", "num_sequences": f"0 {NUMBER}", "counts": "None {}"},
+    "BalanceLoss.sequences": {"lengths": NOTHING},
+    "BalanceLoss.loss": {"totals": NONE},
+    "BalanceLoss.load_state_dict": {"state": "{}"},
     "read_routing": {"folder": NOTHING, "rank": "0"},
     "ExternalGate.routing": {"expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE},
     "Routing": {

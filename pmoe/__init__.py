@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pmoe.checkpointing.contexts import checkpoint_contexts
     from pmoe.engine.lanes.recorder import recording
     from pmoe.engine.plan.callbacks import Callback
+    from pmoe.integrations.expert_usage import ExpertUsage
     from pmoe.integrations.routing_replay import engine_routing, replay_routing
     from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
@@ -41,6 +42,7 @@ warn_of_untested_release("torch", torch.__version__)
 _LATER = {
     "BalanceLoss": "pmoe.training.balance",
     "Callback": "pmoe.engine.plan.callbacks",
+    "ExpertUsage": "pmoe.integrations.expert_usage",
     "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
     "StepTotals": "pmoe.training.balance",
@@ -70,6 +72,7 @@ __all__ = [
     "Callback",
     "Combine",
     "Dispatch",
+    "ExpertUsage",
     "Experts",
     "Gate",
     "GradScaler",

@@ -30,8 +30,8 @@ from pmoe.checkpointing.routing_check import routing_hash
 from pmoe.comm.agreement import gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.base import Gate, Routing
+from pmoe.integrations.model_layers import layers_of
 from pmoe.integrations.routing_trace import traced_layers
-from pmoe.integrations.statistics import layers_of
 from pmoe.layer import MoELayer
 
 LIVE = -1

@@ -32,7 +32,7 @@ from pmoe.arguments import check_int, check_module, check_path
 from pmoe.call.shape_run import is_shape_run
 from pmoe.checkpointing.replay import is_second_pass
 from pmoe.gates.base import Routing
-from pmoe.integrations.statistics import layers_of
+from pmoe.integrations.model_layers import layers_of
 from pmoe.layer import MoELayer
 
 FORMAT = 1

@@ -323,6 +323,11 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "to_pmoe": (to_pmoe, use_conversion(to_pmoe)),
     "from_pmoe": (from_pmoe, use_conversion(from_pmoe)),
     "stats": (stats, with_right(stats, model=trained)),
+    "ExpertUsage": (pmoe.ExpertUsage, with_right(pmoe.ExpertUsage, model=model)),
+    "ExpertUsage.watch": (
+        pmoe.ExpertUsage.watch,
+        lambda **given: pmoe.ExpertUsage(model()).watch(**given),
+    ),
     "StatsWriter": (StatsWriter, use_writer),
     "StatsWriter.step": (StatsWriter.step, use_step),
     "StatsWriter.step's scalars": (None, use_step),

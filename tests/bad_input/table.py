@@ -73,7 +73,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "state": NOTHING, "layout": NOTHING, "prefix": f"empty 10**400GiB {TEXT}", "experts": "None list",
         "names": "None {}",
     },
-    "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE},
+    "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE, "usage": NONE},
+    "ExpertUsage": {"model": "module", "training": FLAG},
+    "ExpertUsage.watch": {"model": "module"},
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
     "GradScaler": {"device": NOTHING, "group": NONE},
     "parameter_groups": {
@@ -90,7 +92,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "Restore": {"dispatched": NOTHING, "hidden": NOTHING},
     "StatsWriter": {
         "run_dir": TEXT, "model": "module", "every": COUNT, "tensorboard": FLAG, "exposed": FLAG,
-        "settings": "None {}", "group": NONE,
+        "routing": FLAG, "settings": "None {}", "group": NONE,
     },
     "StatsWriter.step": {"step": f"0 {NUMBER}"},
     "StatsWriter.step's scalars": {"loss": SCALAR},

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
+    from pmoe.training.export import export_weights, save_weights
     from pmoe.training.reducer import GradientReducer
     from pmoe.training.upcycling import copy_into_experts
 
@@ -51,6 +52,7 @@ _LATER = {
     "copy_into_experts": "pmoe.training.upcycling",
     "engine_routing": "pmoe.integrations.routing_replay",
     "expert_parameters": "pmoe.training.expert_parallel",
+    "export_weights": "pmoe.training.export",
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
@@ -59,6 +61,7 @@ _LATER = {
     "recording": "pmoe.engine.lanes.recorder",
     "replay_routing": "pmoe.integrations.routing_replay",
     "save_checkpoint": "pmoe.training.checkpoint",
+    "save_weights": "pmoe.training.export",
     "stats": "pmoe.integrations.statistics",
 }
 """Public names and their modules. A module is imported when one of its names is first used.
@@ -88,6 +91,7 @@ __all__ = [
     "copy_into_experts",
     "engine_routing",
     "expert_parameters",
+    "export_weights",
     "load_checkpoint",
     "parallelize",
     "parameter_groups",
@@ -97,6 +101,7 @@ __all__ = [
     "recording",
     "replay_routing",
     "save_checkpoint",
+    "save_weights",
     "stats",
 ]
 

@@ -195,6 +195,17 @@ def use_balance(**given: Any) -> None:
     balance.loss(**given)
 
 
+def use_export(**given: Any) -> None:
+    right = {"model": layer(expert="swiglu", bias=False), "layout": "qwen-moe"}
+    list(pmoe.export_weights(**{**right, **given}))
+
+
+def use_files(**given: Any) -> None:
+    folder = f"{tempfile.mkdtemp()}/out"
+    right = {"model": layer(expert="swiglu", bias=False), "layout": "qwen-moe", "folder": folder}
+    pmoe.save_weights(**{**right, **given})
+
+
 def use_trace(**given: Any) -> None:
     folder = tempfile.mkdtemp()
     with pmoe.record_routing(model(), folder):
@@ -320,6 +331,8 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
         with_right(pmoe.save_checkpoint, folder=tempfile.mkdtemp, model=model, step=lambda: 1),
     ),
     "load_checkpoint": (pmoe.load_checkpoint, use_loading),
+    "export_weights": (pmoe.export_weights, use_export),
+    "save_weights": (pmoe.save_weights, use_files),
     "to_pmoe": (to_pmoe, use_conversion(to_pmoe)),
     "from_pmoe": (from_pmoe, use_conversion(from_pmoe)),
     "stats": (stats, with_right(stats, model=trained)),

@@ -69,6 +69,14 @@ TAKEN: dict[str, dict[str, str]] = {
     "to_pmoe": {
         "state": NOTHING, "layout": NOTHING, "prefix": "empty", "experts": "None list", "names": "None {}",
     },
+    "export_weights": {
+        "model": "module", "layout": NOTHING, "max_bytes": "huge", "dtype": NONE, "rename": "None",
+        "group": NONE,
+    },
+    "save_weights": {
+        "model": "module", "folder": TEXT, "layout": NOTHING, "max_shard_bytes": "huge", "max_bytes": "huge",
+        "dtype": NONE, "rename": "None", "group": NONE,
+    },
     "from_pmoe": {
         "state": NOTHING, "layout": NOTHING, "prefix": f"empty 10**400GiB {TEXT}", "experts": "None list",
         "names": "None {}",
@@ -174,5 +182,9 @@ ALSO = {
 """What else a refusal may name: what must be there before the argument is looked at, or the argument by the
 name that it has further in."""
 
-USERS_OWN = {("profile_module", "make_input"): "class function module"}
+USERS_OWN = {
+    ("profile_module", "make_input"): "class function module",
+    ("export_weights", "rename"): "class module",
+    ("save_weights", "rename"): "class module",
+}
 """Functions of users', which end in words of their own."""

@@ -195,6 +195,11 @@ def use_balance(**given: Any) -> None:
     balance.loss(**given)
 
 
+def use_restore(**given: Any) -> None:
+    pruned, removed = pmoe.prune_experts(layer().state_dict(), [0])
+    pmoe.restore_experts(**{"pruned": pruned, "removed": removed, **given})
+
+
 def use_export(**given: Any) -> None:
     right = {"model": layer(expert="swiglu", bias=False), "layout": "qwen-moe"}
     list(pmoe.export_weights(**{**right, **given}))
@@ -348,6 +353,25 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "GradientReducer": (pmoe.GradientReducer, with_right(pmoe.GradientReducer, model=model)),
     "GradScaler": (pmoe.GradScaler, with_right(pmoe.GradScaler, device=lambda: "cpu")),
     "parameter_groups": (pmoe.parameter_groups, with_right(pmoe.parameter_groups, parameters=model)),
+    "busiest_experts": (
+        pmoe.busiest_experts,
+        lambda **given: pmoe.busiest_experts(**{"rows": [3, 2], "count": 1, **given}),
+    ),
+    "prune_experts": (
+        pmoe.prune_experts,
+        lambda **given: pmoe.prune_experts(**{"state": layer().state_dict(), "keep": [0], **given}),
+    ),
+    "restore_experts": (pmoe.restore_experts, use_restore),
+    "group_experts": (
+        pmoe.group_experts,
+        lambda **given: pmoe.group_experts(
+            **{"state": layer().state_dict(), "rows": [1] * E, "count": 1, **given}
+        ),
+    ),
+    "merge_experts": (
+        pmoe.merge_experts,
+        lambda **given: pmoe.merge_experts(**{"state": layer().state_dict(), "groups": [range(E)], **given}),
+    ),
     "copy_into_experts": (
         pmoe.copy_into_experts,
         with_right(pmoe.copy_into_experts, layer=layer, dense=dense),

@@ -89,7 +89,14 @@ TAKEN: dict[str, dict[str, str]] = {
     "parameter_groups": {
         "parameters": TENSORS, "lr": f"None scalar {SHARE}", "weight_decay": f"None {SHARE}",
     },
-    "copy_into_experts": {"dense": NOTHING},
+    "copy_into_experts": {
+        "dense": NOTHING, "noise": SHARE, "drop": "0 1 0.5", "router_std": POSITIVE,
+    },
+    "busiest_experts": {"rows": "numpy.array list", "count": "1 2 numpy.int numpy.uint8"},
+    "prune_experts": {"state": NOTHING, "keep": "list"},
+    "restore_experts": {"pruned": NOTHING, "removed": NOTHING},
+    "group_experts": {"state": NOTHING, "rows": NOTHING, "count": "1 2 numpy.int numpy.uint8"},
+    "merge_experts": {"state": NOTHING, "groups": NOTHING, "rows": NONE},
     "expert_parameters": {"model": "module"},
     "pool": {"device": NONE},
     "checkpoint_contexts": {"policy": "None class function module"},

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         prune_experts,
         restore_experts,
     )
+    from pmoe.training.muon import ExpertMuon
     from pmoe.training.reducer import GradientReducer
     from pmoe.training.upcycling import copy_into_experts
 
@@ -50,6 +51,7 @@ warn_of_untested_release("torch", torch.__version__)
 _LATER = {
     "BalanceLoss": "pmoe.training.balance",
     "Callback": "pmoe.engine.plan.callbacks",
+    "ExpertMuon": "pmoe.training.muon",
     "ExpertUsage": "pmoe.integrations.expert_usage",
     "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
@@ -87,6 +89,7 @@ __all__ = [
     "Callback",
     "Combine",
     "Dispatch",
+    "ExpertMuon",
     "ExpertUsage",
     "Experts",
     "Gate",

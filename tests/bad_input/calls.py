@@ -353,6 +353,8 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "GradientReducer": (pmoe.GradientReducer, with_right(pmoe.GradientReducer, model=model)),
     "GradScaler": (pmoe.GradScaler, with_right(pmoe.GradScaler, device=lambda: "cpu")),
     "parameter_groups": (pmoe.parameter_groups, with_right(pmoe.parameter_groups, parameters=model)),
+    "ExpertMuon": (pmoe.ExpertMuon, with_right(pmoe.ExpertMuon, model=layer)),
+    "ExpertMuon.step": (pmoe.ExpertMuon.step, lambda **given: pmoe.ExpertMuon(layer()).step(**given)),
     "busiest_experts": (
         pmoe.busiest_experts,
         lambda **given: pmoe.busiest_experts(**{"rows": [3, 2], "count": 1, **given}),

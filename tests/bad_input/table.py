@@ -92,6 +92,11 @@ TAKEN: dict[str, dict[str, str]] = {
     "copy_into_experts": {
         "dense": NOTHING, "noise": SHARE, "drop": "0 1 0.5", "router_std": POSITIVE,
     },
+    "ExpertMuon": {
+        "model": NOTHING, "lr": SHARE, "weight_decay": SHARE, "momentum": "0 0.5", "nesterov": FLAG,
+        "ns_steps": COUNT, "adjust_lr_fn": NOTHING, "dtype": NOTHING,
+    },
+    "ExpertMuon.step": {"closure": "None class"},
     "busiest_experts": {"rows": "numpy.array list", "count": "1 2 numpy.int numpy.uint8"},
     "prune_experts": {"state": NOTHING, "keep": "list"},
     "restore_experts": {"pruned": NOTHING, "removed": NOTHING},
@@ -191,6 +196,7 @@ name that it has further in."""
 
 USERS_OWN = {
     ("profile_module", "make_input"): "class function module",
+    ("ExpertMuon.step", "closure"): "function module",
     ("export_weights", "rename"): "class module",
     ("save_weights", "rename"): "class module",
 }

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from pmoe.arguments import check_flag, check_kind, check_module
-from pmoe.call.decision import LastRowCounts
+from pmoe.call.decision import LastCall, LastRowCounts
 from pmoe.call.shape_run import is_shape_run
 from pmoe.checkpointing.replay import is_second_pass
 from pmoe.integrations.model_layers import layers_of
@@ -55,7 +55,8 @@ class ExpertUsage:
             wandb.log(pmoe.stats(model, all_ranks=True, usage=usage).scalars(), step=step)
 
     Nothing is communicated before `pmoe.stats`, and no call waits for the device. Second passes of activation
-    checkpoints do not count.
+    checkpoints do not count, and neither do calls inside of a graph of ``torch.compile(backend="pmoe")``, of
+    which `pmoe.stats` knows the last.
 
     Args:
         model: the model, or a single layer.
@@ -85,12 +86,15 @@ class ExpertUsage:
 
     def _count(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         """Is the forward hook of a layer. Adds the row counts of the call."""
-        assert isinstance(layer, MoELayer)
+        last: LastCall = layer.last  # type: ignore[assignment]  # a MoELayer has it
+        # Dynamo traces this hook. What follows would break the graph in which a layer is captured.
+        if last.ran is None or last.ran.path == "whole graph":
+            return
         if layer.training is not self.training or is_second_pass() or is_shape_run():
             return
-        assert layer.last.counts is not None
-        assert layer.last.ran is not None
-        self._layers[layer].add(layer.last.counts, layer.last.ran.num_slots)
+        assert last.counts is not None
+        assert isinstance(layer, MoELayer)
+        self._layers[layer].add(last.counts, last.ran.num_slots)
 
     def take(self, layer: MoELayer) -> LayerUsage:
         """Returns the rows of this rank's calls of a layer since the last time, and forgets them.

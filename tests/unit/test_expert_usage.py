@@ -152,6 +152,23 @@ def test_seconds_are_there_if_they_were_recorded() -> None:
     assert "moe/communication_seconds" not in pmoe.stats(moe).scalars()
 
 
+@pytest.mark.slow
+def test_a_layer_in_a_compiled_graph_stays_in_it() -> None:
+    """A hook that Dynamo cannot trace would break the graph, and with it the overlap with the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), pmoe.MoELayer(8, 16, 4))
+    usage = pmoe.ExpertUsage(model)
+    torch.compile(model, backend="pmoe", fullgraph=True)(torch.randn(4, 8)).sum().backward()
+    assert model[1].ran.path == "whole graph"
+    stats = pmoe.stats(model, usage=usage)
+    assert stats.layers[0].usage.num_calls == 0
+    assert stats.scalars()["moe/entropy_mean"] < 1  # of the last call
+    plain = nn.Sequential(nn.Linear(8, 8), pmoe.MoELayer(8, 16, 4))
+    usage = pmoe.ExpertUsage(plain)
+    torch.compile(plain, backend="eager")(torch.randn(4, 8))
+    assert usage.take(plain[1]).num_calls == 1
+
+
 def test_the_writer_counts_the_micro_batches_of_a_step(tmp_path: Path) -> None:
     moe = layer(Listed(FIRST, SECOND))
     with StatsWriter(tmp_path, moe, every=2, routing=True) as writer:

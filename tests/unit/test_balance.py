@@ -93,6 +93,7 @@ def test_layers_are_summed_as_megatron_and_torchtitan_do() -> None:
         balance.remove()
 
 
+@pytest.mark.slow  # imports transformers
 def test_layers_are_pooled_as_transformers_does() -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     moe = model()

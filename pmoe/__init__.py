@@ -24,11 +24,23 @@ if TYPE_CHECKING:
     from pmoe.checkpointing.contexts import checkpoint_contexts
     from pmoe.engine.lanes.recorder import recording
     from pmoe.engine.plan.callbacks import Callback
+    from pmoe.integrations.expert_usage import ExpertUsage
+    from pmoe.integrations.routing_replay import engine_routing, replay_routing
     from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
+    from pmoe.training.balance import BalanceLoss, StepTotals
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
+    from pmoe.training.export import export_weights, save_weights
+    from pmoe.training.fewer_experts import (
+        busiest_experts,
+        group_experts,
+        merge_experts,
+        prune_experts,
+        restore_experts,
+    )
+    from pmoe.training.muon import ExpertMuon
     from pmoe.training.reducer import GradientReducer
     from pmoe.training.upcycling import copy_into_experts
 
@@ -37,20 +49,33 @@ __version__ = "0.1.0"
 warn_of_untested_release("torch", torch.__version__)
 
 _LATER = {
+    "BalanceLoss": "pmoe.training.balance",
     "Callback": "pmoe.engine.plan.callbacks",
+    "ExpertMuon": "pmoe.training.muon",
+    "ExpertUsage": "pmoe.integrations.expert_usage",
     "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
+    "StepTotals": "pmoe.training.balance",
+    "busiest_experts": "pmoe.training.fewer_experts",
     "checkpoint_contexts": "pmoe.checkpointing.contexts",
     "clip_grad_norm_": "pmoe.training.clipping",
     "copy_into_experts": "pmoe.training.upcycling",
+    "engine_routing": "pmoe.integrations.routing_replay",
     "expert_parameters": "pmoe.training.expert_parallel",
+    "export_weights": "pmoe.training.export",
+    "group_experts": "pmoe.training.fewer_experts",
     "load_checkpoint": "pmoe.training.checkpoint",
+    "merge_experts": "pmoe.training.fewer_experts",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
+    "prune_experts": "pmoe.training.fewer_experts",
     "read_routing": "pmoe.integrations.routing_trace",
     "record_routing": "pmoe.integrations.routing_trace",
     "recording": "pmoe.engine.lanes.recorder",
+    "replay_routing": "pmoe.integrations.routing_replay",
+    "restore_experts": "pmoe.training.fewer_experts",
     "save_checkpoint": "pmoe.training.checkpoint",
+    "save_weights": "pmoe.training.export",
     "stats": "pmoe.integrations.statistics",
 }
 """Public names and their modules. A module is imported when one of its names is first used.
@@ -60,9 +85,12 @@ Not every model needs these modules, and some are slow to import.
 
 # The list is written out, not derived from _LATER, because type checkers read it without running the file.
 __all__ = [
+    "BalanceLoss",
     "Callback",
     "Combine",
     "Dispatch",
+    "ExpertMuon",
+    "ExpertUsage",
     "Experts",
     "Gate",
     "GradScaler",
@@ -71,19 +99,29 @@ __all__ = [
     "Order",
     "Restore",
     "Routing",
+    "StepTotals",
     "__version__",
+    "busiest_experts",
     "checkpoint_contexts",
     "clip_grad_norm_",
     "copy_into_experts",
+    "engine_routing",
     "expert_parameters",
+    "export_weights",
+    "group_experts",
     "load_checkpoint",
+    "merge_experts",
     "parallelize",
     "parameter_groups",
     "pool",
+    "prune_experts",
     "read_routing",
     "record_routing",
     "recording",
+    "replay_routing",
+    "restore_experts",
     "save_checkpoint",
+    "save_weights",
     "stats",
 ]
 

@@ -350,10 +350,25 @@ def _written(read: Found, place: Place) -> dict[str, Tensor]:
         raise ValueError(f"experts.w1 of shape {shape} must have {rows}, in {layout_in_words}")
     state = {prefix + layout.count: torch.tensor(sizes["E"])} if layout.count else {}
     for name, tensor in tensors.items():
-        axes, dims = layout.order(name)
-        own_axes = AXES[name].replace(" ", "")
-        keys = layout.keys(name, range(len(experts)) if layout.local else experts)
-        tensor = tensor.reshape(_sizes_of(own_axes, sizes)).permute([own_axes.index(axis) for axis in axes])
-        for key, part in zip(keys, tensor.reshape(len(keys), *_sizes_of(dims, sizes)), strict=True):
+        for key, part in parts_of(
+            layout, name, tensor, range(len(experts)) if layout.local else experts, sizes
+        ):
             state[prefix + key] = part.clone(memory_format=torch.contiguous_format)
     return state
+
+
+def parts_of(
+    layout: Layout, name: str, tensor: Tensor, experts: Iterable[int], sizes: Mapping[str, int]
+) -> list[tuple[str, Tensor]]:
+    """Returns the tensors of a layout that together hold one of pmoe's: (name without prefix, view or copy).
+
+    name: pmoe's name.
+    tensor: pmoe's tensor, in the shape that `AXES` says.
+    experts: the numbers of its experts, for the layout's names.
+    sizes: the size of each axis; that of X is the number of experts in ``tensor``.
+    """
+    axes, dims = layout.order(name)
+    own_axes = AXES[name].replace(" ", "")
+    keys = layout.keys(name, experts)
+    tensor = tensor.reshape(_sizes_of(own_axes, sizes)).permute([own_axes.index(axis) for axis in axes])
+    return list(zip(keys, tensor.reshape(len(keys), *_sizes_of(dims, sizes)), strict=True))

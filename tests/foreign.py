@@ -384,7 +384,7 @@ KINDS: dict[str, Kind] = {
 NO_FOREIGN_FILE = {
     "pmoe/choose/search.py:from_fields": "the key of the layer itself, as JSON would give it back",
     "pmoe/measure/store.py:load_json": "reads for all that name it",
-    "pmoe/integrations/routing_trace.py:record_routing": "writes a new file",
+    "pmoe/integrations/routing_trace.py:_writers": "writes a new file",
     "pmoe/integrations/routing_trace.py:_layers_in": "a line that read_routing has read",
     "pmoe/measure/store.py:save_json": "writes a new file",
     f"{FILES}:_write_to_disk": "writes a new file",

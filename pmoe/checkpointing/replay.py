@@ -125,3 +125,11 @@ def may_run_again(layer: nn.Module) -> bool:
     has_grad = torch.is_grad_enabled()
     goes_through_hooks = has_grad and top_hooks() is not None
     return goes_through_hooks or (layer.training and is_in_backward == has_grad)
+
+
+def is_second_pass() -> bool:
+    """Whether an activation checkpoint runs its function again now: inside backward, with gradients enabled.
+
+    It is also True if a hook of a backward pass calls a layer with gradients enabled.
+    """
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()

@@ -96,9 +96,9 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
         if earlier is None or earlier.hashes.device != device:
             earlier = _remembered[layer] = _Remembered(device)
         if not is_in_backward:
-            earlier.add(num_tokens, _hash(num_tokens, routing))
+            earlier.add(num_tokens, routing_hash(num_tokens, routing))
         elif layer.training and num_tokens in earlier.num_tokens:
-            return (earlier.hashes != _hash(num_tokens, routing)).all().long()
+            return (earlier.hashes != routing_hash(num_tokens, routing)).all().long()
     return None
 
 
@@ -119,7 +119,7 @@ def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor |
 
 
 @torch.no_grad()
-def _hash(num_tokens: int, routing: Sequence[Tensor | None]) -> Tensor:
+def routing_hash(num_tokens: int, routing: Sequence[Tensor | None]) -> Tensor:
     """Returns the hash of a routing as an int64 scalar.
 
     num_tokens: number of tokens, which changes the hash too.

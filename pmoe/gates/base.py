@@ -192,6 +192,32 @@ class Gate(nn.Module, abc.ABC):
         """
         return num_tokens
 
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) that the gate gives to stated experts, from the scores of its call.
+
+        `pmoe.replay_routing` needs this method: it replaces the choices of a call by recorded ones. Gradients
+        flow from the weights to the scores, so also to experts that the gate would not have chosen. For the
+        gate's own choices the result has the bits of ``routing.weight``.
+
+        routing: what `forward` returned, with the scores in ``logits``.
+        expert_TK: (T, K) int64, K experts for each of T tokens.
+
+        Raises NotImplementedError in this class. A gate whose routing can be replayed overrides it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no weights_of")
+
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns what a balance loss is computed from: shares (T, E) with a gradient, and choices (T, K).
+
+        `pmoe.BalanceLoss` needs this method. The shares of a token are its scores, scaled to a sum of 1. The
+        choices are the int64 experts that count as load.
+
+        routing: what `forward` returned, with the scores in ``logits``.
+
+        Raises NotImplementedError in this class. A gate whose load can be balanced by a loss overrides it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no balance_terms")
+
     def reset_parameters(self) -> None:
         """Initialises parameters and buffers as the constructor does.
 

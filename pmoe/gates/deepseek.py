@@ -117,8 +117,7 @@ class DeepSeekGate(TopKRouter):
         with without_autocast(x_TM.device.type):
             logits_TE = router_logits(x_TM, self.weight)
             expert_TK = top_indices(self._biased(logits_TE.detach().sigmoid()), self.top_k)
-            chosen_TK = logits_TE.gather(-1, expert_TK)
-            weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
+            weight_TK = self._weights(logits_TE, expert_TK)
             l_aux = sequence_balance_loss(
                 sigmoid_shares(logits_TE), top_indices(logits_TE, self.top_k), self.sequence_length
             )
@@ -127,8 +126,26 @@ class DeepSeekGate(TopKRouter):
         if self.training:
             chosen = expert_TK.reshape(-1)
             self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
-        weight_TK = weight_TK * self.routed_scaling
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of stated experts: their sigmoids without the bias, scaled."""
+        assert routing.logits is not None
+        return self._weights(routing.logits, expert_TK)
+
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns a token's sigmoids divided by their sum (T, E), and the best experts (T, K).
+
+        As in l_aux, these are the experts that would be chosen without bias and groups.
+        """
+        assert routing.logits is not None
+        return sigmoid_shares(routing.logits), top_indices(routing.logits, self.top_k)
+
+    def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of the experts expert_TK, from the scores logits_TE of T tokens."""
+        chosen_TK = logits_TE.gather(-1, expert_TK)
+        weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
+        return weight_TK * self.routed_scaling
 
     @torch.no_grad()
     def update_bias(self, group: dist.ProcessGroup | None = None) -> None:
@@ -177,19 +194,30 @@ def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: 
     expert_TK: (T, K) int64, the K choices of each token.
     sequence_length: number of tokens of a sequence; None means that all tokens are one sequence.
     """
-    num_tokens, num_experts = share_TE.shape
-    top_k = expert_TK.shape[1]
+    num_tokens = share_TE.shape[0]
     length = max(sequence_length or num_tokens, 1)
     num_sequences = max(-(-num_tokens // length), 1)
     sequence_T = torch.arange(num_tokens, device=share_TE.device) // length
+    starts_B = torch.arange(num_sequences, device=share_TE.device) * length
+    lengths_B = (num_tokens - starts_B).clamp(min=1, max=length)
+    return sequence_losses(share_TE, expert_TK, sequence_T, lengths_B).sum() / num_sequences
+
+
+def sequence_losses(share_TE: Tensor, expert_TK: Tensor, sequence_T: Tensor, lengths_B: Tensor) -> Tensor:
+    """Returns E * sum_e f_e P_e of each sequence, (B,), as in `sequence_balance_loss`.
+
+    share_TE, expert_TK: (T, E) and (T, K), as there.
+    sequence_T: (T,) int64, the number of each token's sequence, from 0 to B - 1.
+    lengths_B: (B,) int64, the number of tokens of each sequence, at least 1.
+    """
+    num_experts = share_TE.shape[1]
+    num_sequences = lengths_B.shape[0]
     place = (sequence_T.unsqueeze(1) * num_experts + expert_TK).reshape(-1)
     counts_BE = share_TE.new_zeros(num_sequences * num_experts)
     counts_BE = counts_BE.scatter_add_(0, place, share_TE.new_ones(()).expand(place.shape[0]))
     sums_BE = share_TE.new_zeros(num_sequences, num_experts).index_add(0, sequence_T, share_TE)
-    starts_B = torch.arange(num_sequences, device=share_TE.device) * length
-    lengths_B = (num_tokens - starts_B).clamp(min=1, max=length)
     loss_B = (counts_BE.view(num_sequences, num_experts) * sums_BE).sum(-1) / lengths_B.square()
-    return loss_B.sum() * (num_experts / (top_k * num_sequences))
+    return loss_B * (num_experts / expert_TK.shape[1])
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:

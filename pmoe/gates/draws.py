@@ -48,6 +48,10 @@ class DrawnGate(Gate):
         expert_TK = distinct(draw_TK, self.num_experts)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=weight_TK.new_zeros(()))
 
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the weights of stated experts, (T, K): 1 / K for each expert."""
+        return routing.weight
+
 
 def distinct(draw_TK: Tensor, num_experts: int) -> Tensor:
     """Returns K distinct experts for each token, (T, K) int64, from K independent random numbers.

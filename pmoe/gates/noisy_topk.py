@@ -62,6 +62,18 @@ class NoisyTopKGate(TopKRouter):
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of stated experts, from the noisy logits of the call."""
+        assert routing.logits is not None
+        if self.normalize:
+            return routing.logits.gather(-1, expert_TK).softmax(-1)
+        return routing.logits.softmax(-1).gather(-1, expert_TK)
+
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns the probabilities (T, E) of experts, with the noise of the call, and the choices (T, K)."""
+        assert routing.logits is not None
+        return routing.logits.softmax(-1), routing.expert
+
     def _logits(self, x_TM: Tensor) -> Tensor:
         """Returns the logits H (T, E) of T tokens for E experts, with noise in training mode."""
         if not self.training:

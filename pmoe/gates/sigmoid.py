@@ -46,7 +46,21 @@ class SigmoidGate(TopKRouter):
         with without_autocast(x_TM.device.type):
             logits_TE = router_logits(x_TM, self.weight)
             expert_TK = top_indices(logits_TE, self.top_k)
-            chosen_TK = logits_TE.gather(-1, expert_TK)
-            weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
+            weight_TK = self._weights(logits_TE, expert_TK)
             l_aux = router_loss(sigmoid_shares(logits_TE), expert_TK, logits_TE, self.z_loss_weight)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the sigmoids of stated experts (T, K), divided by a token's sum if ``normalize``."""
+        assert routing.logits is not None
+        return self._weights(routing.logits, expert_TK)
+
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns a token's sigmoids divided by their sum (T, E), and the choices (T, K)."""
+        assert routing.logits is not None
+        return sigmoid_shares(routing.logits), routing.expert
+
+    def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of the experts expert_TK, from the scores logits_TE of T tokens."""
+        chosen_TK = logits_TE.gather(-1, expert_TK)
+        return sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()

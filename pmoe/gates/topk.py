@@ -35,3 +35,14 @@ class TopKGate(TopKRouter):
                 weight_TK = scaled(weight_TK)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the probabilities of stated experts (T, K), divided by a token's sum if ``normalize``."""
+        assert routing.logits is not None
+        weight_TK = routing.logits.softmax(-1).gather(-1, expert_TK)
+        return scaled(weight_TK) if self.normalize else weight_TK
+
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns the probabilities (T, E) of the experts, and the choices (T, K)."""
+        assert routing.logits is not None
+        return routing.logits.softmax(-1), routing.expert

@@ -115,15 +115,29 @@ class XMoEGate(Gate):
             cosine_TE = self._cosine(x_TM)
             logits_TE = cosine_TE / self.log_temperature.to(cosine_TE.dtype).exp()
             expert_TK = top_indices(cosine_TE, self.top_k)
-            if self.score == "softmax":
-                weight_TK = logits_TE.softmax(-1).gather(-1, expert_TK)
-            else:
-                weight_TK = logits_TE.gather(-1, expert_TK).sigmoid()
+            weight_TK = self._weights(logits_TE, expert_TK)
             probability_TE = (cosine_TE / self.first_temperature).softmax(-1)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
-        if self.normalize:
-            weight_TK = scaled(weight_TK)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the scores of stated experts (T, K), divided by a token's sum if ``normalize``."""
+        assert routing.logits is not None
+        return self._weights(routing.logits, expert_TK)
+
+    def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns softmax(cosines / initial temperature) of the experts (T, E), and the choices (T, K)."""
+        assert routing.logits is not None
+        cosine_TE = routing.logits * self.log_temperature.to(routing.logits.dtype).exp()
+        return (cosine_TE / self.first_temperature).softmax(-1), routing.expert
+
+    def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of the experts expert_TK, from cosine / temperature of T tokens."""
+        if self.score == "softmax":
+            weight_TK = logits_TE.softmax(-1).gather(-1, expert_TK)
+        else:
+            weight_TK = logits_TE.gather(-1, expert_TK).sigmoid()
+        return scaled(weight_TK) if self.normalize else weight_TK
 
     def _cosine(self, x_TM: Tensor) -> Tensor:
         """Returns the cosines of T tokens with E experts, (T, E). Rounding may put them slightly outside

@@ -32,7 +32,10 @@ from pmoe.comm.agreement import all_fail_together
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.recorder import Journal, recording
 from pmoe.integrations import run_folder as files
-from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats
+from pmoe.integrations.expert_usage import ExpertUsage
+from pmoe.integrations.model_layers import layers_of
+from pmoe.integrations.routing_trace import record_routing, write_routing
+from pmoe.integrations.statistics import LayerStats, Stats, stats
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -112,7 +115,8 @@ class StatsWriter:
     - Scalars are the values of rank 0. Reduce them yourself if the values of other ranks matter.
     - A scalar that is a tensor is read only at steps with statistics, so that other steps do not wait for the
       device.
-    - If a training step calls a layer several times, only the last call is logged.
+    - If a training step calls a layer several times, the statistics of a layer are those of the last call.
+      The scalars "moe/..." (`Stats.scalars`) count all calls in training mode since the last `step`.
 
     If the folder already has data, the run is continued. If it continues from an earlier step, the new lines
     replace the old ones of the same and later steps. A folder can have one writer at a time. A second writer
@@ -130,6 +134,8 @@ class StatsWriter:
         exposed: also measure how long computation waited for communication. For this, the times of tasks
             are recorded during the steps that have statistics, except the first one. Recording makes these
             steps a little slower.
+        routing: also write which experts each token went to, at the steps with statistics, except the first
+            one. Every rank writes a file to ``run_dir``/routing/step_N, which `pmoe.read_routing` reads.
         settings: settings of the run, which the report shows: plain data, such as ``vars(arguments)``.
         group: the ranks that train the model; None is the default group.
 
@@ -142,6 +148,7 @@ class StatsWriter:
     writes: bool
     every: int
     exposed: bool
+    routing: bool
     folder: Path
 
     def __init__(
@@ -152,6 +159,7 @@ class StatsWriter:
         every: int = 50,
         tensorboard: bool = False,
         exposed: bool = True,
+        routing: bool = False,
         settings: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -159,6 +167,7 @@ class StatsWriter:
         self.writes = ranks.rank == 0
         self.every = every
         self.exposed = exposed
+        self.routing = routing
         self._model = model
         self._group = group
         self._last: int | None = None
@@ -168,6 +177,7 @@ class StatsWriter:
         self._scalars: list[tuple[int, str, float | Tensor]] = []
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
+        self._trace: dict[str, list[Tensor]] | None = None
         self._board: Board | None = None
         with all_fail_together(ranks, stage="opening a run's folder"), self._claim:
             check_path(run_dir=run_dir)
@@ -175,11 +185,13 @@ class StatsWriter:
             check_count(every=every)
             check_flag("tensorboard", tensorboard)
             check_flag("exposed", exposed)
+            check_flag("routing", routing)
             check_kind((Mapping, type(None)), "a dict, such as vars(arguments)", settings=settings)
             self.folder = Path(run_dir)
             self._session = _session(model, settings or {}, ranks.size)
             if self.writes:
                 self._open(tensorboard)
+            self._usage = ExpertUsage(model)
             self._claim = self._claim.pop_all()
 
     def _open(self, tensorboard: bool) -> None:
@@ -221,16 +233,36 @@ class StatsWriter:
         statistics = None
         if is_due:
             self._recording.close()
-            statistics = stats(self._model, all_ranks=True, group=self._group, journal=self._journal)
+            self._usage.watch(self._model)  # a model's first call may make layers
+            statistics = stats(
+                self._model, all_ranks=True, group=self._group, journal=self._journal, usage=self._usage
+            )
             self._journal = None
+            if self._trace is not None:
+                self._write_routing(step, self._trace)
+                self._trace = None
             if self.writes:
                 if is_first:  # not in __init__, because a model's first call may make layers
                     self._described = {**self._session, "layers": _describe(self._model)}
                 self._add_statistics(step, statistics)
                 self._write("are written the next time", statistics)
-        if self.exposed and (step + stride) % self.every == 0 and self._journal is None:
-            self._journal = self._recording.enter_context(recording())
+        else:
+            self._usage.clear()
+        if (step + stride) % self.every == 0:
+            if self.exposed and self._journal is None:
+                self._journal = self._recording.enter_context(recording())
+            if self.routing and self._trace is None:
+                self._trace = self._recording.enter_context(record_routing(self._model))
         return statistics
+
+    def _write_routing(self, step: int, trace: Mapping[str, list[Tensor]]) -> None:
+        """Writes the choices of a step to this rank's file. A file that cannot be written stops nothing.
+
+        trace: by layer name, the experts (T, K) of each call: K of each of T tokens.
+        """
+        num_experts = {name: layer.num_experts for name, layer in layers_of(self._model).items()}
+        with self._stops_nothing("are lost"):
+            write_routing(self.folder / "routing" / f"step_{step:08d}", trace, num_experts)
 
     def note(self, **scalars: float | Tensor) -> None:
         """Adds scalars to the step of the last call of `step`, for example the results of a validation.
@@ -253,10 +285,11 @@ class StatsWriter:
     def _add_statistics(self, step: int, statistics: Stats) -> None:
         """Stores the lines that rank 0 will write for a step with statistics.
 
-        statistics: the statistics. Each layer makes a row of layers.csv. The time and the peaks of the memory
-            pools (`pmoe.pool`) are stored as scalars.
+        statistics: the statistics. Each layer makes a row of layers.csv. The numbers about all layers, the
+            time and the peaks of the memory pools (`pmoe.pool`) are stored as scalars.
         """
         self._rows += [files.layer_row(step, layer) for layer in statistics.layers]
+        self._scalars += [(step, name, value) for name, value in statistics.scalars().items()]
         self._scalars.append((step, files.TIME, time.time()))
         if statistics.pools:
             device = sum(pool.device_peak_bytes for pool in statistics.pools)
@@ -302,7 +335,9 @@ class StatsWriter:
         Not a collective: a single rank may call it.
         """
         self._recording.close()
+        self._usage.remove()
         self._journal = None
+        self._trace = None
         if self.writes:
             self._write("are lost")
         if self._board is not None:

@@ -1,7 +1,8 @@
-"""Routing traces: files with the experts that the gates of a run chose in every call.
+"""Routing traces: the experts that the gates of a run chose in every call, in memory or in files.
 
-A trace is a folder with a file for each rank, so ranks write without waiting for each other. A file begins
-with a line of JSON:
+In memory, a trace is a dict: by layer name, the list of the layer's calls, each (T, K) int64. On disk it is a
+folder with a file for each rank, so ranks write without waiting for each other. A file begins with a line of
+JSON:
 
     {"format": 1, "layers": {"layers.0.moe": 64, ...}}     number of experts by layer name
 
@@ -15,11 +16,12 @@ Letters: T tokens of a call, K experts of a token.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe.arguments import check_int, check_module, check_path
+from pmoe.call.shape_run import is_shape_run
+from pmoe.checkpointing.replay import is_second_pass
 from pmoe.gates.base import Routing
-from pmoe.integrations.statistics import layers_of
+from pmoe.integrations.model_layers import layers_of
+from pmoe.layer import MoELayer
 
 FORMAT = 1
 """The version of the files. It grows by 1 whenever they change."""
@@ -45,27 +50,62 @@ def _dtype(num_experts: list[int]) -> np.dtype[Any]:
 
 
 @contextlib.contextmanager
-def record_routing(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Returns a with-block in which the choices of every MoE layer's gate are written to a folder.
+def record_routing(
+    model: nn.Module, folder: str | os.PathLike[str] | None = None
+) -> Iterator[dict[str, list[Tensor]]]:
+    """Returns a with-block in which the choices of every MoE layer's gate are recorded.
 
-        with pmoe.record_routing(model, "trace"):
-            train(model)
-        calls = pmoe.read_routing("trace")["layers.0.moe"]
-        gate = pmoe.gates.ReplayGate(pmoe.gates.TopKGate(1024, 64, 2), calls)  # for a benchmark
+        with pmoe.record_routing(model) as trace:
+            old_logits = model(tokens)
+        with pmoe.replay_routing(model, trace):
+            logits = model(tokens)
 
-    Each rank writes a file of its own, and replaces the one of an earlier block. Nothing is communicated. On
-    CUDA the host waits for the device in each call. Choices are recorded before a capacity drops any. A gate
-    that activation checkpointing runs again is recorded again; with `pmoe.checkpoint_contexts` it is not.
+    The block's value is the trace: by layer name, the choices (T, K) int64 of each of the layer's calls, on
+    the device of the tokens. With a folder, each rank writes a file of its own instead, and replaces the one
+    of an earlier block; the dict stays empty, and `read_routing` returns the trace. On CUDA the host then
+    waits for the device in each call.
+
+    Nothing is communicated. Choices are recorded before a capacity drops any. The recomputation of an
+    activation checkpoint is not recorded, and neither is the run in which a pipeline stage finds its shapes.
 
     Args:
         model: a model with MoE layers, or a single layer.
-        folder: the folder of the trace. It is made if it does not exist.
+        folder: the folder of the trace. It is made if it does not exist. None keeps the trace in memory.
 
     Raises ValueError if the model has no MoE layer, or one whose gate gives tokens different numbers of
-    experts or mixes them.
+    experts or mixes them. Raises RuntimeError at the end of the block if a layer ran without its gate, as in
+    a model that is compiled with ``backend="pmoe"``.
     """
     check_module(model=model)
-    check_path(folder=folder)
+    layers = traced_layers(model)
+    num_experts = {name: layer.num_experts for name, layer in layers.items()}
+    trace: dict[str, list[Tensor]] = {}
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            trace |= {name: [] for name in layers}
+            keepers = [calls.append for calls in trace.values()]
+        else:
+            check_path(folder=folder)
+            keepers = stack.enter_context(_writers(folder, num_experts))
+        before = [layer.ran for layer in layers.values()]
+        recorders = [_Recorder(keep) for keep in keepers]
+        for layer, recorder in zip(layers.values(), recorders, strict=True):
+            stack.callback(layer.gate.register_forward_hook(recorder).remove)
+        yield trace
+        for (name, layer), recorder, ran in zip(layers.items(), recorders, before, strict=True):
+            if layer.ran is not ran and not recorder.was_called:
+                raise RuntimeError(
+                    f"layer {name!r} ran, but its gate was not called, so nothing was recorded: "
+                    'record a model that is not compiled with backend="pmoe"'
+                )
+
+
+def traced_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Returns the MoE layers of a model by name, if the routing of all of them can be recorded.
+
+    Raises ValueError if there are none, or if a layer's gate gives tokens different numbers of experts or
+    mixes them.
+    """
     layers = layers_of(model)
     if not layers:
         raise ValueError(f"model ({type(model).__name__}) must hold a MoELayer whose routing can be recorded")
@@ -75,37 +115,67 @@ def record_routing(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator
                 f"model has a layer {name!r} whose gate ({type(layer.gate).__name__}) gives tokens different "
                 "numbers of experts: record_routing can only record gates with top_k experts for each token"
             )
-    num_experts = {name: layer.num_experts for name, layer in layers.items()}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_file(folder, dist.get_rank() if dist.is_initialized() else 0).open("wb"))
-        file.write(json.dumps({"format": FORMAT, "layers": num_experts}).encode() + b"\n")
-        for number, layer in enumerate(layers.values()):
-            hook = _writer(file, number, _dtype(list(num_experts.values())))
-            stack.callback(layer.gate.register_forward_hook(hook).remove)
-        yield
+    return layers
 
 
-def _writer(file: BinaryIO, number: int, dtype: np.dtype[Any]) -> Callable[[nn.Module, Any, Routing], None]:
-    """Returns a forward hook of a gate that appends the choices of its call to a file.
+class _Recorder:
+    """A forward hook of a gate that passes the choices (T, K) of each call on to ``keep``.
 
-    number: the number of the layer.
-    dtype: the type in which experts are stored.
+    was_called: whether the gate was called while the hook was there.
     """
 
-    def write(gate: nn.Module, inputs: Any, routing: Routing) -> None:
-        expert_TK = routing.expert.detach().cpu().numpy()
-        file.write(np.array([number, *expert_TK.shape], "<i8").tobytes() + expert_TK.astype(dtype).tobytes())
-        file.flush()
+    def __init__(self, keep: Callable[[Tensor], object]) -> None:
+        self.was_called = False
+        self._keep = keep
 
-    return write
+    def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> None:
+        self.was_called = True
+        if not (is_second_pass() or is_shape_run()):
+            self._keep(routing.expert.detach())
+
+
+@contextlib.contextmanager
+def _writers(
+    folder: str | os.PathLike[str], num_experts: Mapping[str, int]
+) -> Iterator[list[Callable[[Tensor], None]]]:
+    """Returns a with-block with a function for each layer that appends choices (T, K) to this rank's file.
+
+    num_experts: the number of experts by layer name.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    dtype = _dtype(list(num_experts.values()))
+    with _file(folder, dist.get_rank() if dist.is_initialized() else 0).open("wb") as file:
+        file.write(json.dumps({"format": FORMAT, "layers": dict(num_experts)}).encode() + b"\n")
+
+        def write(expert_TK: Tensor, number: int) -> None:
+            choices = expert_TK.cpu().numpy()
+            file.write(np.array([number, *choices.shape], "<i8").tobytes() + choices.astype(dtype).tobytes())
+            file.flush()
+
+        yield [functools.partial(write, number=number) for number in range(len(num_experts))]
+
+
+def write_routing(
+    folder: str | os.PathLike[str], trace: Mapping[str, Sequence[Tensor]], num_experts: Mapping[str, int]
+) -> None:
+    """Writes a trace of this rank to a folder, for `read_routing`.
+
+    trace: by layer name, the experts (T, K) of each call.
+    num_experts: the number of experts of each of these layers.
+
+    Raises OSError if the file cannot be written.
+    """
+    with _writers(folder, {name: num_experts[name] for name in trace}) as writers:
+        for write, calls in zip(writers, trace.values(), strict=True):
+            for expert_TK in calls:
+                write(expert_TK)
 
 
 def read_routing(folder: str | os.PathLike[str], rank: int = 0) -> dict[str, list[Tensor]]:
     """Returns the choices that `record_routing` wrote: by layer name, (T, K) int64 for each of its calls.
 
-    T is the number of tokens of the call, K the number of experts of a token. `pmoe.gates.ReplayGate` takes
-    the list of a layer.
+    T is the number of tokens of the call, K the number of experts of a token. `replay_routing` takes the
+    dict, and `pmoe.gates.ReplayGate` the list of a layer.
 
     Args:
         folder: the folder of the trace.

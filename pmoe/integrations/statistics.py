@@ -12,7 +12,7 @@ T_O the layer's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,15 @@ from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.lanes.recorder import Journal
 from pmoe.experts.wrapper_checks import COPIED, sampled
+from pmoe.integrations.expert_usage import (
+    ExpertUsage,
+    LayerUsage,
+    max_violation,
+    reduced_numbers,
+    scalars_of,
+    with_reduced,
+)
+from pmoe.integrations.model_layers import layers_of
 from pmoe.layer import MoELayer
 from pmoe.planner.memory import PredictedMemory
 from pmoe.planner.timeline import Overlap, overlap
@@ -78,6 +87,7 @@ class LayerStats:
             all ranks. None if no pass was recorded.
         balance: what copies of busy experts did: how uneven the ranks' rows were without and with them, how
             many there were, and the bytes of their weights. None if the layer has no ``balance``.
+        usage: the rows of all calls that an `ExpertUsage` has counted. None if `stats` was given none.
     """
 
     name: str
@@ -96,6 +106,21 @@ class LayerStats:
     forward: Overlap | None = None
     backward: Overlap | None = None
     balance: BalanceReport | None = None
+    usage: LayerUsage | None = None
+
+    @property
+    def load(self) -> LayerUsage:
+        """The rows of all calls that `usage` has counted; those of the last call if it has none."""
+        if self.usage is not None and self.usage.num_calls:
+            return self.usage
+        num_calls = int(sum(self.tokens_per_expert) > 0)
+        return LayerUsage(
+            tokens_per_expert=self.tokens_per_expert,
+            num_slots=self.num_slots,
+            num_calls=num_calls,
+            max_vio_sum=max_violation(self.tokens_per_expert),
+            rank_imbalance=self.rank_imbalance,
+        )
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -150,6 +175,34 @@ class Stats:
         """Returns all statistics as dicts, tuples, strings and numbers, which can be written as JSON."""
         return asdict(self)
 
+    def scalars(self) -> dict[str, float]:
+        """Returns a few numbers about all layers together, for a logger such as ``wandb.log``.
+
+        Their number does not depend on the numbers of layers and experts. Each has a mean over the layers
+        and the worst value of a layer, such as "moe/entropy_mean" and "moe/entropy_min":
+
+        - entropy: of the experts' shares of rows, divided by that of equal shares; 1 is an even load.
+        - max_share: the largest share of an expert in the rows.
+        - active_fraction: the share of experts with any rows.
+        - max_vio_micro, max_vio_global: rows of the busiest expert / mean - 1, as a mean over calls and
+          ranks, and of all their rows together.
+        - drop_rate: the share of rows that were dropped, if it is known.
+        - rank_imbalance: rows of the busiest rank / mean, if the statistics are of all ranks.
+
+        With a journal there are also "moe/communication_seconds" and "moe/exposed_communication_seconds",
+        which are sums over layers.
+        """
+        if not self.layers:
+            return {}
+        scalars = scalars_of([layer.load for layer in self.layers])
+        for name in ("communication", "exposed"):
+            values = [getattr(layer, f"{name}_seconds") for layer in self.layers]
+            known = [value for value in values if value is not None]
+            if known:
+                key = "communication" if name == "communication" else "exposed_communication"
+                scalars[f"moe/{key}_seconds"] = sum(known)
+        return scalars
+
     def __str__(self) -> str:
         if not self.layers:
             return "no MoELayer in this model"
@@ -185,6 +238,7 @@ def stats(
     all_ranks: bool = False,
     group: dist.ProcessGroup | None = None,
     journal: Journal | None = None,
+    usage: ExpertUsage | None = None,
 ) -> Stats:
     """Returns what every `MoELayer` of ``model`` did in its last forward and backward pass.
 
@@ -199,6 +253,8 @@ def stats(
         group: the ranks to sum over, if all_ranks is True; None is the default group.
         journal: the journal of a block ``with pmoe.recording() as journal`` around the step. Without it, no
             seconds are reported.
+        usage: counts of all calls since the last time. Each layer gets its own (`LayerStats.usage`), and the
+            object starts again from 0. If all_ranks is True, give it on every rank or on none.
 
     On CUDA this function waits for row counts that are still on the device (after a call by the kernels for a
     single rank). With all_ranks it also waits for the result of the all-reduce, and for the experts' values
@@ -210,31 +266,21 @@ def stats(
     check_module(model=model)
     check_flag("all_ranks", all_ranks)
     check_kind((Journal, type(None)), "None or what pmoe.recording() gave", journal=journal)
+    check_kind((ExpertUsage, type(None)), "None or a pmoe.ExpertUsage", usage=usage)
     if group is not None and not all_ranks:
         raise ValueError("group must be None unless all_ranks is True, because nothing is reduced over it")
     layers = layers_of(model)
     statistics = [_of_layer(name, layer, journal) for name, layer in layers.items()]
+    if usage is not None:
+        statistics = [
+            replace(of_layer, usage=usage.take(layer))
+            for of_layer, layer in zip(statistics, layers.values(), strict=True)
+        ]
     ranks = Ranks(group) if all_ranks else Ranks.single()
     if statistics and ranks.group is not None:
         statistics = _over_ranks(statistics, list(layers.values()), ranks)
     devices = dict.fromkeys(str(layer.ran.device) for layer in layers.values() if layer.ran is not None)
     return Stats(layers=tuple(statistics), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
-
-
-finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
-"""Functions from a model to those of its MoE layers, by name, that are not submodules of it.
-
-Integrations append a function here. transformers' experts modules, for example, are run by layers outside of
-the model.
-"""
-
-
-def layers_of(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the MoE layers of a model by name: its submodules, then the layers of `finders`."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
-    for finder in finders:
-        layers |= finder(model)
-    return layers
 
 
 def imbalance(rows: Sequence[int]) -> float | None:
@@ -444,11 +490,13 @@ def _numbers(layer_stats: LayerStats) -> list[float]:
         communication without computation at the same time. All four are 0 if it was not recorded
     4   backward pass: the same
     E   rows of each of the E experts
+        with a usage, the numbers of `reduced_numbers`
     """
     numbers: list[float] = [layer_stats.num_slots or 0]
     for seen in (layer_stats.forward, layer_stats.backward):
         numbers += [0.0] * 4 if seen is None else [1.0, seen.seconds, seen.communication, seen.exposed]
-    return [*numbers, *layer_stats.tokens_per_expert]
+    usage = [] if layer_stats.usage is None else reduced_numbers(layer_stats.usage)
+    return [*numbers, *layer_stats.tokens_per_expert, *usage]
 
 
 def _with_numbers(layer_stats: LayerStats, num_local: int, numbers: Sequence[float]) -> LayerStats:
@@ -456,11 +504,15 @@ def _with_numbers(layer_stats: LayerStats, num_local: int, numbers: Sequence[flo
 
     layer_stats: the statistics of this rank.
     num_local: number of experts of a rank.
-    numbers: sums over all ranks: num_slots, four numbers about each pass, and rows by expert, as `_numbers`
-        orders them.
+    numbers: sums over all ranks: num_slots, four numbers about each pass, rows by expert, and perhaps those
+        of the usage, as `_numbers` orders them.
     """
     num_slots = None if layer_stats.num_slots is None else round(numbers[0])
-    rows_E = tuple(round(rows) for rows in numbers[9:])
+    num_experts = len(layer_stats.tokens_per_expert)
+    rows_E = tuple(round(rows) for rows in numbers[9 : 9 + num_experts])
+    usage = layer_stats.usage
+    if usage is not None:
+        usage = with_reduced(usage, num_local, numbers[9 + num_experts :])
     by_rank = [sum(rows_E[first : first + num_local]) for first in range(0, len(rows_E), num_local)]
     ran = layer_stats.path != "not run"
     return replace(
@@ -472,6 +524,7 @@ def _with_numbers(layer_stats: LayerStats, num_local: int, numbers: Sequence[flo
         rank_imbalance=imbalance(by_rank),
         forward=_mean(numbers[1:5]),
         backward=_mean(numbers[5:9]),
+        usage=usage,
     )
 
 

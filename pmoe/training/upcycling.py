@@ -1,4 +1,9 @@
-"""Sparse upcycling (arXiv 2212.05055): experts that start as copies of one dense network."""
+"""Upcycling: experts that start as copies of one dense network, equal or varied.
+
+Sparse upcycling (arXiv 2212.05055) makes equal copies; noise makes them differ a little. Drop-Upcycling
+(arXiv 2502.19261, section 3) draws some hidden columns of each copy again, with the mean and the standard
+deviation of the values that they replace.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_kind
+from pmoe.arguments import check_kind, check_not_negative, check_positive
+from pmoe.experts import seeded
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
@@ -21,12 +27,19 @@ layers, which must have these names; the first two are the halves of w1.
 
 
 @torch.no_grad()
-def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) -> None:
+def copy_into_experts(
+    layer: MoELayer,
+    dense: nn.Module | Mapping[str, Tensor],
+    *,
+    noise: float = 0.0,
+    drop: float = 0.0,
+    router_std: float | None = None,
+) -> None:
     """Gives every expert of ``layer`` the values of one dense network (upcycling).
 
     Args:
         layer: a layer on one rank or several, parallelized or not. Every rank must call it with the same
-            values.
+            values, under the same torch seed.
         dense: the network, or its tensors by name. What it must have depends on the layer's experts, M =
             d_model and H = d_hidden:
 
@@ -35,67 +48,145 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
             - "swiglu": a module with linear layers gate_proj, up_proj and down_proj; or the tensors w1 (2H,
               M) with gate rows first, w2 (M, H), b1 (2H,), b2 (M,).
             - experts that are a user's modules: a module of the same class, or its state dict.
+        noise: the standard deviation of normal noise on each weight matrix, as a part of the matrix's own
+            standard deviation.
+        drop: the share of hidden columns that each expert draws again, from 0 to 1 (Drop-Upcycling); 0.5 is
+            usual. The columns are the same in all matrices of an expert, and others in each expert. Each
+            matrix draws from a normal distribution with the mean and the standard deviation of its values in
+            these columns.
+        router_std: the standard deviation with which the gate's weight is drawn; 0.02 is usual. None leaves
+            the gate as it is.
 
     Values are cast to the layer's dtype. If the experts' hidden columns are split over ranks ("esp"), each
-    rank takes its columns.
+    rank takes its columns. Random values follow from torch's seed and the expert's number, so they do not
+    depend on the number of ranks.
 
-    The experts are also marked as equal on purpose. Usually equal experts after loading a state dict are a
-    mistake, because all ranks have loaded one rank's file; so the next call would raise ValueError. The mark
-    prevents this.
+    If the routing weights of a token sum to 1 (top_k above 1, or normalize_gate=True), copies without noise
+    and drop compute what the dense network does. They are also marked as equal on purpose. Usually equal
+    experts after loading a state dict are a mistake, because all ranks have loaded one rank's file; so the
+    next call would raise ValueError. The mark prevents this.
 
-    Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, or if
-    the layer is on the meta device. Raises TypeError for experts of another class.
+    Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, if a
+    number is out of range, if the layer is on the meta device, or if the gate has no weight to draw. Raises
+    TypeError for experts of another class, and for noise or drop with experts that are modules.
     """
     check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
     check_kind((nn.Module, Mapping), "a module, or tensors by name", dense=dense)
+    check_not_negative(noise=noise, drop=drop)
+    if drop > 1:
+        raise ValueError(f"drop ({drop}) must be at most 1")
+    check_positive(router_std=router_std)
     experts = layer.experts
     if any(parameter.is_meta for parameter in experts.parameters()):
         raise ValueError("layer (on the meta device) must have values: call to_empty(device=...) before")
+    router = getattr(layer.layer_modules.router, "weight", None)
+    if router_std is not None and not isinstance(router, Tensor):
+        kind = type(layer.gate).__name__
+        raise ValueError(f"router_std ({router_std}) must be None: the gate ({kind}) has no weight to draw")
+    is_varied = noise > 0 or drop > 0
     if isinstance(experts, StackedExperts) and experts.hidden_dims() is not None:
-        copies = _into_stacked(experts, dense)
-    elif experts.are_modules:
+        first = layer.first_expert
+        variation = (noise, drop) if is_varied else None
+        copies = _into_stacked(experts, dense, variation, first)
+    elif experts.are_modules and not is_varied:
         copies = [copy for expert in experts.as_modules() for copy in _into_module(expert, dense)]
     else:
         kind = type(experts).__name__
-        raise TypeError(f"experts ({kind}) must be plain stacked ones (no parametrizations) or modules")
+        rule = "plain stacked ones (no parametrizations)" + ("" if is_varied else " or modules")
+        raise TypeError(f"experts ({kind}) must be {rule}" + " for noise or drop" * is_varied)
     for target, value in copies:
         target.copy_(value)
-    experts.may_be_equal = True
-    experts.are_equal = True
+    if isinstance(router, Tensor) and router_std is not None:
+        (drawn,) = seeded(
+            lambda _: torch.randn(router.shape, device="cpu"), first_expert=layer.num_experts, count=1
+        )
+        local_part(router).copy_(drawn * router_std)
+    experts.may_be_equal = not is_varied
+    experts.are_equal = not is_varied
     experts.was_loaded = layer.ranks.size > 1  # the next call then compares the ranks
 
 
 def _into_stacked(
-    experts: StackedExperts, dense: nn.Module | Mapping[str, Tensor]
+    experts: StackedExperts,
+    dense: nn.Module | Mapping[str, Tensor],
+    variation: tuple[float, float] | None = None,
+    first_expert: int = 0,
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns which values are copied into which parameters, as pairs (target, value), for stacked experts.
 
     Stacked experts have one tensor for a weight of all experts of the rank. A target is this rank's part of
-    such a parameter, (E_local, ...) for E_local experts of this rank. A value has the target's shape without
-    E_local, and is copied to every expert.
+    such a parameter, (E_local, ...) for E_local experts of this rank. A value has the target's shape, or that
+    without E_local, and is then copied to every expert.
 
     dense: the dense network, or its tensors by name.
+    variation: (noise, drop), as in `copy_into_experts`; None makes equal copies.
+    first_expert: the number of this rank's first expert among all.
 
     Raises ValueError if the names or shapes differ from those of an expert.
     """
     values = _named_as_stacked(experts, dense) if isinstance(dense, nn.Module) else dict(dense)
     dims = experts.hidden_dims() or {}
     _check_names(set(values), set(dims))
-    copies = []
+    targets = {name: local_part(experts.get_parameter(name)) for name in dims}
     for name, dim in dims.items():
-        target = local_part(experts.get_parameter(name))
-        value = values[name]
         factor = experts.hidden_factor if dim == 1 else 1
-        whole_shape = list(target.shape[1:])
+        whole_shape = list(targets[name].shape[1:])
         if dim is not None:
             whole_shape[dim - 1] = factor * experts.all_hidden
-        _check_shape(name, value, tuple(whole_shape))
+        _check_shape(name, values[name], tuple(whole_shape))
+    if variation is None:
+        return [(target, _columns(experts, name, values[name])) for name, target in targets.items()]
+    varied = seeded(
+        lambda _: _varied(experts, values, *variation),
+        first_expert=first_expert,
+        count=experts.num_local_experts,
+    )
+    return [
+        (target, torch.stack([_columns(experts, name, expert[name]) for expert in varied]))
+        for name, target in targets.items()
+    ]
+
+
+def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
+    """Returns this rank's hidden columns of one expert's w1, w2, b1 or b2, as ``name`` says.
+
+    value: the whole expert's values.
+    """
+    dim = (experts.hidden_dims() or {})[name]
+    if dim is None:
+        return value
+    factor = experts.hidden_factor if dim == 1 else 1
+    columns = experts.shard.of(experts.all_hidden)
+    parts: Tensor = value.unflatten(dim - 1, (factor, experts.all_hidden))
+    return parts.narrow(dim, columns.start, columns.stop - columns.start).flatten(dim - 1, dim)
+
+
+def _varied(
+    experts: StackedExperts, values: Mapping[str, Tensor], noise: float, drop: float
+) -> dict[str, Tensor]:
+    """Returns the values of one expert with noise, and with some hidden columns drawn again.
+
+    values: the dense network's w1 (fH, M), w2 (M, H), b1 (fH,), b2 (M,), where f is 2 for gated experts.
+
+    All numbers come from the CPU's generator, and are computed in float32 or wider.
+    """
+    hidden = experts.all_hidden
+    chosen = torch.randperm(hidden, device="cpu")[: round(drop * hidden)]
+    changed = {}
+    for name, dim in (experts.hidden_dims() or {}).items():
+        value = values[name].detach().to("cpu")
+        wide = value.to(torch.promote_types(value.dtype, torch.float32)).clone()
         if dim is not None:
-            columns = experts.shard.of(experts.all_hidden)
-            parts = value.unflatten(dim - 1, (factor, experts.all_hidden))
-            value = parts.narrow(dim, columns.start, columns.stop - columns.start).reshape(target.shape[1:])
-        copies.append((target, value))
-    return copies
+            # The gate and the other factor of w1 are two matrices.
+            for matrix in wide.unflatten(dim - 1, (-1, hidden)).unbind(dim - 1):
+                if noise and name in ("w1", "w2"):
+                    matrix += noise * matrix.std() * torch.randn(matrix.shape, dtype=wide.dtype, device="cpu")
+                old = matrix.index_select(dim - 1, chosen)
+                if old.numel() > 1:
+                    draws = torch.randn(old.shape, dtype=wide.dtype, device="cpu")
+                    matrix.index_copy_(dim - 1, chosen, old.mean() + old.std() * draws)
+        changed[name] = wide.to(value.dtype)
+    return changed
 
 
 def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Tensor]:

@@ -169,6 +169,48 @@ def use_recording(**given: Any) -> None:
         pass
 
 
+def use_replay_of_model(**given: Any) -> None:
+    used = layer(top_k=K)
+    with pmoe.record_routing(used) as trace:
+        used(torch.randn(T, M))
+    with pmoe.replay_routing(**{"model": used, "trace": trace, **given}):
+        used(torch.randn(T, M))
+
+
+def use_engine(**given: Any) -> None:
+    right = {"calls": [torch.zeros(T, 1, K, dtype=torch.int64)], "layers": ["a"]}
+    pmoe.engine_routing(**{**right, **given})
+
+
+def use_sequences(**given: Any) -> None:
+    used = layer()
+    with pmoe.BalanceLoss(used, over="sequence").sequences(**{"lengths": [T], **given}):
+        used(torch.randn(T, M))
+
+
+def use_balance(**given: Any) -> None:
+    used = layer()
+    balance = pmoe.BalanceLoss(used)
+    used(torch.randn(T, M))
+    balance.loss(**given)
+
+
+def use_restore(**given: Any) -> None:
+    pruned, removed = pmoe.prune_experts(layer().state_dict(), [0])
+    pmoe.restore_experts(**{"pruned": pruned, "removed": removed, **given})
+
+
+def use_export(**given: Any) -> None:
+    right = {"model": layer(expert="swiglu", bias=False), "layout": "qwen-moe"}
+    list(pmoe.export_weights(**{**right, **given}))
+
+
+def use_files(**given: Any) -> None:
+    folder = f"{tempfile.mkdtemp()}/out"
+    right = {"model": layer(expert="swiglu", bias=False), "layout": "qwen-moe", "folder": folder}
+    pmoe.save_weights(**{**right, **given})
+
+
 def use_trace(**given: Any) -> None:
     folder = tempfile.mkdtemp()
     with pmoe.record_routing(model(), folder):
@@ -271,6 +313,16 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "ReplayGate": (ReplayGate, use_replay),
     "record_routing": (pmoe.record_routing, use_recording),
     "read_routing": (pmoe.read_routing, use_trace),
+    "replay_routing": (pmoe.replay_routing, use_replay_of_model),
+    "engine_routing": (pmoe.engine_routing, use_engine),
+    "BalanceLoss": (pmoe.BalanceLoss, with_right(pmoe.BalanceLoss, model=layer)),
+    "BalanceLoss.sequences": (pmoe.BalanceLoss.sequences, use_sequences),
+    "BalanceLoss.loss": (pmoe.BalanceLoss.loss, use_balance),
+    "BalanceLoss.load_state_dict": (
+        pmoe.BalanceLoss.load_state_dict,
+        lambda **given: pmoe.BalanceLoss(layer(), over="window", window=2).load_state_dict(**given),
+    ),
+    "StepTotals": (pmoe.StepTotals, lambda **given: pmoe.StepTotals(**{"num_tokens": 1, **given})),
     "DeepSeekGate.update_bias": (
         GATES["deepseek"].update_bias,  # type: ignore[attr-defined]
         lambda **given: GATES["deepseek"](M, E).update_bias(**given),  # type: ignore[operator]
@@ -284,9 +336,16 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
         with_right(pmoe.save_checkpoint, folder=tempfile.mkdtemp, model=model, step=lambda: 1),
     ),
     "load_checkpoint": (pmoe.load_checkpoint, use_loading),
+    "export_weights": (pmoe.export_weights, use_export),
+    "save_weights": (pmoe.save_weights, use_files),
     "to_pmoe": (to_pmoe, use_conversion(to_pmoe)),
     "from_pmoe": (from_pmoe, use_conversion(from_pmoe)),
     "stats": (stats, with_right(stats, model=trained)),
+    "ExpertUsage": (pmoe.ExpertUsage, with_right(pmoe.ExpertUsage, model=model)),
+    "ExpertUsage.watch": (
+        pmoe.ExpertUsage.watch,
+        lambda **given: pmoe.ExpertUsage(model()).watch(**given),
+    ),
     "StatsWriter": (StatsWriter, use_writer),
     "StatsWriter.step": (StatsWriter.step, use_step),
     "StatsWriter.step's scalars": (None, use_step),
@@ -294,6 +353,27 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "GradientReducer": (pmoe.GradientReducer, with_right(pmoe.GradientReducer, model=model)),
     "GradScaler": (pmoe.GradScaler, with_right(pmoe.GradScaler, device=lambda: "cpu")),
     "parameter_groups": (pmoe.parameter_groups, with_right(pmoe.parameter_groups, parameters=model)),
+    "ExpertMuon": (pmoe.ExpertMuon, with_right(pmoe.ExpertMuon, model=layer)),
+    "ExpertMuon.step": (pmoe.ExpertMuon.step, lambda **given: pmoe.ExpertMuon(layer()).step(**given)),
+    "busiest_experts": (
+        pmoe.busiest_experts,
+        lambda **given: pmoe.busiest_experts(**{"rows": [3, 2], "count": 1, **given}),
+    ),
+    "prune_experts": (
+        pmoe.prune_experts,
+        lambda **given: pmoe.prune_experts(**{"state": layer().state_dict(), "keep": [0], **given}),
+    ),
+    "restore_experts": (pmoe.restore_experts, use_restore),
+    "group_experts": (
+        pmoe.group_experts,
+        lambda **given: pmoe.group_experts(
+            **{"state": layer().state_dict(), "rows": [1] * E, "count": 1, **given}
+        ),
+    ),
+    "merge_experts": (
+        pmoe.merge_experts,
+        lambda **given: pmoe.merge_experts(**{"state": layer().state_dict(), "groups": [range(E)], **given}),
+    ),
     "copy_into_experts": (
         pmoe.copy_into_experts,
         with_right(pmoe.copy_into_experts, layer=layer, dense=dense),

@@ -19,7 +19,17 @@ LEFT_OUT: dict[str, str] = {
         "to be subclassed: made without arguments, or by a subclass",
     ),
     **dict.fromkeys(
-        ("Journal", "Span", "Stats", "LayerStats", "PredictedMemory", "Loaded", "Traffic", "Meshes"),
+        (
+            "Journal",
+            "Span",
+            "Stats",
+            "LayerStats",
+            "LayerUsage",
+            "PredictedMemory",
+            "Loaded",
+            "Traffic",
+            "Meshes",
+        ),
         "a record that pmoe makes",
     ),
     "CheckpointError": "an error",

@@ -70,17 +70,39 @@ TAKEN: dict[str, dict[str, str]] = {
     "to_pmoe": {
         "state": NOTHING, "layout": NOTHING, "prefix": "empty", "experts": "None list", "names": "None {}",
     },
+    "export_weights": {
+        "model": "module", "layout": NOTHING, "max_bytes": "huge", "dtype": NONE, "rename": "None",
+        "group": NONE,
+    },
+    "save_weights": {
+        "model": "module", "folder": TEXT, "layout": NOTHING, "max_shard_bytes": "huge", "max_bytes": "huge",
+        "dtype": NONE, "rename": "None", "group": NONE,
+    },
     "from_pmoe": {
         "state": NOTHING, "layout": NOTHING, "prefix": f"empty 10**400GiB {TEXT}", "experts": "None list",
         "names": "None {}",
     },
-    "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE},
+    "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE, "usage": NONE},
+    "ExpertUsage": {"model": "module", "training": FLAG},
+    "ExpertUsage.watch": {"model": "module"},
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
     "GradScaler": {"device": NOTHING, "group": NONE},
     "parameter_groups": {
         "parameters": TENSORS, "lr": f"None scalar {SHARE}", "weight_decay": f"None {SHARE}",
     },
-    "copy_into_experts": {"dense": NOTHING},
+    "copy_into_experts": {
+        "dense": NOTHING, "noise": SHARE, "drop": "0 1 0.5", "router_std": POSITIVE,
+    },
+    "ExpertMuon": {
+        "model": NOTHING, "lr": SHARE, "weight_decay": SHARE, "momentum": "0 0.5", "nesterov": FLAG,
+        "ns_steps": COUNT, "adjust_lr_fn": NOTHING, "dtype": NOTHING,
+    },
+    "ExpertMuon.step": {"closure": "None class"},
+    "busiest_experts": {"rows": "numpy.array list", "count": "1 2 numpy.int numpy.uint8"},
+    "prune_experts": {"state": NOTHING, "keep": "list"},
+    "restore_experts": {"pruned": NOTHING, "removed": NOTHING},
+    "group_experts": {"state": NOTHING, "rows": NOTHING, "count": "1 2 numpy.int numpy.uint8"},
+    "merge_experts": {"state": NOTHING, "groups": NOTHING, "rows": NONE},
     "expert_parameters": {"model": "module"},
     "pool": {"device": NONE},
     "checkpoint_contexts": {"policy": "None class function module"},
@@ -91,7 +113,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "Restore": {"dispatched": NOTHING, "hidden": NOTHING},
     "StatsWriter": {
         "run_dir": TEXT, "model": "module", "every": COUNT, "tensorboard": FLAG, "exposed": FLAG,
-        "settings": "None {}", "group": NONE,
+        "routing": FLAG, "settings": "None {}", "group": NONE,
     },
     "StatsWriter.step": {"step": f"0 {NUMBER}"},
     "StatsWriter.step's scalars": {"loss": SCALAR},
@@ -105,7 +127,17 @@ TAKEN: dict[str, dict[str, str]] = {
         "gate": NOTHING, "num_experts": NOTHING, "busy": "list", "share": "0 1 0.5",
     },
     "ReplayGate": {"gate": NOTHING, "calls": NOTHING},
-    "record_routing": {"model": NOTHING, "folder": TEXT},
+    "record_routing": {"model": NOTHING, "folder": f"None {TEXT}"},
+    "replay_routing": {"model": NOTHING, "trace": NOTHING, "mask": NONE},
+    "engine_routing": {"calls": NOTHING, "layers": NOTHING, "num_tokens": NONE},
+    "BalanceLoss": {
+        "model": NOTHING, "over": NOTHING, "layers": NOTHING, "sequence_length": NONE, "window": NONE,
+        "z_loss_weight": SHARE, "averaged": FLAG, "group": NONE,
+    },
+    "StepTotals": {"num_tokens": f"0 {NUMBER}", "num_sequences": f"0 {NUMBER}", "counts": "None {}"},
+    "BalanceLoss.sequences": {"lengths": NOTHING},
+    "BalanceLoss.loss": {"totals": NONE},
+    "BalanceLoss.load_state_dict": {"state": "{}"},
     "read_routing": {"folder": NOTHING, "rank": "0"},
     "ExternalGate.routing": {"expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE},
     "Routing": {
@@ -163,5 +195,10 @@ ALSO = {
 """What else a refusal may name: what must be there before the argument is looked at, or the argument by the
 name that it has further in."""
 
-USERS_OWN = {("profile_module", "make_input"): "class function module"}
+USERS_OWN = {
+    ("profile_module", "make_input"): "class function module",
+    ("ExpertMuon.step", "closure"): "function module",
+    ("export_weights", "rename"): "class module",
+    ("save_weights", "rename"): "class module",
+}
 """Functions of users', which end in words of their own."""

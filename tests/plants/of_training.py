@@ -26,8 +26,8 @@ TRAINING = (
         name="local-numbers",
         breaks="a rank's experts are written under the numbers of another rank's",
         file=CONVERT,
-        old="range(len(experts)) if layout.local else experts)",
-        new="range(len(experts)))",
+        old="range(len(experts)) if layout.local else experts",
+        new="range(len(experts))",
         tests=LAYOUTS,
     ),
     Plant(

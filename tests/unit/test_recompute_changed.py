@@ -134,7 +134,7 @@ def test_and_routing_that_changed_is_refused_whatever_a_policy_saves(
 
 def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
     hashes = [
-        routing_check._hash(3, (expert, keep, None))
+        routing_check.routing_hash(3, (expert, keep, None))
         for expert in (torch.tensor([[0], [1], [2]]), torch.tensor([[1], [0], [2]]))
         for keep in (None, torch.tensor([[True], [True], [False]]), torch.tensor([[True], [False], [True]]))
     ]
@@ -143,7 +143,9 @@ def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
 
 def test_routings_that_differ_in_one_number_differ_in_their_hash() -> None:
     routings = torch.eye(300, dtype=torch.int64)
-    assert len({routing_check._hash(300, (each.unsqueeze(1), None)).item() for each in routings}) == 300
+    assert (
+        len({routing_check.routing_hash(300, (each.unsqueeze(1), None)).item() for each in routings}) == 300
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -201,8 +203,8 @@ def test_a_plain_checkpoint_around_one_that_keeps_the_routing_notices_that_it_ch
 
 def test_hashes_are_bounded_and_only_made_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, made = build(), []
-    hash_ = routing_check._hash
-    monkeypatch.setattr(routing_check, "_hash", lambda *args: (made.append(1), hash_(*args))[1])
+    hash_ = routing_check.routing_hash
+    monkeypatch.setattr(routing_check, "routing_hash", lambda *args: (made.append(1), hash_(*args))[1])
     x = tokens().requires_grad_()
     layer(x).sum().backward()
     with torch.inference_mode():

@@ -16,7 +16,8 @@ import pmoe
 from pmoe import warn
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.recorder import Span
-from pmoe.integrations.statistics import finders, imbalance
+from pmoe.integrations.model_layers import finders
+from pmoe.integrations.statistics import imbalance
 from pmoe.planner.timeline import overlap
 from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages

@@ -34,6 +34,17 @@ MAX_SHOWN = 6
 """Number of heat maps that are visible before the reader unfolds the rest. A table shows twice as many lines.
 """
 
+USAGE = {
+    "max_vio_micro": "MaxVio of a micro-batch: busiest expert over the mean, minus 1",
+    "max_vio_global": "MaxVio of the global batch",
+    "entropy": "Entropy of the experts' shares; 1 is even",
+    "active_fraction": "Share of experts with any rows",
+}
+"""Titles of the charts about all calls of a step, by the numbers in `pmoe.integrations.expert_usage.WORST`.
+
+Other charts show the largest share, dropped rows and the imbalance of ranks of each layer's last call.
+"""
+
 MAX_COLUMNS = 120
 """Largest number of columns of a heat map."""
 
@@ -89,6 +100,20 @@ def _load_charts(history: History) -> list[str]:
         drawn += _by_layer(history, title, field, unit="over the mean", floor=1)
     if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
         drawn += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=charts.format_share)
+    return drawn + _usage_charts(history)
+
+
+def _usage_charts(history: History) -> list[str]:
+    """Returns charts of the numbers about all calls of a step: mean and worst value over the layers."""
+    drawn = []
+    for name, title in USAGE.items():
+        curves = {
+            end: history.run.scalars[f"moe/{name}_{end}"]
+            for end in ("mean", "min", "max")
+            if f"moe/{name}_{end}" in history.run.scalars
+        }
+        if curves:
+            drawn.append(charts.line_chart(title, {f"{end} of layers": each for end, each in curves.items()}))
     return drawn
 
 
@@ -257,7 +282,11 @@ def _losses(history: History) -> list[str]:
 def _others(history: History) -> list[str]:
     """Returns a chart for each scalar that no other part of the page shows."""
     shown = (*history.losses, files.TIME, files.POOL_PEAK, files.HOST_POOL_PEAK)
-    others = {name: curve for name, curve in history.run.scalars.items() if name not in shown}
+    others = {
+        name: curve
+        for name, curve in history.run.scalars.items()
+        if name not in shown and not name.startswith("moe/")
+    }
     return [charts.line_chart(name, {name: curve}) for name, curve in others.items()]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pmoe.arguments import check_module
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.external import ExternalGate
-from pmoe.integrations.statistics import finders
+from pmoe.integrations.model_layers import finders
 from pmoe.integrations.transformers.layout import borrow, check_same_place
 from pmoe.integrations.transformers.padding import run_tokens
 from pmoe.integrations.transformers.shared_tensors import (

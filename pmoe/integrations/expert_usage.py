@@ -1,0 +1,263 @@
+"""`ExpertUsage`: row counts of all calls of a step, for numbers about load that do not grow with the model.
+
+`pmoe.stats` reads what layers store of their last call. With gradient accumulation a step has several calls;
+this object adds up the row counts of all of them. `scalars_of` makes a few numbers of the layers' loads, with
+names that other systems log, the same for 4 experts and for 4,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from pmoe.arguments import check_flag, check_kind, check_module
+from pmoe.call.decision import LastCall, LastRowCounts
+from pmoe.call.shape_run import is_shape_run
+from pmoe.checkpointing.replay import is_second_pass
+from pmoe.integrations.model_layers import layers_of
+from pmoe.layer import MoELayer
+
+MOST_UNREAD = 64
+"""Number of calls of a layer after which their counts are added up. Counts on a GPU are read only then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerUsage:
+    """The rows of one layer in all calls of a step, of this rank or of all ranks.
+
+    tokens_per_expert: (E,) for each of all E experts, the number of rows routed to it and not dropped.
+    num_slots: number of rows before any were dropped. None if a call's is not known (expert choice, SoftMoE).
+    num_calls: number of calls with rows, over all ranks.
+    max_vio_sum: MaxVio, summed over these calls: rows of the busiest expert / mean rows of an expert - 1
+        (arXiv 2408.15664, Eq. 4).
+    rank_imbalance: rows that the experts of the busiest rank get / mean of this number over the ranks. None
+        if the numbers are of one rank.
+    """
+
+    tokens_per_expert: tuple[int, ...]
+    num_slots: int | None
+    num_calls: int
+    max_vio_sum: float
+    rank_imbalance: float | None = None
+
+
+class ExpertUsage:
+    """Counts the rows of each expert in all calls of a model's layers, until `pmoe.stats` reads them.
+
+        usage = pmoe.ExpertUsage(model)
+        for step in range(steps):
+            for x in micro_batches:
+                loss_of(model(x)).backward()
+            wandb.log(pmoe.stats(model, all_ranks=True, usage=usage).scalars(), step=step)
+
+    Nothing is communicated before `pmoe.stats`, and no call waits for the device. Second passes of activation
+    checkpoints do not count, and neither do calls inside of a graph of ``torch.compile(backend="pmoe")``, of
+    which `pmoe.stats` knows the last.
+
+    Args:
+        model: the model, or a single layer.
+        training: True counts calls in training mode, False those in eval mode. So an evaluation between two
+            steps is not counted among the rows of a step.
+
+    Raises TypeError for other types.
+    """
+
+    def __init__(self, model: nn.Module, *, training: bool = True) -> None:
+        check_flag("training", training)
+        self.training = training
+        self._layers: dict[MoELayer, _Rows] = {}
+        self._hooks: list[Any] = []
+        self.watch(model)
+
+    def watch(self, model: nn.Module) -> None:
+        """Counts the calls of those layers of a model, too, that were made since the object was.
+
+        Raises TypeError if the model is no module.
+        """
+        check_module(model=model)
+        for layer in layers_of(model).values():
+            if layer not in self._layers:
+                self._layers[layer] = _Rows(layer.num_experts)
+                self._hooks.append(layer.register_forward_hook(self._count))
+
+    def _count(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        """Is the forward hook of a layer. Adds the row counts of the call."""
+        last: LastCall = layer.last  # type: ignore[assignment]  # a MoELayer has it
+        # Dynamo traces this hook. What follows would break the graph in which a layer is captured.
+        if last.ran is None or last.ran.path == "whole graph":
+            return
+        if layer.training is not self.training or is_second_pass() or is_shape_run():
+            return
+        assert last.counts is not None
+        assert isinstance(layer, MoELayer)
+        self._layers[layer].add(last.counts, last.ran.num_slots)
+
+    def take(self, layer: MoELayer) -> LayerUsage:
+        """Returns the rows of this rank's calls of a layer since the last time, and forgets them.
+
+        It waits for row counts that are still on the device. Raises TypeError for what is no MoELayer.
+        """
+        check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
+        rows = self._layers.setdefault(layer, _Rows(layer.num_experts))
+        self._layers[layer] = _Rows(layer.num_experts)
+        return rows.summed()
+
+    def clear(self) -> None:
+        """Forgets all calls so far."""
+        self._layers = {layer: _Rows(layer.num_experts) for layer in self._layers}
+
+    def remove(self) -> None:
+        """Removes the hooks from the layers."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Rows:
+    """Sums of the row counts of a layer's calls; the newest calls are not read yet.
+
+    num_experts: number of experts of all ranks.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._unread: list[LastRowCounts] = []
+        self._rows = [0] * num_experts
+        self._slots: int | None = 0
+        self._calls = 0
+        self._max_vio = 0.0
+
+    def add(self, counts: LastRowCounts, num_slots: int | None) -> None:
+        """Adds the counts of a call, which may still be on the device."""
+        self._unread.append(counts)
+        self._slots = None if self._slots is None or num_slots is None else self._slots + num_slots
+        if len(self._unread) == MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Adds up the counts that are not read yet."""
+        for counts in self._unread:
+            rows = counts.kept_E().tolist()
+            self._rows = [sum(pair) for pair in zip(self._rows, rows, strict=True)]
+            if sum(rows):
+                self._calls += 1
+                self._max_vio += max_violation(rows)
+        self._unread = []
+
+    def summed(self) -> LayerUsage:
+        """Returns the sums over all calls."""
+        self._read()
+        return LayerUsage(
+            tokens_per_expert=tuple(self._rows),
+            num_slots=self._slots,
+            num_calls=self._calls,
+            max_vio_sum=self._max_vio,
+        )
+
+
+# ---- numbers about load
+
+
+def max_violation(rows: Sequence[int]) -> float:
+    """Returns MaxVio: rows of the busiest expert / mean rows of an expert - 1; 0 without rows.
+
+    Example: (3, 1, 0, 0) -> 2.
+    """
+    total = sum(rows)
+    return max(rows) * len(rows) / total - 1 if total else 0.0
+
+
+def entropy(rows: Sequence[int]) -> float:
+    """Returns the entropy of the experts' shares of rows / the entropy of equal shares, from 0 to 1.
+
+    1 stands for equal shares, 0 for one expert with all rows. Without rows, or with one expert, it is 1.
+    """
+    total = sum(rows)
+    if not total or len(rows) == 1:
+        return 1.0
+    shares = [count / total for count in rows if count]
+    return -sum(share * math.log(share) for share in shares) / math.log(len(rows))
+
+
+WORST: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "entropy": min,
+    "max_share": max,
+    "active_fraction": min,
+    "max_vio_micro": max,
+    "max_vio_global": max,
+    "drop_rate": max,
+    "rank_imbalance": max,
+}
+"""The numbers about a layer's load, with the function that picks the worst of several layers."""
+
+
+def load_numbers(usage: LayerUsage) -> dict[str, float]:
+    """Returns the numbers about the load of a layer's experts by name; without those that are not known.
+
+    entropy            `entropy` of the rows of the step
+    max_share          largest share of an expert in the rows
+    active_fraction    share of the experts that have any rows
+    max_vio_micro      MaxVio, a mean over calls and ranks
+    max_vio_global     MaxVio of the rows of all calls and ranks together
+    drop_rate          share of rows that were dropped
+    rank_imbalance     rows of the busiest rank / mean rows of a rank
+    """
+    rows = usage.tokens_per_expert
+    total = sum(rows)
+    numbers = {
+        "entropy": entropy(rows),
+        "max_share": max(rows) / total if total else 0.0,
+        "active_fraction": sum(count > 0 for count in rows) / len(rows) if total else 1.0,
+        "max_vio_micro": usage.max_vio_sum / max(usage.num_calls, 1),
+        "max_vio_global": max_violation(rows),
+    }
+    if usage.num_slots is not None:
+        numbers["drop_rate"] = 1 - total / usage.num_slots if usage.num_slots else 0.0
+    if usage.rank_imbalance is not None:
+        numbers["rank_imbalance"] = usage.rank_imbalance
+    return numbers
+
+
+def scalars_of(usages: Sequence[LayerUsage]) -> dict[str, float]:
+    """Returns the numbers about the load of all layers: for each a mean over the layers, and the worst.
+
+    Names are "moe/entropy_mean", "moe/entropy_min", "moe/max_vio_global_max" and so on: at most two for each
+    name in `WORST`, for any number of layers and experts.
+    """
+    by_layer = [load_numbers(usage) for usage in usages]
+    scalars: dict[str, float] = {}
+    for name, worst in WORST.items():
+        values = [numbers[name] for numbers in by_layer if name in numbers]
+        if values:
+            scalars[f"moe/{name}_mean"] = sum(values) / len(values)
+            scalars[f"moe/{name}_{'min' if worst is min else 'max'}"] = worst(values)
+    return scalars
+
+
+# ---- all ranks
+
+
+def reduced_numbers(usage: LayerUsage) -> list[float]:
+    """Returns the numbers of a layer that are summed over ranks: rows by expert, slots, calls, MaxVio."""
+    return [*usage.tokens_per_expert, usage.num_slots or 0, usage.num_calls, usage.max_vio_sum]
+
+
+def with_reduced(usage: LayerUsage, num_local: int, numbers: Sequence[float]) -> LayerUsage:
+    """Returns a layer's usage with the sums over all ranks.
+
+    num_local: number of experts of a rank.
+    numbers: the sums over all ranks of `reduced_numbers`.
+    """
+    *rows, slots, calls, max_vio = numbers
+    counts = tuple(round(count) for count in rows)
+    by_rank = [sum(counts[first : first + num_local]) for first in range(0, len(counts), num_local)]
+    return replace(
+        usage,
+        tokens_per_expert=counts,
+        num_slots=None if usage.num_slots is None else round(slots),
+        num_calls=round(calls),
+        max_vio_sum=max_vio,
+        rank_imbalance=max_violation(by_rank) + 1,
+    )

@@ -1,0 +1,24 @@
+"""The MoE layers of a model: its submodules, and layers that integrations run beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from pmoe.layer import MoELayer
+
+finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
+"""Functions from a model to those of its MoE layers, by name, that are not submodules of it.
+
+Integrations append a function here. transformers' experts modules, for example, are run by layers outside of
+the model.
+"""
+
+
+def layers_of(model: nn.Module) -> dict[str, MoELayer]:
+    """Returns the MoE layers of a model by name: its submodules, then the layers of `finders`."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+    for finder in finders:
+        layers |= finder(model)
+    return layers

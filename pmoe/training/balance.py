@@ -1,0 +1,502 @@
+"""Balance losses over sequences, the global batch of a step, or a window of steps: `BalanceLoss`.
+
+The load-balance loss of a layer with E experts is E * sum_e f_e * P_e: f_e is the share of the choices that
+fell on expert e, P_e the mean share of e in the tokens' scores. `MoELayer.l_aux` takes both from one call of
+one rank. Here they are taken over more, so that the loss does not depend on how a step is divided:
+
+    over          f_e is the share in                        P_e is the mean over
+    "sequence"    a sequence (DeepSeek-V3, Eq. 17-20)        that sequence; then the mean of the losses
+    "batch"       all tokens of a step (arXiv 2501.11873)    all tokens of the step
+    "window"      all tokens of the steps before             all tokens of the step
+
+A part of a step, such as a micro-batch of one rank, can compute its summand of such a loss if it knows what
+the whole step has: `StepTotals`. The summands add up to the loss of the whole step on one rank.
+
+Letters: T tokens of a call, K experts of a token, E experts of a layer, B sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe.arguments import (
+    check_count,
+    check_flag,
+    check_int,
+    check_kind,
+    check_module,
+    check_not_negative,
+    check_one_of,
+    list_of,
+    plain_int,
+)
+from pmoe.call.shape_run import is_shape_run
+from pmoe.checkpointing.replay import hidden_from_checkpoints, is_second_pass
+from pmoe.comm.agreement import gathered
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
+from pmoe.gates.base import Gate, Routing
+from pmoe.gates.deepseek import sequence_losses
+from pmoe.layer import MoELayer
+
+OverName = Literal["sequence", "batch", "window"]
+"""Values of `BalanceLoss`'s argument ``over``."""
+
+SumName = Literal["megatron", "torchtitan", "transformers"]
+"""Values of `BalanceLoss`'s argument ``layers``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """The numbers of a whole training step, over all its ranks and micro-batches.
+
+    num_tokens: number of tokens that each layer gets in the step.
+    num_sequences: number of sequences of the step; needed for losses over sequences.
+    counts: by layer name, (E,) int64: how many choices fell on each of E experts; needed for losses over the
+        batch. None if they are not known.
+
+    Raises ValueError or TypeError if a number is no integer of at least 0, or counts are not a dict.
+    """
+
+    num_tokens: int
+    num_sequences: int = 0
+    counts: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        check_int(0, num_tokens=self.num_tokens, num_sequences=self.num_sequences)
+        check_kind((Mapping, type(None)), "None or a dict of tensors", counts=self.counts)
+
+
+@dataclass
+class _LayerSums:
+    """Sums over the calls of one layer since the last loss.
+
+    share: (E,), the sums of the tokens' shares, with a graph. None without a call.
+    sequences: scalar, the sum of the losses of sequences, with a graph.
+    z: scalar, the sum over tokens of logsumexp(logits)^2, with a graph.
+    counts: (E,) int64, choices by expert.
+    num_tokens, num_sequences: how many tokens and sequences the calls had.
+    """
+
+    share: Tensor | None = None
+    sequences: Tensor | None = None
+    z: Tensor | None = None
+    counts: Tensor | None = None
+    num_tokens: int = 0
+    num_sequences: int = 0
+
+    def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
+        """Adds the sums of a call: see the attributes for their shapes."""
+        self.share = share if self.share is None else self.share + share
+        self.counts = counts if self.counts is None else self.counts + counts
+        if sequences is not None:
+            self.sequences = sequences if self.sequences is None else self.sequences + sequences
+        if z is not None:
+            self.z = z if self.z is None else self.z + z
+
+
+class BalanceLoss:
+    """The load-balance loss of a model's layers, over sequences, the global batch, or a window of steps.
+
+        balance = pmoe.BalanceLoss(model, over="batch")
+        for x in batches:
+            (task_loss(model(x)) + 0.01 * balance.loss()).backward()
+            optimizer.step()
+
+    The object hooks the gates and collects their scores; `remove` ends that. Do not add the layers' ``l_aux``
+    too. The value and every gradient are those of the loss of the whole step on one rank. They do not depend
+    on the number of ranks, on expert parallelism, and on the micro-batches and their sizes. For this, `loss`
+    must know the whole step:
+
+    - If all forward passes of the step come before `loss`, it needs nothing.
+    - If each micro-batch goes backward before the next one, `loss` needs a `StepTotals`: with the number of
+      tokens ("window"), the number of sequences ("sequence"), or the counts ("batch"). Counts come from
+      forward passes without gradients and `totals`. This costs a forward pass more, but no other way is
+      exact: the first micro-batch needs the choices of the last one.
+
+    Do not divide the loss by the number of micro-batches; it is divided by the tokens of the whole step.
+
+    Args:
+        model: a model with MoE layers, or a single layer. Leave layers out by passing an nn.ModuleList of the
+            others.
+        over: "sequence", "batch" or "window".
+        layers: how the losses of several layers become one. "megatron" and "torchtitan": their sum.
+            "transformers": one loss for the tokens of all layers together, times top_k, as
+            ``load_balancing_loss_func`` computes it.
+        sequence_length: with "sequence", the number of tokens of each sequence; the last one of a call may be
+            shorter. None if `sequences` says how long they are.
+        window: with "window", the number of steps, without the present one. In the first step every expert
+            has the same share.
+        z_loss_weight: factor of `router_z_loss` in the loss, a mean over the tokens of the step.
+        averaged: whether gradients are averaged over the ranks of ``group``, as by DistributedDataParallel,
+            FSDP or `pmoe.parallelize`. The loss of a rank is then multiplied by the number of ranks. False if
+            gradients are summed.
+        group: the ranks that train on different tokens; None is the default group, or this rank alone.
+
+    Every rank of the group must construct the object, with the same layers, and call its methods in the same
+    order. Checkpoints with use_reentrant=True are refused, because their first pass has no gradients. Until
+    backward, a call holds the shares of its tokens, (T, E), also under a checkpoint. A sequence must be on
+    one rank, and the loss is that of this rank's pipeline stage.
+
+    Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
+    balanced by a loss, or, on every rank, if ranks have different layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        over: OverName = "batch",
+        layers: SumName = "megatron",
+        sequence_length: int | None = None,
+        window: int | None = None,
+        z_loss_weight: float = 0.0,
+        averaged: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_module(model=model)
+        check_one_of("over", over, get_args(OverName))
+        check_one_of("layers", layers, get_args(SumName))
+        check_not_negative(z_loss_weight=z_loss_weight)
+        check_flag("averaged", averaged)
+        check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
+        if sequence_length is not None:
+            check_count(sequence_length=sequence_length)
+            if over != "sequence":
+                raise ValueError(
+                    f"sequence_length ({sequence_length}) must be None unless over is 'sequence'"
+                )
+        if (window is None) is (over == "window"):
+            raise ValueError(f"window ({window}) must be a number of steps if and only if over is 'window'")
+        if window is not None:
+            check_count(window=window)
+        self._ranks = Ranks(group)
+        self._layers = _balanced_layers(model)
+        sizes = {layer.num_experts for layer in self._layers.values()}
+        if layers == "transformers" and (over == "sequence" or len(sizes) > 1):
+            raise ValueError(
+                "layers ('transformers') takes all layers' tokens together: it must be 'megatron' or "
+                "'torchtitan' with over='sequence', and if layers have different numbers of experts "
+                f"({sorted(sizes)})"
+            )
+        experts = {name: layer.num_experts for name, layer in self._layers.items()}
+        for rank, others in enumerate(gathered(self._ranks, experts, stage="comparing balanced layers")):
+            if others != experts:
+                raise ValueError(
+                    f"model (experts by layer: {experts} on rank {self._ranks.rank}) must have the same "
+                    f"layers on every rank of the group, but rank {rank} has {others}"
+                )
+        self.over = over
+        self.layers = layers
+        self.z_loss_weight = z_loss_weight
+        self.averaged = averaged
+        self.sequence_length = plain_int(sequence_length)
+        self._lengths: list[int] | None = None
+        self._calls = {name: _LayerSums() for name in self._layers}
+        self._of_step: dict[str, Tensor] = {}  # counts of the steps' calls that have a loss, by layer
+        self._window: deque[dict[str, Tensor]] = deque(maxlen=plain_int(window))
+        self._handles = [
+            layer.gate.register_forward_hook(self._hook(name)) for name, layer in self._layers.items()
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks from the gates. The object is of no use afterwards."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def sequences(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Returns a with-block for calls whose sequences have these numbers of tokens, one after the other.
+
+        lengths: for each sequence of a call, its number of tokens. Padding that ``layer(x, mask=mask)``
+            leaves out does not count. They must add up to the tokens of the call.
+
+        Raises ValueError unless the loss is over sequences of no fixed length; and at the call, on every rank
+        of the layer, if the lengths do not add up.
+        """
+        if self.over != "sequence" or self.sequence_length is not None:
+            raise ValueError(
+                f"sequences must be used with over='sequence' ({self.over!r}) and without sequence_length "
+                f"({self.sequence_length})"
+            )
+        values = list_of("lengths", lengths)
+        for at, length in enumerate(values):
+            check_int(1, **{f"lengths[{at}]": length})
+        self._lengths = [int(length) for length in values]
+        try:
+            yield
+        finally:
+            self._lengths = None
+
+    def totals(self) -> StepTotals:
+        """Returns the totals of all calls since the last `loss` or `totals`, over all ranks, and drops them.
+
+        Run the forward passes of a step without gradients first, then call this method, then pass its result
+        to each `loss` of the step:
+
+            with torch.no_grad():
+                for x in micro_batches:
+                    model(x)
+            step = balance.totals()
+            for x in micro_batches:
+                (task_loss(model(x)) / len(micro_batches) + 0.01 * balance.loss(step)).backward()
+
+        A collective: one all-reduce. Raises ValueError if layers were called for different numbers of tokens.
+        """
+        return self._reduced(self._taken())
+
+    def loss(self, totals: StepTotals | None = None) -> Tensor:
+        """Returns the balance loss of all calls since the last `loss` or `totals`: a scalar with a graph.
+
+        totals: the numbers of the whole step. None if these calls, on all ranks, are the whole step.
+
+        With ``averaged`` the mean over ranks of the results, summed over the `loss` calls of a step, is the
+        loss of the whole step; without it, the sum over ranks.
+
+        A collective without totals: one all-reduce. Raises ValueError if the totals lack what the loss is
+        over, RuntimeError if there was no call, or if calls without gradients are among these.
+        """
+        check_kind((StepTotals, type(None)), "None or a StepTotals", totals=totals)
+        calls = self._taken()
+        for name, of_layer in calls.items():
+            if of_layer.share is None:
+                raise RuntimeError(
+                    f"layer {name!r} must be called before loss(): it was not since the last one"
+                )
+            needs = any(parameter.requires_grad for parameter in self._layers[name].gate.parameters())
+            if needs and torch.is_grad_enabled() and not of_layer.share.requires_grad:
+                raise RuntimeError(
+                    f"layer {name!r} was called without gradients: call totals() after forward passes under "
+                    "torch.no_grad(), and give checkpoints use_reentrant=False"
+                )
+        step = self._reduced(calls) if totals is None else totals
+        self._check_totals(step)
+        for name, of_layer in calls.items():
+            assert of_layer.counts is not None
+            if self.over == "window":
+                earlier = self._of_step.get(name)
+                self._of_step[name] = of_layer.counts if earlier is None else earlier + of_layer.counts
+        parts = self._pooled(calls, step) if self.layers == "transformers" else self._summed(calls, step)
+        return parts * (self._ranks.size if self.averaged else 1)
+
+    def end_step(self) -> None:
+        """Adds the counts of the step to the window. Call it once in each optimizer step, with "window".
+
+        A collective: one all-reduce. Raises ValueError unless the loss is over a window, RuntimeError if the
+        step had no `loss`.
+        """
+        if self.over != "window":
+            raise ValueError(f"end_step must be called with over='window', not {self.over!r}")
+        if not self._of_step:
+            raise RuntimeError("end_step must be called after the losses of a step")
+        summed = self._all_reduced(torch.cat([self._of_step[name] for name in self._layers]))
+        parts = summed.split([layer.num_experts for layer in self._layers.values()])
+        self._window.append(dict(zip(self._layers, parts, strict=True)))
+        self._of_step = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the window: for each of its steps the counts by layer, (E,) int64. {} without a window."""
+        return {"window": [dict(step) for step in self._window]} if self.over == "window" else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the window to one that `state_dict` returned.
+
+        Raises ValueError if it is of other layers.
+        """
+        check_kind(Mapping, "a state dict", state=state)
+        steps = list_of("state['window']", state.get("window", []))
+        for step in steps:
+            sizes = {name: counts.numel() for name, counts in dict(step).items()}
+            if sizes != {name: layer.num_experts for name, layer in self._layers.items()}:
+                raise ValueError(f"state (experts by layer: {sizes}) must be of the layers of this model")
+        self._window.clear()
+        self._window.extend(dict(step) for step in steps)
+
+    # ---- the calls
+
+    def _hook(self, name: str) -> Any:
+        """Returns the forward hook of a layer's gate, which adds each call to the layer's `_LayerSums`."""
+
+        def collect(gate: nn.Module, inputs: Any, routing: Routing) -> None:
+            if is_second_pass() or is_shape_run():
+                return
+            # No checkpoint sees these operations, so its second pass need not repeat them. Gradients go into
+            # the checkpointed graph by the logits.
+            with hidden_from_checkpoints():
+                self._add(name, routing)
+
+        return collect
+
+    def _add(self, name: str, routing: Routing) -> None:
+        """Adds a call to the `_LayerSums` of a layer.
+
+        Raises ValueError if the loss is over sequences whose lengths are not known or do not add up.
+        """
+        calls = self._calls[name]
+        router = self._layers[name].layer_modules.router
+        assert isinstance(router, Gate)
+        share_TE, expert_TK = router.balance_terms(routing)
+        num_tokens, num_experts = share_TE.shape
+        sequences = None
+        if self.over == "sequence":
+            lengths = self._lengths_of(num_tokens)
+            lengths_B = torch.tensor(lengths, dtype=torch.int64, device=share_TE.device)
+            number_B = torch.arange(len(lengths), device=share_TE.device)
+            sequence_T = number_B.repeat_interleave(lengths_B, output_size=num_tokens)
+            sequences = sequence_losses(share_TE, expert_TK, sequence_T, lengths_B).sum()
+            calls.num_sequences += len(lengths)
+        z = None
+        if self.z_loss_weight and routing.logits is not None:
+            z = routing.logits.logsumexp(-1).square().sum()
+        chosen = expert_TK.reshape(-1)
+        counts_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+        counts_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+        calls.add(share_TE.sum(0), sequences, z, counts_E)
+        calls.num_tokens += num_tokens
+
+    def _lengths_of(self, num_tokens: int) -> list[int]:
+        """Returns the lengths of the sequences of a call with this number of tokens.
+
+        Raises ValueError if they are not known or do not add up.
+        """
+        if self.sequence_length is not None:
+            whole, rest = divmod(num_tokens, self.sequence_length)
+            return [self.sequence_length] * whole + [rest] * (rest > 0)
+        if self._lengths is None:
+            raise ValueError(
+                "sequence_length (None) must be a number, or the call be inside balance.sequences(lengths)"
+            )
+        if sum(self._lengths) != num_tokens:
+            raise ValueError(
+                f"lengths (of {len(self._lengths)} sequences, {sum(self._lengths)} tokens) must add up to "
+                f"the {num_tokens} tokens of the call"
+            )
+        return self._lengths
+
+    def _taken(self) -> dict[str, _LayerSums]:
+        """Returns what the calls since the last time add up to, by layer, and starts again from nothing."""
+        calls = self._calls
+        self._calls = {name: _LayerSums() for name in calls}
+        return calls
+
+    # ---- the numbers of a step
+
+    def _reduced(self, calls: Mapping[str, _LayerSums]) -> StepTotals:
+        """Returns the totals of calls on all ranks. A collective: one all-reduce.
+
+        Raises ValueError if layers were called for different numbers of tokens.
+        """
+        parts = []
+        sizes = []
+        for name, layer in self._layers.items():
+            of_layer = calls[name]
+            counts = of_layer.counts
+            if counts is None:
+                device = next((one.device for one in layer.parameters()), torch.device("cpu"))
+                counts = torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
+            numbers = torch.tensor([of_layer.num_tokens, of_layer.num_sequences], dtype=torch.int64)
+            parts += [counts, numbers.to(counts.device)]
+            sizes += [layer.num_experts, 2]
+        split = self._all_reduced(torch.cat(parts)).split(sizes)
+        sums: list[list[int]] = [part.tolist() for part in split[1::2]]
+        if any(of_layer != sums[0] for of_layer in sums):
+            found = {name: of_layer[0] for name, of_layer in zip(self._layers, sums, strict=True)}
+            raise ValueError(
+                f"model (tokens by layer: {found}) must give every layer the same tokens: balance layers of "
+                "other tokens by a BalanceLoss of their own"
+            )
+        counts_of = dict(zip(self._layers, split[::2], strict=True))
+        return StepTotals(num_tokens=sums[0][0], num_sequences=sums[0][1], counts=counts_of)
+
+    def _all_reduced(self, numbers: Tensor) -> Tensor:
+        """Returns the sum over the ranks of a tensor of any shape. A collective."""
+        if self._ranks.group is not None and self._ranks.size > 1:
+            with at_stage("summing expert counts", self._ranks):
+                dist.all_reduce(numbers, group=self._ranks.group)
+        return numbers
+
+    def _check_totals(self, totals: StepTotals) -> None:
+        """Raises ValueError if the totals lack what the loss is over."""
+        if self.over == "sequence" and totals.num_sequences < 1:
+            raise ValueError(f"num_sequences ({totals.num_sequences}) must be that of the whole step")
+        if self.over == "batch":
+            counts = totals.counts
+            if counts is None or any(
+                name not in counts or tuple(counts[name].shape) != (layer.num_experts,)
+                for name, layer in self._layers.items()
+            ):
+                raise ValueError(
+                    "counts must have the choices of each expert in the whole step, by layer: take them from "
+                    "balance.totals(), or use over='window' if the step cannot run forward twice"
+                )
+
+    def _counts(self, name: str, totals: StepTotals) -> Tensor:
+        """Returns the counts (E,) from which a layer's f_e come: those of the step or of the window."""
+        if self.over == "batch":
+            assert totals.counts is not None
+            return totals.counts[name]
+        layer = self._layers[name]
+        if not self._window:
+            return torch.ones(layer.num_experts, dtype=torch.int64)
+        return torch.stack([step[name] for step in self._window]).sum(0)
+
+    # ---- the sum over layers
+
+    def _summed(self, calls: Mapping[str, _LayerSums], totals: StepTotals) -> Tensor:
+        """Returns the summands of these calls, summed over layers: a scalar."""
+        losses = []
+        for name, of_layer in calls.items():
+            assert of_layer.share is not None
+            share_E = of_layer.share
+            if self.over == "sequence":
+                assert of_layer.sequences is not None
+                loss = of_layer.sequences / totals.num_sequences
+            else:
+                counts_E = self._counts(name, totals).to(share_E.device)
+                f_E = counts_E.to(share_E.dtype) / counts_E.sum().clamp(min=1)
+                loss = (f_E * share_E).sum() * (share_E.shape[0] / max(totals.num_tokens, 1))
+            if of_layer.z is not None:
+                loss = loss + self.z_loss_weight / max(totals.num_tokens, 1) * of_layer.z
+            losses.append(loss)
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+
+    def _pooled(self, calls: Mapping[str, _LayerSums], totals: StepTotals) -> Tensor:
+        """Returns the summands of these calls as transformers does: all layers' tokens together, a scalar."""
+        first = next(iter(calls.values())).share
+        assert first is not None
+        num_lines = max(totals.num_tokens * len(calls), 1)
+        counts_E = torch.stack([self._counts(name, totals).to(first.device) for name in calls]).sum(0)
+        top_k = next(iter(self._layers.values())).top_k
+        f_E = top_k * counts_E.to(first.dtype) / counts_E.sum().clamp(min=1)
+        shares = [
+            of_layer.share.to(first.device) for of_layer in calls.values() if of_layer.share is not None
+        ]
+        loss = (f_E * torch.stack(shares).sum(0)).sum() * (first.shape[0] / num_lines)
+        zs = [of_layer.z.to(first.device) for of_layer in calls.values() if of_layer.z is not None]
+        return loss + self.z_loss_weight / num_lines * torch.stack(zs).sum() if zs else loss
+
+
+def _balanced_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Returns the MoE layers of a model by name, if all of them can be balanced by a loss.
+
+    Raises ValueError if there are none, or if a gate has no `pmoe.Gate.balance_terms`.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+    if not layers:
+        raise ValueError(f"model ({type(model).__name__}) must hold a MoELayer")
+    for name, layer in layers.items():
+        router = layer.layer_modules.router
+        if not isinstance(router, Gate) or type(router).balance_terms is Gate.balance_terms:
+            raise ValueError(
+                f"model has a layer {name!r} whose gate ({type(router).__name__}) has no scores to balance "
+                "by a loss: pass an nn.ModuleList of the other layers"
+            )
+    return layers

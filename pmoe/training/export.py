@@ -1,0 +1,496 @@
+"""Weights of a model whose experts are spread over ranks, tensor by tensor in another system's names.
+
+An inference engine takes the weights of a training while it runs, and a file has those of all ranks. Neither
+needs a rank that holds all experts. Experts go from the rank that holds them to all ranks in parts of at most
+``max_bytes``:
+
+    for each layer, for each of w1, w2, b1, b2, for each rank of "ep":
+        with "esp", the ranks that share the experts gather their columns
+        the rank sends as many experts as fit to the others
+        every rank yields them one by one
+
+Before each part all ranks meet, so that a rank that stops early stops the others, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe.arguments import check_module, check_one_of, check_path, check_place
+from pmoe.comm.agreement import all_fail_together, digest, largest, same
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
+from pmoe.convert import LAYOUTS, Layout, LayoutName, parts_of
+from pmoe.experts.operands import local_part
+from pmoe.experts.stacked import StackedExperts
+from pmoe.layer import MoELayer
+from pmoe.text import parse_bytes
+
+Item = tuple[str, int | None, Tensor]
+"""A tensor of an export: its name, the number of its expert (None if it belongs to none), and the tensor."""
+
+Rename = Callable[[str], str]
+
+INDEX = "model.safetensors.index.json"
+"""Name of the file that says in which file each tensor is, as transformers writes it."""
+
+
+def export_weights(
+    model: nn.Module,
+    layout: LayoutName,
+    *,
+    max_bytes: int | str = "512MiB",
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ExportedItems:
+    """Returns an iterator over all weights of a model: (name, number of the expert, tensor), on every rank.
+
+        for name, _, tensor in pmoe.export_weights(model, "qwen-moe", dtype=torch.bfloat16):
+            engine.load_weights([(name, tensor)])  # vLLM, SGLang
+
+    Every rank gets all tensors, in the same order, and holds at most about three times ``max_bytes`` of the
+    experts for them. Tensors of the experts are copies; others may be the model's own.
+
+    Args:
+        model: the model, without a wrapper such as DistributedDataParallel. Its experts may be spread over
+            ranks, before or after `pmoe.parallelize`.
+        layout: the names and shapes of the tensors of MoE layers: a key of `pmoe.convert.LAYOUTS`. With names
+            for each expert ("qwen-moe", "mixtral", "deepseek") each tensor is whole. With stacked names
+            ("qwen-moe-stacked", "gpt-oss") it is the part of the stated expert.
+        max_bytes: the most bytes of experts that are sent at a time, such as "512MiB".
+        dtype: dtype to which floating-point tensors are cast before they are sent; None keeps each one's own.
+        rename: a function from a name in the model, such as "model.layers.0.moe.experts.3.up_proj.weight", to
+            the name that is yielded; None keeps the names. Layers' names end with the layout's.
+        group: the ranks that export together; None is the default group.
+
+    Every rank of the group must call the function, and take all items. If a rank stops early, the others
+    raise RuntimeError at their next part, with the number of that rank. It stops by ``close()``, which also
+    happens when nothing refers to the iterator any longer, as after a ``break``; in code that may raise, use
+    ``contextlib.closing``. If a rank dies, the others raise within the group's timeout.
+
+    Raises ValueError or TypeError on every rank, before anything is sent, for wrong arguments: a layout that
+    has no place for a tensor, two tensors of one name, experts that are modules or parametrized, a max_bytes
+    below the largest tensor of an expert, or another model on another rank.
+    """
+    ranks = Ranks(group)
+    with all_fail_together(ranks, stage="planning an export"):
+        check_one_of("layout", layout, tuple(LAYOUTS))
+        check_module(model=model)
+        check_place(None, dtype)
+        limit = parse_bytes("max_bytes", max_bytes)
+        export = _Export(model, LAYOUTS[layout], layout, limit, dtype, rename, ranks)
+        export.check()
+    export.compare()
+    return ExportedItems(export)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a layer's axes, by their letters in `pmoe.convert.AXES`, for one expert."""
+
+    by_axis: Mapping[str, int]
+
+    @staticmethod
+    def of(layer: MoELayer) -> _Sizes:
+        """Returns the sizes of a layer whose experts are stacked."""
+        experts = layer.layer_modules.experts
+        assert isinstance(experts, StackedExperts)
+        hidden = 1
+        shared = layer.layer_modules.shared_expert
+        if isinstance(shared, StackedExperts):
+            hidden = shared.all_hidden
+        return _Sizes(
+            {"1": 1, "S": 1, "E": layer.num_experts, "M": layer.d_model, "X": 1, "H": experts.all_hidden}
+            | {"h": hidden, "f": experts.hidden_factor}
+        )
+
+
+class ExportedItems(Iterator[Item]):
+    """The iterator that `export_weights` returns. `close` stops it before its end, on all ranks."""
+
+    def __init__(self, export: _Export) -> None:
+        self._export = export
+        self._items = export.items()
+        self._is_open = True
+
+    def __next__(self) -> Item:
+        try:
+            return next(self._items)
+        except BaseException:
+            self._is_open = False
+            raise
+
+    def close(self) -> None:
+        """Stops the export, so that the other ranks raise RuntimeError. Does nothing after the last item."""
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(RuntimeError):
+                self._export.meet(stops=True)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Export:
+    """The arguments of `export_weights`, checked."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        layout_name: str,
+        limit: int,
+        dtype: torch.dtype | None,
+        rename: Rename | None,
+        ranks: Ranks,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.layout_name = layout_name
+        self.limit = limit
+        self.dtype = dtype
+        self.rename = rename
+        self.ranks = ranks
+        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+
+    # ---- before anything is sent
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raises ValueError or TypeError if the layout has no place for a tensor, or one is too large."""
+        if self.rename is not None and not callable(self.rename):
+            raise TypeError(f"rename ({self.rename!r}) must be None or a function from names to names")
+        names: dict[str, str] = {}
+        for name, layer in self.layers.items():
+            experts = layer.layer_modules.experts
+            if not isinstance(experts, StackedExperts) or experts.hidden_dims() is None:
+                raise TypeError(
+                    f"model has a layer {name!r} whose experts ({type(experts).__name__}) must be plain "
+                    "stacked ones: no modules, no parametrizations"
+                )
+            gated = experts.hidden_factor == 2
+            if self.layout.gated not in (None, gated):
+                kind = "gated" if self.layout.gated else "not gated"
+                raise ValueError(
+                    f"layout ({self.layout_name!r}) must fit layer {name!r}: its experts are {kind}"
+                )
+            for own, tensor in self._stacked(layer).items():
+                shape = self._whole_shape(layer, own, tensor)
+                self._parts(name, f"experts.{own}", torch.empty((1, *shape), device="meta"), 0)
+                size = shape.numel() * (self.dtype or tensor.dtype).itemsize
+                if size > self.limit:
+                    raise ValueError(
+                        f"max_bytes ({self.limit}) must be at least {size}, the bytes of {own} of one expert "
+                        f"in layer {name!r}"
+                    )
+        for name, part, shape in self._described():
+            if part in names:
+                raise ValueError(
+                    f"rename must keep names apart, but {names[part]!r} and {name!r} both become {part!r} "
+                    f"(shape {tuple(shape)})"
+                )
+            names[part] = name
+
+    def compare(self) -> None:
+        """Raises ValueError on every rank if ranks export other tensors. A collective."""
+        lines = [f"{part} {tuple(shape)}" for _, part, shape in self._described()]
+        lines.append(f"{self.limit} {self.dtype}")
+        (is_same,) = same(self.ranks, self._device(), [digest(lines)], stage="comparing exports")
+        if not is_same:
+            raise ValueError(
+                "model, layout, max_bytes, dtype and rename must be the same on every rank of an export"
+            )
+
+    def _described(self) -> Iterator[tuple[str, str, torch.Size]]:
+        """Yields (name in the model, name that is yielded, shape) of all tensors, experts once each."""
+        for name, value in self._dense():
+            yield name, self.renamed(name), value.shape
+        for name, layer in self.layers.items():
+            for own, value in self._beside_experts(layer).items():
+                like = torch.empty(value.shape, device="meta")
+                for key, part in self._parts(name, own, like, None):
+                    yield f"{name}.{own}", self.renamed(key), part.shape
+            for own, value in self._stacked(layer).items():
+                shape = self._whole_shape(layer, own, value)
+                like = torch.empty((1, *shape), device="meta")
+                for expert in range(layer.num_experts if self._has_names_of_experts(own) else 1):
+                    for key, part in self._parts(name, f"experts.{own}", like, expert):
+                        yield f"{name}.experts.{own}[{expert}]", self.renamed(key), part.shape
+
+    def _has_names_of_experts(self, own: str) -> bool:
+        """Returns whether each expert has a name of its own in the layout, for pmoe's tensor ``own``."""
+        return "{e}" in self.layout.names[f"experts.{own}"]
+
+    def _device(self) -> torch.device:
+        """Returns the device of the model's first parameter."""
+        return next((one.device for one in self.model.parameters()), torch.device("cpu"))
+
+    def renamed(self, name: str) -> str:
+        """Returns the name under which a tensor is yielded. Raises TypeError if it is no text."""
+        if self.rename is None:
+            return name
+        found: object = self.rename(name)
+        if not isinstance(found, str):
+            raise TypeError(f"rename must return a name, but returned {found!r} for {name!r}")
+        return found
+
+    # ---- the tensors of the model
+
+    def _dense(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters and buffers outside of MoE layers by name, of any shape."""
+        inside = tuple(f"{name}." if name else "" for name in self.layers)
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and not name.startswith(inside):
+                yield name, value.detach()
+
+    def _beside_experts(self, layer: MoELayer) -> dict[str, Tensor]:
+        """Returns a layer's tensors that are not those of its routed experts, by name, of any shape."""
+        state = layer.state_dict(keep_vars=True).items()
+        return {
+            name: value.detach()
+            for name, value in state
+            if isinstance(value, Tensor) and not name.startswith("experts.")
+        }
+
+    def _stacked(self, layer: MoELayer) -> dict[str, Tensor]:
+        """Returns this rank's values of w1, w2, b1 and b2, (E_local, ...): E_local experts of the rank."""
+        experts = layer.layer_modules.experts
+        assert isinstance(experts, StackedExperts)
+        return {name: local_part(getattr(experts, name)).detach() for name in experts.hidden_dims() or {}}
+
+    @staticmethod
+    def _whole_shape(layer: MoELayer, own: str, value: Tensor) -> torch.Size:
+        """Returns the shape of one whole expert's tensor, without E_local.
+
+        value: (E_local, ...), this rank's part of w1, w2, b1 or b2, as ``own`` says.
+        """
+        experts = layer.layer_modules.experts
+        shape = list(value.shape[1:])
+        dim = (experts.hidden_dims() or {})[own]
+        if dim is not None:
+            shape[dim - 1] *= layer.shard.count
+        return torch.Size(shape)
+
+    def _parts(self, layer: str, own: str, tensor: Tensor, expert: int | None) -> list[tuple[str, Tensor]]:
+        """Returns the layout's tensors for one of a layer's: (name with the layer's in front, tensor).
+
+        own: pmoe's name, such as "experts.w1".
+        tensor: the values, (1, ...) for one expert.
+        expert: the expert's number; None if the tensor has none.
+
+        Raises ValueError if the layout has no place for it.
+        """
+        if own not in self.layout.names:
+            raise ValueError(
+                f"{layer}.{own} of shape {tuple(tensor.shape)} has no place in layout {self.layout_name!r}, "
+                f"which has {', '.join(self.layout.names)}"
+            )
+        sizes = _Sizes.of(self.layers[layer]).by_axis
+        numbers = [0] if expert is None else [expert]
+        found = []
+        for key, part in parts_of(self.layout, own, tensor, numbers, sizes):
+            if expert is not None and "{e}" not in self.layout.names[own]:
+                _, dims = self.layout.order(own)
+                if dims[0] != "X":
+                    raise ValueError(
+                        f"layout ({self.layout_name!r}) must keep experts apart, to export them one by one"
+                    )
+                part = part.squeeze(0)
+            found.append((f"{layer}.{key}".lstrip("."), part))
+        return found
+
+    # ---- sending
+
+    @torch.no_grad()
+    def items(self) -> Iterator[Item]:
+        """Yields all tensors. Each part of the experts begins with a meeting of the ranks."""
+        for name, value in self._dense():
+            yield self.renamed(name), None, self._cast(_whole_tensor(value))
+        for name, layer in self.layers.items():
+            for own, value in self._beside_experts(layer).items():
+                for key, part in self._parts(name, own, self._cast(_whole_tensor(value)), None):
+                    yield self.renamed(key), None, part.contiguous()
+            for own, value in self._stacked(layer).items():
+                yield from self._of_experts(name, layer, own, self._cast(value))
+        self.meet()
+
+    def _of_experts(self, name: str, layer: MoELayer, own: str, value: Tensor) -> Iterator[Item]:
+        """Yields one weight or bias of all experts of a layer.
+
+        value: (E_local, ...), this rank's part.
+        """
+        shape = self._whole_shape(layer, own, value)
+        at_a_time = max(self.limit // (shape.numel() * value.itemsize), 1)
+        local = layer.num_local_experts
+        for owner in range(layer.grid.ep.size):
+            for first in range(0, local, at_a_time):
+                self.meet()
+                count = min(at_a_time, local - first)
+                whole = self._sent(layer, own, value[first : first + count], owner, shape)
+                for at in range(count):
+                    expert = owner * local + first + at
+                    for key, part in self._parts(name, f"experts.{own}", whole[at : at + 1], expert):
+                        yield self.renamed(key), expert, part.contiguous()
+
+    def _sent(self, layer: MoELayer, own: str, part: Tensor, owner: int, shape: torch.Size) -> Tensor:
+        """Returns some experts of rank ``owner`` of "ep" on every rank, (count, *shape). A collective.
+
+        part: (count, ...), this rank's experts at the same places, perhaps a part of their columns.
+        """
+        grid = layer.grid
+        experts = layer.layer_modules.experts
+        assert isinstance(experts, StackedExperts)
+        dim = (experts.hidden_dims() or {})[own]
+        whole = part.new_empty(part.shape[0], *shape)
+        with at_stage("sending experts of an export", self.ranks):
+            if owner == grid.ep.rank and grid.esp.size > 1 and dim is not None:
+                columns = [torch.empty_like(part) for _ in range(grid.esp.size)]
+                dist.all_gather(columns, part.contiguous(), group=grid.esp.group)
+                halves = (
+                    experts.hidden_factor if dim == 1 else 1
+                )  # rows of the gate, then of the other factor
+                pieces = [each.unflatten(dim, (halves, -1)) for each in columns]
+                whole.copy_(torch.cat(pieces, dim + 1).flatten(dim, dim + 1))
+            elif owner == grid.ep.rank:
+                whole.copy_(part)
+            if grid.ep.size > 1:
+                dist.broadcast(whole, group_src=owner, group=grid.ep.group)
+        return whole
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor of any shape in the dtype of the export."""
+        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+
+    def meet(self, stops: bool = False) -> None:
+        """Meets the other ranks. Raises RuntimeError if another rank has stopped. A collective.
+
+        stops: whether this rank stops.
+        """
+        told = float(self.ranks.rank + 1 if stops else 0)
+        (stopped,) = largest(self.ranks, self._device(), [told], stage="an export")
+        if stopped and not stops:
+            raise RuntimeError(
+                f"rank {int(stopped) - 1} stopped the export before all tensors were sent: every rank must "
+                "take all items of export_weights"
+            )
+
+
+def save_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    layout: LayoutName,
+    *,
+    max_shard_bytes: int | str = "5GB",
+    max_bytes: int | str = "512MiB",
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes all weights of a model as safetensors files with an index, for Hugging Face's libraries.
+
+    Rank 0 of the group writes, and holds at most one file's tensors at a time. The files appear together,
+    when all of them are complete: if the export fails or is interrupted, the folder is not there.
+
+    Args:
+        folder: the folder, which must not exist. Files such as config.json are not written.
+        max_shard_bytes: the most bytes of tensors in a file, such as "5GB".
+        model, layout, max_bytes, dtype, rename, group: as in `export_weights`. Stacked tensors are written
+            whole.
+
+    Every rank of the group must call the function. Raises what `export_weights` raises, ImportError without
+    safetensors, ValueError if the folder exists or a tensor is larger than a file, OSError if a file cannot
+    be written; each on every rank.
+    """
+    ranks = Ranks(group)
+    with all_fail_together(ranks, stage="opening the folder of an export"):
+        check_path(folder=folder)
+        limit = parse_bytes("max_shard_bytes", max_shard_bytes)
+        try:
+            import safetensors.torch  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"save_weights needs safetensors (pip install safetensors): {error}") from None
+        if ranks.rank == 0 and Path(folder).exists():
+            raise ValueError(f"folder ({folder}) must not exist: give each export a folder of its own")
+    items = export_weights(model, layout, max_bytes=max_bytes, dtype=dtype, rename=rename, group=group)
+    is_stacked = "{e}" not in LAYOUTS[layout].names["experts.w1"]
+    with all_fail_together(ranks, stage="writing an export"), contextlib.closing(items):
+        if ranks.rank == 0:
+            _write(Path(folder), _joined(items, is_stacked), limit)
+        else:
+            for _ in items:
+                pass
+
+
+def _whole_tensor(value: Tensor) -> Tensor:
+    """Returns a DTensor's whole tensor, and any other tensor unchanged. Shapes may be any. A collective."""
+    whole = getattr(value, "full_tensor", None)
+    return value if whole is None else whole()
+
+
+def _joined(items: Iterator[Item], is_stacked: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of an export by name, of any shape.
+
+    is_stacked: whether the parts of several experts are joined, one after the other, to one tensor.
+    """
+    for (name, expert), group in itertools.groupby(items, lambda item: (item[0], item[1] is not None)):
+        tensors = [tensor for _, _, tensor in group]
+        yield name, torch.stack(tensors) if expert and is_stacked else tensors[0]
+
+
+def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
+    """Writes tensors of any shape to files of at most ``limit`` bytes of tensors, and the index.
+
+    The files are written to a folder beside it, which gets its name when all are complete.
+
+    Raises ValueError if a tensor is larger than a file, OSError if a file cannot be written.
+    """
+    partial = Path(f"{folder}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
+    partial.mkdir(parents=True)
+    try:
+        _write_files(partial, tensors, limit)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_files(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
+    """Writes the files of `_write` into an empty folder."""
+    from safetensors.torch import save_file
+
+    places: dict[str, int] = {}
+    shard: dict[str, Tensor] = {}
+    sizes = [0]
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.itemsize
+        if size > limit:
+            raise ValueError(f"max_shard_bytes ({limit}) must be at least {size}, the bytes of {name}")
+        if sizes[-1] and sizes[-1] + size > limit:
+            save_file(shard, folder / f"{len(sizes)}", metadata={"format": "pt"})
+            shard = {}
+            sizes.append(0)
+        shard[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+        sizes[-1] += size
+        places[name] = len(sizes)
+    save_file(shard, folder / f"{len(sizes)}", metadata={"format": "pt"})
+    files = {at: f"model-{at:05d}-of-{len(sizes):05d}.safetensors" for at in range(1, len(sizes) + 1)}
+    for at, file in files.items():
+        (folder / f"{at}").rename(folder / file)
+    index = {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {name: files[at] for name, at in places.items()},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")

@@ -1,0 +1,245 @@
+"""Pruning and merging of a layer's experts, by how many rows they got: functions of state dicts.
+
+A state dict is that of a whole `MoELayer`, with all experts. Every tensor of ``gate.`` and ``experts.`` whose
+dimension 0 has E values, for E experts, has values for each expert; others are the same for all.
+
+    prune_experts     drops experts; `restore_experts` puts them back, bit for bit
+    merge_experts     replaces each group of experts by their weighted mean
+    group_experts     groups experts around the busiest ones, by the cosine of their router rows
+
+Models with several layers are changed layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pmoe.arguments import check_count, check_int, check_kind, check_not_negative, check_tensors, list_of
+
+State = Mapping[str, Tensor]
+PROJECTION = "gate.projection"
+"""The tensor of `pmoe.gates.XMoEGate` that has no values for each expert, of any size."""
+
+KEPT = "kept_experts"
+"""Name under which `prune_experts` returns the numbers of the experts that are left, in their order."""
+
+
+def busiest_experts(rows: Sequence[float], count: int) -> list[int]:
+    """Returns the numbers of the ``count`` experts with the most rows, in ascending order.
+
+    Of experts with equally many rows, the lowest numbers are taken.
+
+    rows: for each expert its number of rows, such as ``pmoe.stats(model).layers[0].tokens_per_expert`` over a
+        representative set of tokens.
+
+    Raises ValueError or TypeError for numbers out of range.
+
+    Example: ((5, 9, 0, 5), 2) -> [0, 1].
+    """
+    numbers = _numbers_of("rows", rows)
+    check_count(count=count)
+    if count > len(numbers):
+        raise ValueError(f"count ({count}) must be at most the number of experts in rows ({len(numbers)})")
+    ranked = sorted(range(len(numbers)), key=lambda expert: (-numbers[expert], expert))
+    return sorted(ranked[:count])
+
+
+def prune_experts(state: State, keep: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns two state dicts: of the layer with only some experts, and of what was removed.
+
+    state: of a layer with E experts; w1 is (E, ...), for example.
+    keep: the numbers of the experts that are left, in the order that they get.
+
+    The first result is for a `MoELayer` with ``len(keep)`` experts. Both together are the argument of
+    `restore_experts`. The results share no memory with ``state``.
+
+    Raises ValueError or TypeError for numbers out of range, and for a state dict without experts.
+    """
+    num_experts = _num_experts(state)
+    kept = _checked_experts("keep", keep, num_experts)
+    removed = [expert for expert in range(num_experts) if expert not in {*kept}]
+    pruned = {name: value.clone() for name, value in state.items()}
+    rest: dict[str, Tensor] = {KEPT: torch.tensor(kept)}
+    for name in _of_experts(state, num_experts):
+        pruned[name] = state[name][kept].clone()
+        rest[name] = state[name][removed].clone()
+    return pruned, rest
+
+
+def restore_experts(pruned: State, removed: State) -> dict[str, Tensor]:
+    """Returns the state dict from which `prune_experts` made its two results.
+
+    If the experts that are left were trained since, the result has their new values.
+
+    pruned: of the layer with P experts; w1 is (P, ...), for example.
+    removed: of the E - P other experts, and the numbers of those that are left.
+
+    Raises ValueError or TypeError if the two do not belong together.
+    """
+    check_kind(Mapping, "a state dict", pruned=pruned, removed=removed)
+    if KEPT not in removed:
+        raise ValueError(f"removed must have {KEPT!r}: pass the second result of prune_experts")
+    kept = removed[KEPT].tolist()
+    names = [name for name in removed if name != KEPT]
+    missing = [name for name in names if name not in pruned or pruned[name].shape[:1] != (len(kept),)]
+    if missing or not names:
+        raise ValueError(
+            f"pruned must have the {len(kept)} experts that removed leaves, but it has not in "
+            f"{', '.join(missing) or 'any tensor'}"
+        )
+    whole = {name: value.clone() for name, value in pruned.items()}
+    for name in names:
+        num_experts = len(kept) + removed[name].shape[0]
+        others = [expert for expert in range(num_experts) if expert not in {*kept}]
+        value = pruned[name].new_empty(num_experts, *pruned[name].shape[1:])
+        value[kept] = pruned[name]
+        value[others] = removed[name]
+        whole[name] = value
+    return whole
+
+
+def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[int]]:
+    """Returns ``count`` groups of experts: the busiest ones, each with the others that are most like it.
+
+    As in M-SMoE (arXiv 2310.01334), the ``count`` experts with the most rows lead the groups. Each other
+    expert joins the leader whose router row has the largest cosine with its own, the lowest of equal ones.
+
+    state: of a layer with ``gate.weight`` (E, M), for E experts and M = d_model.
+    rows: for each expert its number of rows.
+
+    The groups are in the order of their leaders' numbers, and each begins with its leader.
+
+    Raises ValueError or TypeError for a state dict without router, or numbers out of range.
+    """
+    num_experts = _num_experts(state)
+    leaders = busiest_experts(rows, count)
+    if len(list_of("rows", rows)) != num_experts:
+        raise ValueError(f"rows must have a number for each of the {num_experts} experts of state")
+    router = state.get("gate.weight")
+    if router is None or router.shape[0] != num_experts:
+        raise ValueError("state must have gate.weight (E, M), whose rows say which experts are alike")
+    rows_EM = F.normalize(router.detach().double(), dim=1)
+    alike = rows_EM @ rows_EM[leaders].t()
+    groups = [[leader] for leader in leaders]
+    for expert in range(num_experts):
+        if expert not in leaders:
+            groups[int(alike[expert].argmax())].append(expert)
+    return groups
+
+
+def merge_experts(
+    state: State, groups: Sequence[Sequence[int]], rows: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    """Returns the state dict of a layer in which each group of experts is one expert: their weighted mean.
+
+    state: of a layer with E experts; w1 is (E, ...), for example.
+    groups: for each new expert the numbers of the old ones that it replaces; every old one in one group.
+    rows: for each old expert its weight, usually its number of rows. None weighs all members of a group
+        equally, as do members without any rows.
+
+    Router rows are merged like weights. Integer tensors, such as counters, are summed. A group of one expert,
+    or of experts with the same bits, keeps its bits. The result shares no memory with ``state``.
+
+    Raises ValueError or TypeError for groups that do not have every expert once, or numbers out of range.
+    """
+    num_experts = _num_experts(state)
+    members = [
+        [int(expert) for expert in _ints(f"groups[{at}]", group)]
+        for at, group in enumerate(list_of("groups", groups))
+    ]
+    found = sorted(expert for group in members for expert in group)
+    if found != list(range(num_experts)) or not all(members):
+        raise ValueError(
+            f"groups ({members}) must have each of the {num_experts} experts once, and no empty group"
+        )
+    weights = [1.0] * num_experts if rows is None else _numbers_of("rows", rows)
+    if len(weights) != num_experts:
+        raise ValueError(f"rows (of {len(weights)} experts) must have a number for each of the {num_experts}")
+    merged = {name: value.clone() for name, value in state.items()}
+    for name in _of_experts(state, num_experts):
+        merged[name] = torch.stack([_mean(state[name], group, weights) for group in members])
+    return merged
+
+
+def _mean(value: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tensor:
+    """Returns the weighted mean of some experts' values; their sum if they are integers.
+
+    value: (E, ...), for all E experts.
+    group: the numbers of the experts.
+    weights: the weight of each of the E experts.
+    """
+    parts = value[list(group)]
+    if not value.is_floating_point():
+        return parts.sum(0).to(value.dtype)
+    if all(torch.equal(part, parts[0]) for part in parts[1:]):
+        return parts[0].clone()
+    of_group = torch.tensor([weights[expert] for expert in group], dtype=torch.float64, device=value.device)
+    if not of_group.any():
+        of_group = torch.ones_like(of_group)
+    share = (of_group / of_group.sum()).view(-1, *[1] * (value.dim() - 1))
+    return (parts.double() * share).sum(0).to(value.dtype)
+
+
+# ---- checks
+
+
+def _num_experts(state: State) -> int:
+    """Returns the number of experts of a state dict: the length of ``experts.w1`` or ``gate.weight``.
+
+    Raises ValueError or TypeError if it is no state dict of a whole layer.
+    """
+    check_kind(Mapping, "a state dict", state=state)
+    check_tensors(None, **{f"state[{name!r}]": value for name, value in state.items()})
+    first = next((state[name] for name in ("experts.w1", "gate.weight") if name in state), None)
+    if first is None or not first.dim():
+        raise ValueError(f"state (with {', '.join(state) or 'nothing'}) must have experts.w1 or gate.weight")
+    return int(first.shape[0])
+
+
+def _of_experts(state: State, num_experts: int) -> list[str]:
+    """Returns the names of the tensors that have values for each expert.
+
+    Raises ValueError if tensors of experts have another number of them.
+    """
+    names = [name for name in state if name.startswith(("experts.", "gate."))]
+    for name in names:
+        if name.startswith("experts.") and state[name].shape[:1] != (num_experts,):
+            raise ValueError(
+                f"state[{name!r}] of shape {tuple(state[name].shape)} must have {num_experts} experts in "
+                "dimension 0: pass the state dict of a whole layer with stacked experts"
+            )
+    return [name for name in names if state[name].shape[:1] == (num_experts,) and name != PROJECTION]
+
+
+def _ints(what: str, values: Any) -> list[int]:
+    """Returns values as a list, after a check that all are integers."""
+    numbers = list_of(what, values)
+    for number in numbers:
+        check_int(**{what: number})
+    return numbers
+
+
+def _checked_experts(what: str, experts: Any, num_experts: int) -> list[int]:
+    """Returns numbers of experts as a list.
+
+    Raises ValueError or TypeError unless they are different numbers below num_experts, at least one.
+    """
+    numbers = [int(number) for number in _ints(what, experts)]
+    if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(num_experts)}:
+        raise ValueError(f"{what} ({numbers}) must be different numbers from 0 to {num_experts - 1}")
+    return numbers
+
+
+def _numbers_of(what: str, values: Any) -> list[float]:
+    """Returns numbers of at least 0 as a list. Raises ValueError or TypeError for others."""
+    numbers = list_of(what, values.tolist() if isinstance(values, Tensor) and values.dim() == 1 else values)
+    for number in numbers:
+        check_not_negative(**{what: number})
+    if not numbers:
+        raise ValueError(f"{what} (0 of them) must have a number for each expert")
+    return numbers

@@ -1,0 +1,192 @@
+"""Muon for stacked experts: `ExpertMuon`, torch's Muon for each expert's matrices, all at a time.
+
+`torch.optim.Muon` takes parameters with two dimensions. The experts of a rank are one parameter with three,
+(E, H, M); flattened to two dimensions, they would be orthogonalized as one matrix, which mixes the experts.
+Here the Newton-Schulz iteration runs over a batch of matrices. An expert is whole on its rank, so nothing is
+communicated.
+
+Letters: E experts of this rank, f = 2 for gated experts and else 1, H = d_hidden, M = d_model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pmoe.arguments import (
+    check_count,
+    check_flag,
+    check_module,
+    check_not_negative,
+    check_one_of,
+    check_place,
+)
+from pmoe.experts.operands import local_part
+from pmoe.experts.stacked import StackedExperts
+from pmoe.layer import MoELayer
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b and c of a Newton-Schulz step X -> a X + (b A + c A A) X with A = X X^T, as in `torch.optim.Muon`."""
+
+EPS = 1e-7
+"""Least norm by which a matrix is divided."""
+
+AdjustName = Literal["original", "match_rms_adamw"]
+"""Values of `ExpertMuon`'s argument adjust_lr_fn."""
+
+
+class ExpertMuon(Optimizer):
+    """Muon for the weight matrices of a model's stacked experts, each matrix by itself.
+
+        groups = pmoe.parameter_groups(model, lr=1e-3, weight_decay=0.1)
+        is_expert = [group["kind"] == "matrices" and group["stacked"] for group in groups]
+        experts = pmoe.ExpertMuon(model, lr=1e-3)  # all other groups: torch's Muon and AdamW
+
+    A step on a matrix W with the gradient G, its momentum B, momentum mu, and learning rate lr:
+
+        B = mu B + (1 - mu) G;  U = mu B + (1 - mu) G, or B without nesterov
+        W = (1 - lr weight_decay) W - lr adjust(W) orthogonalized(U)
+
+    It trains w1 and w2 of each layer of experts. The gate's half and the other half of a gated w1 are two
+    matrices. Biases are not trained: give them to another optimizer. Copies of experts on other ranks get the
+    same steps, because their gradients are the same.
+
+    Args:
+        model: a model with MoE layers, after `pmoe.parallelize`, or a single layer.
+        lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
+        dtype: the dtype of the Newton-Schulz steps. bfloat16 is that of torch's Muon.
+
+    Raises ValueError for numbers out of range, for a model without stacked experts, and for experts whose
+    hidden columns are split over ranks ("esp"): a part of a matrix cannot be orthogonalized alone. Raises
+    TypeError for experts that are modules or parametrized.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustName = "original",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        check_module(model=model)
+        check_not_negative(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        if momentum >= 1:
+            raise ValueError(f"momentum ({momentum}) must be below 1")
+        check_flag("nesterov", nesterov)
+        check_count(ns_steps=ns_steps)
+        check_one_of("adjust_lr_fn", adjust_lr_fn, get_args(AdjustName))
+        if dtype is None:
+            raise TypeError("dtype (None) must be a torch.dtype")
+        check_place(None, dtype)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": int(ns_steps),
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(_groups(model), defaults)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates all matrices that have a gradient. Returns what the closure returns, if there is one.
+
+        closure: computes the loss again, with gradients.
+
+        Raises TypeError if the closure is neither None nor a function.
+        """
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure ({closure!r}) must be None or a function")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Updates one parameter, (E, fH, M) or (E, M, H).
+
+        group: the options of its group.
+        """
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient = local_part(parameter.grad)  # type: ignore[arg-type]  # step has checked it
+        buffer = local_part(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        matrices = update.unflatten(1, (group["halves"], -1)).flatten(0, 1)
+        lr = group["lr"] * _ratio(group["adjust_lr_fn"], *matrices.shape[1:])
+        step = orthogonalized(matrices, group["ns_steps"], self.dtype)
+        value = local_part(parameter)
+        value.mul_(1 - group["lr"] * group["weight_decay"])
+        value.add_(step.view(value.shape).to(value.dtype), alpha=-lr)
+
+
+def orthogonalized(matrices: Tensor, steps: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Returns each matrix of a batch with singular values near 1, (B, rows, columns), in ``dtype``.
+
+    It is the Newton-Schulz iteration of `torch.optim.Muon`, for each matrix by itself.
+
+    matrices: (B, rows, columns).
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.to(dtype)
+    x = x.mT if is_tall else x
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = x / norm.clamp(min=EPS)  # a new tensor: x may be the gradient itself
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).contiguous()
+
+
+def _ratio(name: AdjustName, rows: int, columns: int) -> float:
+    """Returns the factor of the learning rate for matrices of this shape, as `torch.optim.Muon` has it."""
+    if name == "original":
+        return math.sqrt(max(1, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the parameter groups of `ExpertMuon`: those of one matrix an expert, and those of two halves.
+
+    Raises ValueError or TypeError if experts cannot be trained by it.
+    """
+    by_halves: dict[int, list[Tensor]] = {1: [], 2: []}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        experts = layer.layer_modules.experts
+        if not isinstance(experts, StackedExperts) or not {"w1", "w2"} <= experts._parameters.keys():
+            raise TypeError(
+                f"model has a layer {name!r} whose experts ({type(experts).__name__}) must be plain stacked "
+                "ones: no modules, no parametrizations"
+            )
+        if layer.shard.count > 1:
+            raise ValueError(
+                f"model has a layer {name!r} whose experts are split over {layer.shard.count} ranks (esp): a "
+                "part of a matrix cannot be orthogonalized. Use AdamW for its experts, or a mesh without esp"
+            )
+        by_halves[experts.hidden_factor].append(experts.get_parameter("w1"))
+        by_halves[1].append(experts.get_parameter("w2"))
+    if not by_halves[1]:
+        raise ValueError(f"model ({type(model).__name__}) must hold a MoELayer with stacked experts")
+    return [{"params": params, "halves": halves} for halves, params in by_halves.items() if params]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from pmoe.comm.failures import backward_pass
 from pmoe.comm.ranks import Ranks
@@ -93,22 +94,26 @@ class _Experts(torch.autograd.Function):
         # derivative would then be wrong without an error.
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
-        with backward_pass(ctx.ranks, ctx.call):
-            return _Experts._gradients(ctx, grad_TM)
+        if hasattr(ctx, "later") or _get_current_graph_task_keep_graph():
+            from pmoe.engine import halves
+
+            return halves.gradients(ctx, grad_TM, _Experts._gradients)
+        return _Experts._gradients(ctx, grad_TM, ctx.backward_from)
 
     @staticmethod
-    def _gradients(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = list(ctx.saved_tensors)
-        for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-            # DTensor experts bring this check. Autograd saved their local tensors, and the version counters
-            # of these do not show that a DTensor was changed in place after forward.
-            if check is not None:
-                check()
-        wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
-        if ctx.inputs.compare is not None:
-            ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
-        with without_autocast(grad_TM.device.type):
-            return *(None,) * NOT_DIFFERENTIATED, *ctx.backward_from(tensors, wanted, grad_TM)
+    def _gradients(ctx: Any, grad_TM: Tensor, backward_from: BackwardFunction) -> tuple[Tensor | None, ...]:
+        with backward_pass(ctx.ranks, ctx.call):
+            tensors = list(ctx.saved_tensors)
+            for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
+                # DTensor experts bring this check. Autograd saved their local tensors, and the version
+                # counters of these do not show that a DTensor was changed in place after forward.
+                if check is not None:
+                    check()
+            wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
+            if ctx.inputs.compare is not None:
+                ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
+            with without_autocast(grad_TM.device.type):
+                return *(None,) * NOT_DIFFERENTIATED, *backward_from(tensors, wanted, grad_TM)
 
 
 NOT_DIFFERENTIATED = 4
@@ -123,9 +128,9 @@ def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: boo
         must run it, even a rank on which no input needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
-        without_tensors = inputs.like([None] * len(inputs.all))
+        tensors = inputs.all
         y_TM: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            runner, without_tensors, ranks, make_anchor(inputs.x_TM), *inputs.all
+            runner, inputs.like([None] * len(tensors)), ranks, make_anchor(inputs.x_TM), *tensors
         )
         return y_TM
     with torch.no_grad():

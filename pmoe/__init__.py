@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pmoe.engine.plan.callbacks import Callback
     from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
+    from pmoe.layer.run_experts import run_experts
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
@@ -50,6 +51,7 @@ _LATER = {
     "read_routing": "pmoe.integrations.routing_trace",
     "record_routing": "pmoe.integrations.routing_trace",
     "recording": "pmoe.engine.lanes.recorder",
+    "run_experts": "pmoe.layer.run_experts",
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
 }
@@ -83,6 +85,7 @@ __all__ = [
     "read_routing",
     "record_routing",
     "recording",
+    "run_experts",
     "save_checkpoint",
     "stats",
 ]

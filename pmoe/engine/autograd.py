@@ -19,11 +19,12 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import without_autocast
 
-Path = Literal["pipeline", "one rank", "fused", "fused forward", "persistent", "whole graph"]
+Path = Literal["pipeline", "one rank", "few rows", "fused", "fused forward", "persistent", "whole graph"]
 """The implementation that computed a call:
 
     pipeline        pmoe's engine, in chunks (micro-batches)
     one rank        kernels for layers on a single rank
+    few rows        one product for each expert without a plan, for small calls without gradients
     fused           COMET's fused CUDA kernels in both passes
     fused forward   COMET's fused CUDA kernels in forward, the engine in backward
     persistent      one persistent CUDA kernel for each pass (FlashDMoE)
@@ -97,7 +98,7 @@ class _Experts(torch.autograd.Function):
         if hasattr(ctx, "later") or _get_current_graph_task_keep_graph():
             from pmoe.engine import halves
 
-            return halves.gradients(ctx, grad_TM, _Experts._gradients)
+            return halves.asked_gradients(ctx, grad_TM, _Experts._gradients)
         return _Experts._gradients(ctx, grad_TM, ctx.backward_from)
 
     @staticmethod
@@ -120,7 +121,7 @@ NOT_DIFFERENTIATED = 4
 """Number of arguments of ``_Experts.forward`` that get no gradient: runner, inputs, ranks and anchor."""
 
 
-def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
+def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
     """Runs the experts of a call: returns the layer's output T_O, (T, M) for T tokens with M = d_model.
 
     needs_grad: whether any rank needs gradients of the call; the same on every rank. If True, the output's

@@ -31,6 +31,7 @@ from pmoe.engine.passes.backward import Backward, gradient_sums
 from pmoe.engine.passes.base import ForwardState
 from pmoe.engine.plan.plan import PassModules, Plan
 from pmoe.gates.base import without_autocast
+from pmoe.schedule.tasks import Schedule
 
 NUM_INPUTS = 3
 """The first entries of `pmoe.engine.passes.base.Inputs.all`: x_TM, weight_TK and shared_weight_T."""
@@ -38,7 +39,7 @@ NUM_INPUTS = 3
 Halves = tuple[list[Tensor | None], Callable[[], list[Tensor | None]]]
 """The gradients of `Inputs.all`, and a function that computes those after the first `NUM_INPUTS`."""
 
-Run = Callable[[Any, Tensor, Callable[..., list[Tensor | None]]], tuple[Tensor | None, ...]]
+RunPass = Callable[[Any, Tensor, Callable[..., list[Tensor | None]]], tuple[Tensor | None, ...]]
 """A function (ctx, grad_TM, backward) that runs ``backward``, and returns a gradient for each argument of the
 autograd Function."""
 
@@ -73,7 +74,7 @@ class Later:
         return not any(largest(ranks, grad_TM.device, [differs], stage=stage))
 
 
-def gradients(ctx: Any, grad_TM: Tensor, run: Run) -> tuple[Tensor | None, ...]:
+def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | None, ...]:
     """Computes what autograd asks for of a call whose graph is kept: one half of the gradients, or all.
 
     Returns a gradient for each argument of the autograd Function.
@@ -150,7 +151,11 @@ class InputsFirst(Backward):
     """A backward pass in the engine that leaves the gradients of parameters to `parameter_gradients`.
 
     wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
+    all_tasks: the schedule of both halves.
     """
+
+    wanted: Sequence[bool]
+    all_tasks: Schedule
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         self.wanted = saved.wanted

@@ -28,7 +28,7 @@ from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.lanes.recorder import Journal
 from pmoe.experts.wrapper_checks import COPIED, sampled
-from pmoe.layer import MoELayer
+from pmoe.layer import MoELayer, run_experts
 from pmoe.planner.memory import PredictedMemory
 from pmoe.planner.timeline import Overlap, overlap
 from pmoe.text import table
@@ -59,6 +59,7 @@ class LayerStats:
             - "not run": there was no call yet;
             - "pipeline": the pipeline engine, in chunks;
             - "one rank": the kernels for layers on a single rank;
+            - "few rows": one product for each expert, in a small call without gradients;
             - "fused": COMET's fused kernels in both passes; "fused forward": in the forward pass only;
             - "persistent": FlashDMoE's kernels, one for each pass;
             - "whole graph": a compiled graph of the whole model.
@@ -217,11 +218,10 @@ def stats(
     return Stats(layers=tuple(statistics), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
 
 
-finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
+finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = [run_experts.layers]
 """Functions from a model to those of its MoE layers, by name, that are not submodules of it.
 
-Integrations append a function here. transformers' experts modules, for example, are run by layers outside of
-the model.
+transformers' experts modules, for example, are run by layers outside of the model.
 """
 
 

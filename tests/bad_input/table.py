@@ -73,6 +73,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "state": NOTHING, "layout": NOTHING, "prefix": f"empty 10**400GiB {TEXT}", "experts": "None list",
         "names": "None {}",
     },
+    "run_experts": {
+        "owner": "module", "x": "tensor", "index": NOTHING, "weights": NOTHING, "w1": NOTHING, "w2": NOTHING,
+        "b1": NONE, "b2": NONE, "activation": NOTHING, "transposed": "False", "group": NONE,
+    },
     "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE},
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
     "GradScaler": {"device": NOTHING, "group": NONE},

@@ -1,4 +1,4 @@
-"""The backward pass in two halves on several ranks: what the second half sends, and when all ranks run all."""
+"""The backward pass in two halves on several ranks: what the second half sends, and when it runs all."""
 
 from __future__ import annotations
 

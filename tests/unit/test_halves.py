@@ -157,7 +157,7 @@ def test_frozen_parameters_get_no_gradient_in_the_second_half() -> None:
 
 
 def test_a_usual_step_knows_nothing_of_halves() -> None:
-    with mock.patch.object(halves, "gradients", side_effect=AssertionError):
+    with mock.patch.object(halves, "asked_gradients", side_effect=AssertionError):
         layer = build()
         layer(tokens()).sum().backward()
 

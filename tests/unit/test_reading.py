@@ -84,6 +84,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.engine.halves": (
         "Only a backward pass whose graph is kept may have two halves, as zero-bubble schedules ask for."
     ),
+    "pmoe.runners.few_rows": "Only calls of few rows without gradients need it.",
     "pmoe.experts.dtensor_layout": (
         "Only experts that `pmoe.parallelize` or `MoELayer.spread` lays out need it."
     ),

@@ -28,8 +28,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.backward import Backward, gradient_sums
-from pmoe.engine.passes.base import ForwardState
+from pmoe.engine.passes.base import ForwardState, SavedUnit, Unit
 from pmoe.engine.plan.plan import PassModules, Plan
+from pmoe.experts.products import GradientSum
 from pmoe.gates.base import without_autocast
 from pmoe.schedule.tasks import Schedule
 
@@ -156,6 +157,12 @@ class InputsFirst(Backward):
 
     wanted: Sequence[bool]
     all_tasks: Schedule
+    schedule: Schedule
+    result_TM: Tensor
+    results: tuple[Tensor, ...]
+    kept: dict[Unit, SavedUnit]
+    sums: list[GradientSum | None]
+    shared_sums: list[GradientSum | None]
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         self.wanted = saved.wanted

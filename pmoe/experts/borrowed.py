@@ -174,9 +174,13 @@ class BorrowedActivation(BorrowedExperts):
     again under autograd, for a block of rows at a time.
     """
 
-    fused_activation = None  # pmoe's kernels do not know the function
     _writes_over: bool | None = None
     """Whether the function changes its argument in place; None until it was called with at least one row."""
+
+    @property
+    def fused_activation(self) -> str | None:
+        """Always None: pmoe's kernels do not know the function."""
+        return None
 
     def columns(self, device_type: str) -> HiddenColumns:
         """Returns how many numbers of memory the experts need for each row, by what the memory is for.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pmoe.integrations.routing_replay import engine_routing, replay_routing
     from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
+    from pmoe.layer.run_experts import run_experts
     from pmoe.training.balance import BalanceLoss, StepTotals
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
@@ -74,6 +75,7 @@ _LATER = {
     "recording": "pmoe.engine.lanes.recorder",
     "replay_routing": "pmoe.integrations.routing_replay",
     "restore_experts": "pmoe.training.fewer_experts",
+    "run_experts": "pmoe.layer.run_experts",
     "save_checkpoint": "pmoe.training.checkpoint",
     "save_weights": "pmoe.training.export",
     "stats": "pmoe.integrations.statistics",
@@ -120,6 +122,7 @@ __all__ = [
     "recording",
     "replay_routing",
     "restore_experts",
+    "run_experts",
     "save_checkpoint",
     "save_weights",
     "stats",

@@ -20,7 +20,7 @@ from pmoe.decide import begin
 from pmoe.graph import run
 from pmoe.runners import one_rank
 from pmoe.runners.features import Feature, refused
-from tests.featured import Features, build, differences, expected, found, sentence
+from tests.featured import Features, build, differences, expected, found, given, sentence, tokens
 from tests.plain_steps import plain_steps, using
 
 
@@ -125,6 +125,25 @@ def by_one_ranks_kernels(features: Features) -> Iterator[str]:
         yield f"by {layer.ran.path}, though what is not taken is {not_taken}"
 
 
+def by_few_rows(features: Features) -> Iterator[str]:
+    """Only a call without gradients goes this way. Calls with them have been compared by `by_pipeline`."""
+    layer = built(features)
+    if isinstance(layer, list):
+        yield from layer
+        return
+    x, _ = tokens(layer.ranks.rank)
+    _, routing = given(layer.gate, layer.ranks.rank)
+    with torch.no_grad(), routing:
+        y = layer(x)
+    wanted = expected(layer)
+    got = {"y": y, "l_aux": layer.l_aux}
+    yield from differences(got, {name: wanted[name] for name in got})
+    assert layer.ran is not None
+    not_taken = refused("few rows", layer.layer_modules.features)
+    if (layer.ran.path == "few rows") != (not_taken is None):
+        yield f"by {layer.ran.path}, though what is not taken is {not_taken}"
+
+
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
@@ -193,6 +212,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "fused": by_fused_kernels,
     "persistent": by_persistent_kernels,
     "one rank": by_one_ranks_kernels,
+    "few rows": by_few_rows,
     "graph of one rank": in_a_graph,
     "graph capture": in_a_padded_graph,
     "whole graph": in_a_whole_graph,

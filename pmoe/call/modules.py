@@ -297,6 +297,11 @@ class LayerModules(PassModules):
         return any(self.refusal(component) is None for component in components)
 
     @functools.cached_property
+    def may_run_few_rows(self) -> bool:
+        """Whether the layer's options allow the runner for few rows; the same on every rank."""
+        return self.refusal("few rows") is None
+
+    @functools.cached_property
     def features(self) -> frozenset[Feature]:
         """The features that the layer has and a layer with default options does not have."""
         return features_of(self)

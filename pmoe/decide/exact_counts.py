@@ -24,6 +24,7 @@ from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.variants.send_once import DeduplicatedSlots
+from pmoe.experts.base import FEW_ROWS
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice
 from pmoe.runners.pipeline import PipelineRunner
@@ -139,8 +140,9 @@ class ExactCounts:
         """
         if not self.call.modules.rotates and len(self.call.modules.options.degrees) == 1:
             (n,) = self.call.modules.options.degrees
-            self.orders.slots(n)
-            self.orders.sent(n)
+            if self.routed.needs_grad or not self.are_few(self.orders.tokens.count):
+                self.orders.slots(n)
+                self.orders.sent(n)
 
     def finish_exchange(self) -> RankCounts:
         """Waits for the exchange of row counts and returns the counts.
@@ -168,7 +170,18 @@ class ExactCounts:
         """
         self.orders.modules = modules
         counts = self.finish_exchange()
+        if not counts.needs_grad and self.are_few(counts.max_tokens):
+            return AgreedChoice(counts=counts)
         return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
+
+    def are_few(self, num_tokens: int) -> bool:
+        """Returns whether a call without gradients of so many tokens goes the short way of few rows.
+
+        The answer is the same on all ranks for the largest number of tokens of any rank.
+        """
+        modules = self.call.modules
+        is_small = num_tokens * modules.options.top_k <= FEW_ROWS
+        return is_small and self.routed.x_TM.device.type == "cpu" and modules.may_run_few_rows
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
@@ -177,10 +190,11 @@ class ExactCounts:
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`: the row counts, and the choice of n and the restore pair.
         """
-        assert agreed.counts is not None
-        assert agreed.choice is not None
-        self.orders.modules = modules
         counts = agreed.counts
+        assert counts is not None
+        if agreed.choice is None:
+            return few_rows(self, modules, inputs, counts)
+        self.orders.modules = modules
         return in_chunks(self, inputs, self.orders, counts, agreed.choice, max_tokens=counts.max_tokens)
 
 
@@ -213,6 +227,26 @@ def in_chunks(
         counts=HostRowCounts(counts.on_host(), max_tokens, kept_device_E),
         plan=plan,
         restore=plan.restore if call.modules.options.rotates else None,
+    )
+
+
+def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Decision:
+    """Returns the decision to run a call of few rows without a plan.
+
+    source: has the call, and its tokens with their routing.
+    modules: the layer's modules, with the experts that were really called.
+    inputs: the rows and parameters of the call.
+    counts: the row counts.
+    """
+    from pmoe.runners.few_rows import FewRowsRunner
+
+    routing = source.routed.gated.routing
+    return Decision(
+        call=source.call,
+        routed=source.routed,
+        inputs=inputs,
+        runner=FewRowsRunner(modules, routing.expert, routing.keep, counts),
+        counts=HostRowCounts(counts.on_host(), counts.max_tokens),
     )
 
 

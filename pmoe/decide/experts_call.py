@@ -28,7 +28,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.failures import leave, publishing_failures
-from pmoe.engine.autograd import run_experts
+from pmoe.engine.autograd import run_as_one_node
 from pmoe.engine.passes.base import AutocastState, Inputs
 from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
@@ -47,7 +47,7 @@ def run(decision: Decision) -> Tensor:
     mix = decision.routed.gated.routing.mix
     modules = decision.call.modules
     with inputs.autocast_for(modules.experts):
-        y_TM = run_experts(decision.runner, inputs, modules.ranks, needs_grad=decision.needs_grad)
+        y_TM = run_as_one_node(decision.runner, inputs, modules.ranks, needs_grad=decision.needs_grad)
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
 
 

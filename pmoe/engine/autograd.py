@@ -12,17 +12,19 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from pmoe.comm.failures import backward_pass
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import without_autocast
 
-Path = Literal["pipeline", "one rank", "fused", "fused forward", "persistent", "whole graph"]
+Path = Literal["pipeline", "one rank", "few rows", "fused", "fused forward", "persistent", "whole graph"]
 """The implementation that computed a call:
 
     pipeline        pmoe's engine, in chunks (micro-batches)
     one rank        kernels for layers on a single rank
+    few rows        one product for each expert without a plan, for small calls without gradients
     fused           COMET's fused CUDA kernels in both passes
     fused forward   COMET's fused CUDA kernels in forward, the engine in backward
     persistent      one persistent CUDA kernel for each pass (FlashDMoE)
@@ -93,29 +95,33 @@ class _Experts(torch.autograd.Function):
         # derivative would then be wrong without an error.
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
-        with backward_pass(ctx.ranks, ctx.call):
-            return _Experts._gradients(ctx, grad_TM)
+        if hasattr(ctx, "later") or _get_current_graph_task_keep_graph():
+            from pmoe.engine import halves
+
+            return halves.asked_gradients(ctx, grad_TM, _Experts._gradients)
+        return _Experts._gradients(ctx, grad_TM, ctx.backward_from)
 
     @staticmethod
-    def _gradients(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = list(ctx.saved_tensors)
-        for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-            # DTensor experts bring this check. Autograd saved their local tensors, and the version counters
-            # of these do not show that a DTensor was changed in place after forward.
-            if check is not None:
-                check()
-        wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
-        if ctx.inputs.compare is not None:
-            ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
-        with without_autocast(grad_TM.device.type):
-            return *(None,) * NOT_DIFFERENTIATED, *ctx.backward_from(tensors, wanted, grad_TM)
+    def _gradients(ctx: Any, grad_TM: Tensor, backward_from: BackwardFunction) -> tuple[Tensor | None, ...]:
+        with backward_pass(ctx.ranks, ctx.call):
+            tensors = list(ctx.saved_tensors)
+            for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
+                # DTensor experts bring this check. Autograd saved their local tensors, and the version
+                # counters of these do not show that a DTensor was changed in place after forward.
+                if check is not None:
+                    check()
+            wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
+            if ctx.inputs.compare is not None:
+                ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
+            with without_autocast(grad_TM.device.type):
+                return *(None,) * NOT_DIFFERENTIATED, *backward_from(tensors, wanted, grad_TM)
 
 
 NOT_DIFFERENTIATED = 4
 """Number of arguments of ``_Experts.forward`` that get no gradient: runner, inputs, ranks and anchor."""
 
 
-def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
+def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
     """Runs the experts of a call: returns the layer's output T_O, (T, M) for T tokens with M = d_model.
 
     needs_grad: whether any rank needs gradients of the call; the same on every rank. If True, the output's
@@ -123,9 +129,9 @@ def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: boo
         must run it, even a rank on which no input needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
-        without_tensors = inputs.like([None] * len(inputs.all))
+        tensors = inputs.all
         y_TM: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            runner, without_tensors, ranks, make_anchor(inputs.x_TM), *inputs.all
+            runner, inputs.like([None] * len(tensors)), ranks, make_anchor(inputs.x_TM), *tensors
         )
         return y_TM
     with torch.no_grad():

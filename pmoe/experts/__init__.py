@@ -4,6 +4,8 @@
     stacked          `StackedExperts`: two-layer experts; one tensor holds a weight of all experts of a rank
     ffn              feed-forward experts, and the nonlinearities
     swiglu           gated experts
+    borrowed         experts that compute with another module's parameters
+    few_rows         their outputs for a call of few rows without gradients
     modules          experts that are a user's own modules
     expert_autograd  the autograd graphs of a user's modules, kept from forward to backward
     operands         reads the values that a call computes with: parameters, also pruned or parametrized

@@ -59,6 +59,9 @@ Runs = Sequence[tuple[slice, slice]]
 Each pair (slice of the forward chunk's rows, slice of the backward chunk's rows) selects the same rows.
 """
 
+FEW_ROWS = 1024
+"""The most rows T * K of a rank's tokens that count as few: calls without gradients then go a short way."""
+
 
 def fresh(like: Tensor) -> Allocate:
     """Returns an `Allocate` that makes new memory at every call, of the dtype and device of ``like``.

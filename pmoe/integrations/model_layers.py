@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from pmoe.layer import MoELayer
+from pmoe.layer import MoELayer, run_experts
 
-finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
+finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = [run_experts.layers]
 """Functions from a model to those of its MoE layers, by name, that are not submodules of it.
 
 Integrations append a function here. transformers' experts modules, for example, are run by layers outside of

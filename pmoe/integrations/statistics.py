@@ -68,6 +68,7 @@ class LayerStats:
             - "not run": there was no call yet;
             - "pipeline": the pipeline engine, in chunks;
             - "one rank": the kernels for layers on a single rank;
+            - "few rows": one product for each expert, in a small call without gradients;
             - "fused": COMET's fused kernels in both passes; "fused forward": in the forward pass only;
             - "persistent": FlashDMoE's kernels, one for each pass;
             - "whole graph": a compiled graph of the whole model.

@@ -5,6 +5,8 @@
     calls_with_any    forward for inputs that are not plain tensors
     shapes_only       forward without values: on the meta device, or with fake tensors
     predict_memory    predicts the bytes that a forward and a backward pass take
+    run_experts       runs experts and routing that a caller has, by a layer that stays outside of the model
+    last_few_rows     the record of a small call that such a layer did not see
     reshard           spreads a layer's experts over other ranks, and draws new values for its parameters
     old_attributes    attributes of MoELayer under their old names
 

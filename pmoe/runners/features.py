@@ -67,6 +67,11 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "persistent": BY_FUSED_KERNELS | {F.PERSISTENT, F.PADDED},
     # On one rank no row travels, so the kind of exchange does not matter.
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
+    # Options that say how a call is cut into chunks and buffers are kept: the engine runs such a layer.
+    "few rows": frozenset(
+        {F.RANKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE}
+        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS}
+    ),
     # A layer in a graph of torch.compile(model, backend="pmoe"). The backend chooses chunks itself.
     "whole graph": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.GRADIENTS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.autograd import Path, Saved, run_experts
+from pmoe.engine.autograd import Path, Saved, run_as_one_node
 from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
@@ -272,6 +272,6 @@ def _both_passes(
         differentiated = [tensor.requires_grad_() for tensor in (logits_TE, x_TM, *parameters)]
         routes = route.route(logits_TE, top_k, normalize=normalize, z_loss_weight=0.1)
         inputs = Inputs(x_TM=x_TM, weight_TK=routes.weight_TK, parameters=parameters)
-        y_TM = run_experts(OneRankRunner(routes, activation), inputs, Ranks.single(), needs_grad=True)
+        y_TM = run_as_one_node(OneRankRunner(routes, activation), inputs, Ranks.single(), needs_grad=True)
         gradients = torch.autograd.grad([routes.l_aux, y_TM], differentiated, [None, grad_TM])
     return [*(tensor.detach() for tensor in (routes.weight_TK, routes.l_aux, y_TM)), *gradients]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
+
+if TYPE_CHECKING:
+    from pmoe.engine.halves import Halves
 
 ForwardType = TypeVar("ForwardType", bound=Forward)
 BackwardType = TypeVar("BackwardType", bound=Backward)
@@ -150,9 +153,9 @@ def keep_for_backward(plan: Plan, state: ForwardState) -> Saved:
     """Returns the state that autograd saves for the engine's backward pass.
 
     plan: the plan of the call.
-    state: the state of the forward pass. All its tensors go into one list, and `_backward` puts them back in
-        the same order. The first tensor, the input x_TM (T tokens, d_model columns), is left out if backward
-        does not read it.
+    state: the state of the forward pass. All its tensors go into one list, and `PipelineBackward` puts them
+        back in the same order. The first tensor, the input x_TM (T tokens, d_model columns), is left out if
+        backward does not read it.
     """
     tensors: list[Tensor | None] = []
     checked = _checked(plan, state.inputs)
@@ -161,7 +164,7 @@ def keep_for_backward(plan: Plan, state: ForwardState) -> Saved:
     emptied = map_saved_tensors(state, tensors.append)
     if plan.restore.dispatched != "communicate" and not plan.modules.stages.shared:
         tensors[0] = None
-    return Saved(tensors, functools.partial(_backward, plan, emptied))
+    return Saved(tensors, PipelineBackward(plan, emptied))
 
 
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
@@ -185,22 +188,45 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     return replace(inputs, **unchecked) if unchecked else inputs  # type: ignore[arg-type]
 
 
-def _backward(
-    plan: Plan, emptied: ForwardState, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
-) -> list[Tensor | None]:
-    """Runs the engine's backward pass. Returns the gradients of ``Inputs.all``.
+@dataclass(frozen=True)
+class PipelineBackward:
+    """The function that runs the engine's backward pass (`pmoe.engine.autograd.BackwardFunction`).
 
     plan: the plan of the call.
     emptied: the state of the forward pass, without its tensors.
-    tensors: the tensors of this state, in the order of `map_saved_tensors`.
-    wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
-    grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
     """
-    remaining = iter(tensors)
-    saved = map_saved_tensors(emptied, lambda _: next(remaining))
-    saved.wanted = wanted
-    with publishing_failures(plan.modules.grid.all, "a backward pass"):
-        return make_backward(plan, grad_TM, saved, Backward).run()
+
+    plan: Plan
+    emptied: ForwardState
+
+    def __call__(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+        """Runs the engine's backward pass. Returns the gradients of ``Inputs.all``.
+
+        tensors: the tensors that forward saved, in the order of `map_saved_tensors`.
+        wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
+        grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
+        """
+        remaining = iter(tensors)
+        saved = map_saved_tensors(self.emptied, lambda _: next(remaining))
+        saved.wanted = wanted
+        with publishing_failures(self.plan.modules.grid.all, "a backward pass"):
+            return make_backward(self.plan, grad_TM, saved, Backward).run()
+
+    def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
+        """Runs the first half of the pass, if the layer's schedule has two halves (`InputsFirst.fits`).
+
+        The arguments are those of ``__call__``, and so is the result if there are no halves.
+        """
+        from pmoe.engine.halves import InputsFirst, all_at_once
+
+        if not InputsFirst.fits(self.plan.modules):
+            return all_at_once(self, tensors, wanted, grad_TM)
+        remaining = iter(tensors)
+        saved = map_saved_tensors(self.emptied, lambda _: next(remaining))
+        saved.wanted = wanted
+        with publishing_failures(self.plan.modules.grid.all, "a backward pass"):
+            first = make_backward(self.plan, grad_TM, saved, InputsFirst)
+            return first.run(), first.parameter_gradients
 
 
 def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> ForwardState:

@@ -220,6 +220,29 @@ class Schedule:
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.ADD_GRADIENTS)
         return sum(task.kind in kinds for task in self.tasks)
 
+    @functools.cached_property
+    def halves(self) -> tuple[Schedule, Schedule]:
+        """This schedule without the gradients of parameters (W, LW, XW), and a schedule of these tasks alone.
+
+        A task that waited for a task of the other half waits for what that one waited for, in its own half.
+        Only for schedules without ring slots: in a slot, the next chunk overwrites what W reads.
+        """
+        assert not self.slots
+        kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.SHARED_WGRAD)
+        parts: tuple[list[Task], list[Task]] = ([], [])
+        reached: dict[str, list[tuple[str, ...]]] = {}  # by task: the tasks of each half that it waits for
+        for task in self.tasks:
+            own = task.kind in kinds
+            waits = [
+                tuple(dict.fromkeys(name for before in task.waits for name in reached[before][half]))
+                for half in (False, True)
+            ]
+            parts[own].append(replace(task, waits=waits[own]))
+            waits[own] = (task.name,)
+            reached[task.name] = waits
+        inputs, parameters = (replace(self, tasks=tuple(tasks)) for tasks in parts)
+        return inputs, parameters
+
     def __str__(self) -> str:
         rows = [("task", "lane", "waits for", "reads", "writes")]
         rows += [

@@ -340,6 +340,18 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "save_weights": (pmoe.save_weights, use_files),
     "to_pmoe": (to_pmoe, use_conversion(to_pmoe)),
     "from_pmoe": (from_pmoe, use_conversion(from_pmoe)),
+    "run_experts": (
+        pmoe.run_experts,
+        with_right(
+            pmoe.run_experts,
+            owner=lambda: nn.Linear(1, 1),
+            x=lambda: torch.randn(T, M),
+            index=lambda: torch.zeros(T, K, dtype=torch.int64),
+            weights=lambda: torch.ones(T, K),
+            w1=lambda: torch.randn(E, 2 * H, M),
+            w2=lambda: torch.randn(E, M, H),
+        ),
+    ),
     "stats": (stats, with_right(stats, model=trained)),
     "ExpertUsage": (pmoe.ExpertUsage, with_right(pmoe.ExpertUsage, model=model)),
     "ExpertUsage.watch": (

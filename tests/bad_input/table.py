@@ -82,6 +82,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "state": NOTHING, "layout": NOTHING, "prefix": f"empty 10**400GiB {TEXT}", "experts": "None list",
         "names": "None {}",
     },
+    "run_experts": {
+        "owner": "module", "x": "tensor", "index": NOTHING, "weights": NOTHING, "w1": NOTHING, "w2": NOTHING,
+        "b1": NONE, "b2": NONE, "activation": NOTHING, "transposed": "False", "group": NONE,
+    },
     "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE, "usage": NONE},
     "ExpertUsage": {"model": "module", "training": FLAG},
     "ExpertUsage.watch": {"model": "module"},

@@ -18,12 +18,8 @@ LAYERS = {"of_megatron": 6, "of_deepspeed": 3, "of_fairscale": 1}
 """How many each program compares."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("program", LAYERS)
-def test_a_layer_of_the_real_package_and_pmoes_give_the_same_output(
-    program: str, ranks: int, tmp_path: Path
-) -> None:
+def run_ranks(program: str, ranks: int, tmp_path: Path) -> list[str]:
+    """Runs a program of this folder on some ranks, and returns what each of them printed."""
     check_environment()
     environment = os.environ | {
         "PYTHONPATH": f"{FOLDER}{os.pathsep}{ROOT}",
@@ -38,7 +34,27 @@ def test_a_layer_of_the_real_package_and_pmoes_give_the_same_output(
     printed = [process.communicate(timeout=200)[0] for process in running]
     for process, text in zip(running, printed, strict=True):
         assert process.returncode == 0, text[-6000:]
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("program", LAYERS)
+def test_a_layer_of_the_real_package_and_pmoes_give_the_same_output(
+    program: str, ranks: int, tmp_path: Path
+) -> None:
+    for text in run_ranks(program, ranks, tmp_path):
         assert text.count("the same output") == LAYERS[program], text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pmoes_layer_in_megatron_gives_the_output_and_gradients_of_megatrons(
+    ranks: int, tmp_path: Path
+) -> None:
+    for text in run_ranks("on_megatron", ranks, tmp_path):
+        assert text.count("equal to Megatron's") == 9, text
+        assert "refusals: named" in text
 
 
 def check_environment() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 import pmoe
 from bench.allocations import moment, watched
 from pmoe.engine.lanes import threads as thread_lanes
-from pmoe.integrations.transformers import shared_tensors
+from pmoe.experts import borrowed
 from pmoe.runners import one_rank
 from tests.plain_steps import plain_steps, using
 from tests.switched import switched_layer
@@ -176,20 +176,18 @@ def pooled(step: Callable[[], None]) -> dict[str, int]:
 
 def borrowed_swiglu(num_experts: int, d_model: int, d_hidden: int, dtype: torch.dtype) -> pmoe.Experts:
     """In-features first, as some models have them."""
-    return shared_tensors.BorrowedSwiGLU(_stacks(num_experts, d_model, d_hidden, 2, dtype, transposed=True))
+    return borrowed.BorrowedSwiGLU(_stacks(num_experts, d_model, d_hidden, 2, dtype, transposed=True))
 
 
 def borrowed_square(num_experts: int, d_model: int, d_hidden: int, dtype: torch.dtype) -> pmoe.Experts:
     """A nonlinearity that autograd differentiates."""
     stacks = _stacks(num_experts, d_model, d_hidden, 1, dtype)
-    return shared_tensors.BorrowedActivation(
-        replace(stacks, activation=lambda hidden: hidden.relu().square())
-    )
+    return borrowed.BorrowedActivation(replace(stacks, activation=lambda hidden: hidden.relu().square()))
 
 
 def _stacks(
     num_experts: int, d_model: int, d_hidden: int, factor: int, dtype: torch.dtype, transposed: bool = False
-) -> shared_tensors.Stacks:
+) -> borrowed.Stacks:
     generator = torch.Generator().manual_seed(17)
     shapes = {
         "w1": (num_experts, factor * d_hidden, d_model),
@@ -205,4 +203,4 @@ def _stacks(
         made |= {name: made[name].transpose(1, 2).contiguous() for name in ("w1", "w2")}
     for tensor in made.values():
         tensor.requires_grad_()
-    return shared_tensors.Stacks(**made, transposed=transposed)
+    return borrowed.Stacks(**made, transposed=transposed)

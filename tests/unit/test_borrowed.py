@@ -17,14 +17,14 @@ from torch.nn import functional as F
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
-from pmoe.gates import ExternalGate
-from pmoe.integrations.transformers.shared_tensors import (
+from pmoe.experts.borrowed import (
     BorrowedActivation,
     BorrowedFFN,
     BorrowedSwiGLU,
     NormedExperts,
     Stacks,
 )
+from pmoe.gates import ExternalGate
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.allocated import Allocated
 from tests.switched import switched_layer

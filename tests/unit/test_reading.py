@@ -84,6 +84,10 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.engine.variants.send_once": "Only send_once=True needs it.",
     "pmoe.engine.variants.sharded_experts": "Only experts that are sharded over the ranks of a node need it.",
     "pmoe.engine.variants.shared_expert": "Only layers with a shared expert need it.",
+    "pmoe.engine.halves": (
+        "Only a backward pass whose graph is kept may have two halves, as zero-bubble schedules ask for."
+    ),
+    "pmoe.runners.few_rows": "Only calls of few rows without gradients need it.",
     "pmoe.experts.dtensor_layout": (
         "Only experts that `pmoe.parallelize` or `MoELayer.spread` lays out need it."
     ),

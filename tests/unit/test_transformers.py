@@ -23,7 +23,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe.experts.base import ExpertRows
-from pmoe.integrations.transformers.shared_tensors import BorrowedExperts
+from pmoe.experts.borrowed import BorrowedExperts
 from tests.spread import named
 from tests.tiny_transformers import (
     MODELS,

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pmoe.gates.external import ExternalGate
-from pmoe.integrations.transformers.shared_tensors import (
+from pmoe.experts.borrowed import (
     BorrowedActivation,
     BorrowedFFN,
     BorrowedSwiGLU,
     NormedExperts,
 )
+from pmoe.gates.external import ExternalGate
 from tests.tiny_transformers import (
     as_by_default,  # noqa: F401 (a fixture)
     integration,

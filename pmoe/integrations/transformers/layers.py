@@ -1,20 +1,16 @@
-"""The MoE layers that run the experts modules of transformers, and the options of all these layers.
+"""Runs the experts modules of transformers by pmoe, and holds the options of all of them.
 
-- Each experts module has a `MoELayer`, stored in a table outside of the module. So a model's state_dict,
-  copies and pickles do not contain the layer.
-- `configure` checks options at once, by building a small layer with them.
-- A layer refers to the module's parameters and to the routing only during a call.
+`pmoe.layer.run_experts` keeps a layer for each experts module. `configure` checks options at once, by
+building a small layer with them.
 
 Letters: T tokens of this rank, K experts of each token, M model width.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,37 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.arguments import check_module
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.borrowed import BorrowedSwiGLU, Stacks
+from pmoe.experts.few_rows import is_short
 from pmoe.gates.external import ExternalGate
-from pmoe.integrations.model_layers import finders
 from pmoe.integrations.transformers.layout import borrow, check_same_place
 from pmoe.integrations.transformers.padding import run_tokens
-from pmoe.integrations.transformers.shared_tensors import (
-    BorrowedExperts,
-    BorrowedSwiGLU,
-    NormedExperts,
-    Stacks,
-)
 from pmoe.layer import MoELayer
+from pmoe.layer.run_experts import OPTIONS, check_routing_shapes, layers, run_borrowed, run_few_rows
 
-OPTIONS = (
-    "pipeline",
-    "pipeline_backward",
-    "memory_reuse",
-    "memory_budget",
-    "slack",
-    "order",
-    "dispatch",
-    "combine",
-    "nodes",
-    "send_once",
-    "balance",
-)
-"""Arguments of `MoELayer` that `configure` takes: those that decide how experts are run.
-
-The arguments that decide what is computed, such as the activation, come from the model.
-"""
+__all__ = ["OPTIONS", "configure", "layers", "run_module"]
 
 _options: Mapping[str, Any] = {}
 """The options that the last call of `configure` set."""
@@ -81,83 +56,6 @@ def configure(**options: Any) -> None:
     experts = BorrowedSwiGLU(Stacks(w1=torch.empty(2, 16, 8), w2=torch.empty(2, 8, 8)))
     MoELayer(8, 8, 2, 2, gate=ExternalGate(), expert=experts, group=Ranks.single(), **options)
     _options = options
-
-
-# ---- layers by their modules
-
-
-@dataclass(frozen=True)
-class _Built:
-    """The MoE layer that runs one experts module.
-
-    made_for: the sizes, group and options with which the layer was built. A new layer is built if a call has
-        other sizes, another group or other options.
-    layer: the layer.
-    turn: a lock that lets only one thread at a time use the layer. Threads of a server may share a model, but
-        a layer can hold the routing and parameters of only one call.
-    """
-
-    made_for: tuple[Any, ...]
-    layer: MoELayer
-    turn: threading.Lock = field(default_factory=threading.Lock)
-
-
-_layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
-"""The layer of each experts module that has been called.
-
-The keys are weak references, so the table does not keep a module alive.
-"""
-
-
-def layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the MoE layers that run a model's experts, by the names of the experts modules.
-
-    Experts modules that were never called have no layer yet. Each layer gives numbers about its last forward
-    pass (``row_counts``, ``tokens_per_expert``, ``traffic``) and can predict memory (``predict_memory``).
-
-    model: a model of transformers, or any module that contains one.
-    """
-    check_module(model=model)
-    return {name: _layers[module].layer for name, module in model.named_modules() if module in _layers}
-
-
-finders.append(
-    layers
-)  # `pmoe.stats` would not find these layers, because they are no submodules of the model
-
-
-@contextmanager
-def _layer_of(
-    module: nn.Module,
-    experts: BorrowedExperts | NormedExperts,
-    top_k: int,
-    num_experts: int,
-    group: dist.ProcessGroup | None,
-) -> Iterator[MoELayer]:
-    """Yields the MoE layer for a call of an experts module, to one thread at a time.
-
-    The layer is built at the module's first call, and built again if sizes, group or options have changed.
-
-    module: the experts module.
-    experts: its parameters, as experts that a MoELayer can run.
-    top_k: number of experts of each token.
-    num_experts: number of experts of all ranks.
-    group: the ranks over which the experts are spread; None if this rank holds all experts.
-    """
-    _, d_hidden, d_model = experts.stacks.w2.shape
-    if not experts.stacks.transposed:
-        d_hidden, d_model = d_model, d_hidden
-    sizes = (d_model, d_hidden, num_experts, top_k)
-    options = _options
-    typed = {name: (type(value), value) for name, value in options.items()}  # because True == 1
-    entry = _layers.get(module)
-    made_for = (sizes, group, typed)
-    if entry is None or entry.made_for != made_for:
-        ranks = Ranks.single() if group is None else group
-        layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
-        entry = _layers[module] = _Built(made_for, layer)
-    with entry.turn:
-        yield entry.layer
 
 
 # ---- a call
@@ -206,27 +104,72 @@ def _run(
 
     Raises ValueError as `run_module` does.
     """
+    if group is None:
+        y = _run_few(module, hidden_states, top_k_index, top_k_weights)
+        if y is not None:
+            return y
     experts = borrow(module)
-    num_experts = experts.num_local_experts * (1 if group is None else dist.get_world_size(group))
-    if top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:
-        raise ValueError(
-            f"top_k_weights (shape {tuple(top_k_weights.shape)}) must be of the shape of top_k_index "
-            f"({tuple(top_k_index.shape)}), one row a token"
-        )
+    check_routing_shapes(top_k_index, top_k_weights, "top_k_index", "top_k_weights")
     # With several ranks the layer itself checks its input, because it raises the error on all ranks.
     if group is None:
         check_same_place(module, hidden_states=hidden_states)
-    keep_TK = top_k_index != num_experts
-    expert_TK = top_k_index.to(torch.int64).where(keep_TK, 0)
-    with _layer_of(module, experts, top_k_index.shape[1], num_experts, group) as layer:
-        if layer.training != module.training:
-            layer.train(module.training)
-        gate = layer.gate
-        assert isinstance(gate, ExternalGate)
-        layer.experts = experts
-        try:
-            with gate.routing(expert_TK, top_k_weights, keep_TK):
-                y: Tensor = layer(hidden_states)
-        finally:  # between calls the layer knows the sizes, but does not hold the module's parameters
-            layer.experts = type(experts)(experts.stacks.stand_ins())
-    return y.to(hidden_states.dtype)
+        _known[module] = _Known.of(module, experts.stacks)
+    return run_borrowed(module, experts, hidden_states, top_k_index, top_k_weights, group, _options)
+
+
+# ---- few rows
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The layout of an experts module that `borrow` has checked.
+
+    tensors: the module's tensors by their name in `Stacks`: (name in the module, weak reference).
+    transposed: as in `Stacks`.
+    activation: the name of an activation of pmoe; None if the module's own function is called.
+    """
+
+    tensors: dict[str, tuple[str, weakref.ref[Tensor]]]
+    transposed: bool
+    activation: str | None
+
+    @staticmethod
+    def of(module: nn.Module, stacks: Stacks) -> _Known:
+        """Returns the layout of a module whose tensors ``stacks`` has. It does not keep the module alive."""
+        names = {id(tensor): name for name, tensor in module._parameters.items() if tensor is not None}
+        own = {key: (names.get(id(tensor), ""), weakref.ref(tensor)) for key, tensor in stacks.named.items()}
+        name = stacks.activation if isinstance(stacks.activation, str) else None
+        return _Known(own, stacks.transposed, name)
+
+    def stacks(self, module: Any) -> Stacks | None:
+        """Returns the module's present tensors; None if one of them was replaced since the check."""
+        parameters = module._parameters
+        found = {key: parameters.get(name) for key, (name, _) in self.tensors.items()}
+        if any(tensor is None or tensor is not self.tensors[key][1]() for key, tensor in found.items()):
+            return None
+        activation: Any = self.activation
+        if activation is None:
+            activation = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+        norm = module._modules.get("post_expert_norm")
+        return Stacks(**found, transposed=self.transposed, activation=activation, norm=norm)
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+"""The checked layout of each experts module that was called on one rank."""
+
+
+def _run_few(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor | None:
+    """Runs a call of few rows without gradients, such as a step of decoding. Returns (T, M).
+
+    Returns None if the call has many rows or needs gradients, if the module's layout was not checked yet, or
+    if tensors do not fit: the usual way then runs the call, or names the mistake.
+
+    The arguments are those of `_run`.
+    """
+    known = None if torch.is_grad_enabled() else _known.get(module)
+    stacks = None if known is None else known.stacks(module)
+    if stacks is None or not is_short(hidden_states, top_k_index, top_k_weights, stacks):
+        return None
+    return run_few_rows(module, hidden_states, top_k_index, top_k_weights, stacks)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe
 
-from pmoe.integrations.transformers import shared_tensors
+from pmoe.experts import borrowed
 
 FLAGS = {
     "has_gate": True,
@@ -45,7 +45,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
 
-def borrow(module: nn.Module) -> shared_tensors.BorrowedExperts | shared_tensors.NormedExperts:
+def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
     """Returns a module's experts as an `Experts` object for one call of a MoELayer. Nothing is copied.
 
     module: an experts module of transformers.
@@ -56,7 +56,7 @@ def borrow(module: nn.Module) -> shared_tensors.BorrowedExperts | shared_tensors
     up = _up_name(module)
     has_bias = _flag(module, "has_bias")
     kind, activation = _activation(module)
-    stacks = shared_tensors.Stacks(
+    stacks = borrowed.Stacks(
         w1=_tensor(module, up),
         w2=_tensor(module, "down_proj"),
         b1=_tensor(module, f"{up}_bias") if has_bias else None,
@@ -155,7 +155,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _check_shapes(module: nn.Module, stacks: shared_tensors.Stacks) -> None:
+def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
     """Raises ValueError if the shapes of w1 and w2 do not fit together.
 
     Both must have the same number of experts and the same model width. If w2 takes H input features, w1 must
@@ -206,7 +206,7 @@ def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
 
 def _activation(
     module: Any,
-) -> tuple[type[shared_tensors.BorrowedExperts | shared_tensors.NormedExperts], Any]:
+) -> tuple[type[borrowed.BorrowedExperts | borrowed.NormedExperts], Any]:
     """Returns the class for a module's experts, and their activation.
 
     The activation is the name of a nonlinearity for which pmoe has kernels ("silu", "relu", "gelu",
@@ -220,10 +220,10 @@ def _activation(
         is_usual = gating is not None and gating is getattr(moe, "_default_apply_gate", None)
         name = "swiglu" if is_usual and name == "silu" else None
     if _flag(module, "has_post_expert_norm"):
-        return shared_tensors.NormedExperts, function
+        return borrowed.NormedExperts, function
     if name is None:
-        return shared_tensors.BorrowedActivation, function
-    return (shared_tensors.BorrowedSwiGLU if name == "swiglu" else shared_tensors.BorrowedFFN), name
+        return borrowed.BorrowedActivation, function
+    return (borrowed.BorrowedSwiGLU if name == "swiglu" else borrowed.BorrowedFFN), name
 
 
 def _name_of(activation: object) -> str | None:

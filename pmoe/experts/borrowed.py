@@ -1,4 +1,4 @@
-"""Experts that compute with the parameters of a transformers module: they borrow them, without copies.
+"""Experts that compute with the parameters of another module: they borrow them, without copies.
 
 An object of these classes is made for one call, and autograd keeps it until the call's backward. So each call
 uses the tensors that the module has at that time, even if they were moved, sharded or replaced since the last
@@ -41,7 +41,7 @@ clamped gate.
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """The parameters and the activation of a transformers module of experts.
+    """The parameters and the activation of another module of experts.
 
     Dimension 0 of each parameter counts the experts. Letters: E experts of this rank, N rows, M = d_model, H
     = d_hidden, G = H, or 2H for gated experts.
@@ -87,9 +87,9 @@ class Stacks:
 
 
 class BorrowedExperts(StackedExperts):
-    """Base class of two-layer experts that compute with the parameters of a transformers module.
+    """Base class of two-layer experts that compute with the parameters of another module.
 
-    ``parameters()`` yields these parameters. They stay registered in the transformers module only, so `.to()`
+    ``parameters()`` yields these parameters. They stay registered in the other module only, so `.to()`
     on the experts does not move them.
 
     stacks: the parameters and the activation of that module.
@@ -127,7 +127,7 @@ class BorrowedExperts(StackedExperts):
     def operands(self) -> list[Tensor]:
         """Returns the module's own tensors, (E, out, in) or (E, in, out) for weights and (E, out) for biases.
 
-        `pmoe.integrations.transformers.layout` has checked them.
+        The caller has checked them.
         """
         return list(self.stacks.named.values())
 
@@ -153,21 +153,21 @@ class BorrowedExperts(StackedExperts):
 
 
 class BorrowedSwiGLU(BorrowedExperts, SwiGLUExperts):
-    """SwiGLU experts that compute with the parameters of a transformers module, by pmoe's kernels.
+    """SwiGLU experts that compute with the parameters of another module, by pmoe's kernels.
 
     The activation is silu(first half of the hidden columns) * second half.
     """
 
 
 class BorrowedFFN(BorrowedExperts, FFNExperts):
-    """Feed-forward experts that compute with the parameters of a transformers module, by pmoe's kernels.
+    """Feed-forward experts that compute with the parameters of another module, by pmoe's kernels.
 
     The activation is one for which pmoe has kernels: "relu", "gelu" or "silu".
     """
 
 
 class BorrowedActivation(BorrowedExperts):
-    """Experts that compute with a transformers module's parameters and its own activation function.
+    """Experts that compute with another module's parameters and its own activation function.
 
     The function maps the hidden activation T_M (N, G) to its output (N, H): N rows, H = d_hidden, G = H, or
     2H for gated experts. Forward saves only T_M, as pmoe's own experts do. Backward computes the function
@@ -176,6 +176,11 @@ class BorrowedActivation(BorrowedExperts):
 
     _writes_over: bool | None = None
     """Whether the function changes its argument in place; None until it was called with at least one row."""
+
+    @property
+    def fused_activation(self) -> str | None:
+        """Always None: pmoe's kernels do not know the function."""
+        return None
 
     def columns(self, device_type: str) -> HiddenColumns:
         """Returns how many numbers of memory the experts need for each row, by what the memory is for.
@@ -240,7 +245,7 @@ class BorrowedActivation(BorrowedExperts):
 
 
 class NormedExperts(ModuleExperts):
-    """Experts of a transformers module that normalizes their output, by one norm for all experts.
+    """Experts of another module that normalizes their output, by one norm for all experts.
 
     The norm is applied before the routing weights. Autograd differentiates these experts, as it does a user's
     modules, so pmoe cannot predict their memory.

@@ -1,0 +1,64 @@
+"""The record of a call of few rows that went past the layer: what statistics show of it.
+
+Letters: T tokens, K experts of each, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmoe.call.decision import LastCall, RunReport
+from pmoe.comm.counts import RankCounts
+
+
+@dataclass(frozen=True)
+class FewRowCounts:
+    """The row counts of a call on one rank, counted when somebody asks. Implements `LastRowCounts`.
+
+    index_TK: (T, K) integers, the experts of each token; E means no expert.
+    num_experts: E.
+    """
+
+    index_TK: Tensor
+    num_experts: int
+
+    @property
+    def max_tokens(self) -> int:
+        return self.index_TK.shape[0]
+
+    def kept_E(self) -> Tensor:
+        return torch.bincount(self.index_TK.reshape(-1), minlength=self.num_experts)[: self.num_experts]
+
+    def rows(self) -> RankCounts:
+        counts_E = self.kept_E().view(1, 1, -1)
+        return RankCounts(
+            send=counts_E,
+            recv=counts_E,
+            recv_device=counts_E,
+            max_tokens=self.max_tokens,
+            needs_grad=False,
+        )
+
+
+def last_call(index_TK: Tensor, num_experts: int, x_TM: Tensor) -> LastCall:
+    """Returns the record of a call without gradients that no layer has decided.
+
+    index_TK: (T, K) integers, the experts of each token; num_experts: E, which also means no expert.
+    x_TM: (T, M), the tokens.
+    """
+    ran = RunReport(
+        path="few rows",
+        num_tokens=index_TK.shape[0],
+        num_slots=index_TK.numel(),
+        dtype=x_TM.dtype,
+        device=x_TM.device,
+    )
+    return LastCall(l_aux=_no_loss(x_TM.dtype), counts=FewRowCounts(index_TK, num_experts), ran=ran)
+
+
+def _no_loss(dtype: torch.dtype) -> Tensor:
+    """Returns the auxiliary loss of a routing that comes from outside: zero, a scalar."""
+    return torch.zeros((), dtype=torch.float64 if dtype == torch.float64 else torch.float32)

@@ -1,0 +1,337 @@
+"""`run_experts`: experts and routing are the caller's, and pmoe sends the rows and multiplies.
+
+It is the way into pmoe for frameworks that have a router and expert weights of their own. A `MoELayer` is
+kept for each module that owns experts, in a table outside of the module. So a model's state_dict, copies and
+pickles do not contain the layer. The layer refers to the weights and to the routing only during a call.
+
+Letters: T tokens of this rank, K experts of each token, E experts of all ranks, E_local of this rank, M model
+width, H width of an expert, G = H, or 2H for gated experts.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe.arguments import check_flag, check_kind, check_module
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.borrowed import (
+    BorrowedActivation,
+    BorrowedExperts,
+    BorrowedFFN,
+    BorrowedSwiGLU,
+    NormedExperts,
+    Stacks,
+)
+from pmoe.experts.few_rows import few_rows_output, is_short
+from pmoe.gates.external import ExternalGate
+from pmoe.layer.last_few_rows import last_call
+from pmoe.layer.moe_layer import MoELayer
+
+OPTIONS = (
+    "pipeline",
+    "pipeline_backward",
+    "memory_reuse",
+    "memory_budget",
+    "slack",
+    "order",
+    "dispatch",
+    "combine",
+    "nodes",
+    "send_once",
+    "balance",
+)
+"""Arguments of `MoELayer` that decide how experts are run.
+
+The arguments that decide what is computed, such as the activation, come with the experts.
+"""
+
+KINDS: dict[str, type[BorrowedExperts]] = {
+    "swiglu": BorrowedSwiGLU,
+    "silu": BorrowedFFN,
+    "relu": BorrowedFFN,
+    "gelu": BorrowedFFN,
+}
+"""Names of activations that pmoe computes itself, and the classes of experts that have them."""
+
+
+def run_experts(
+    owner: nn.Module,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str | Callable[[Tensor], Tensor] = "swiglu",
+    transposed: bool = False,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> Tensor:
+    """Returns for each token the weighted sum of its experts' outputs, (T, M).
+
+    Dispatch, experts and combine are pmoe's: chunks that hide communication, restore pairs, memory budgets.
+    The weights, their layout and the routing are the caller's. Gradients reach x, ``weights``, w1, w2, b1 and
+    b2. An expert's gradient is a sum over the tokens of all ranks.
+
+    Args:
+        owner: the module to which the experts belong. pmoe keeps a layer for it between calls, which
+            `pmoe.stats` shows under the module's name.
+        x: (T, M), this rank's tokens. T may be 0 and may differ between ranks.
+        index: (T, K) integers, the experts of each token, from 0 to E - 1 over all ranks. E means no expert.
+        weights: (T, K), the routing weights.
+        w1: (E_local, G, M), this rank's experts; "swiglu" has the gate's rows first. Experts are spread over
+            the ranks of ``group`` evenly and in order.
+        w2: (E_local, M, H).
+        b1, b2: (E_local, G) and (E_local, M); None for no biases.
+        activation: "swiglu", "silu", "relu", "gelu" (exact), or a function without parameters that maps rows
+            (N, G) to (N, H), each row by itself.
+        transposed: whether w1 is (E_local, M, G) and w2 (E_local, H, M).
+        group: the ranks over which the experts are spread; None if this rank holds all of them.
+        options: arguments of `pmoe.MoELayer` that decide how experts are run, any of `OPTIONS`. They must be
+            the same on all ranks.
+
+    With several ranks the call is a collective, and so is its backward pass.
+
+    Raises TypeError or ValueError, naming argument, value and rule. Wrong values of the routing raise on
+    every rank.
+    """
+    check_module(owner=owner)
+    check_kind(Tensor, "a tensor", x=x, index=index, weights=weights, w1=w1, w2=w2)
+    check_kind((Tensor, type(None)), "a tensor or None", b1=b1, b2=b2)
+    check_flag("transposed", transposed)
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise ValueError(f"index ({index.dtype}) must hold integers, the numbers of experts")
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]} ({options[unknown[0]]!r}) must be left out: the options are {', '.join(OPTIONS)}"
+        )
+    stacks = Stacks(w1=w1, w2=w2, b1=b1, b2=b2, transposed=transposed, activation=activation)
+    kind = _kind_of(stacks)
+    check_routing_shapes(index, weights, "index", "weights")
+    return run_borrowed(owner, kind(stacks), x, index, weights, group, options)
+
+
+def _kind_of(stacks: Stacks) -> type[BorrowedExperts]:
+    """Returns the class of experts for weights of the caller, after a check of their shapes.
+
+    Raises ValueError if the activation is unknown, or the shapes of the weights do not fit together.
+    """
+    activation = stacks.activation
+    if not (callable(activation) or activation in KINDS):
+        raise ValueError(
+            f"activation ({activation!r}) must be one of {', '.join(map(repr, KINDS))}, or a function"
+        )
+    for name, tensor in stacks.named.items():
+        if hasattr(tensor, "to_local"):
+            raise ValueError(f"{name} (a DTensor) must be this rank's part: pass {name}.to_local()")
+        if tensor.dtype != stacks.w1.dtype or tensor.device != stacks.w1.device:
+            raise ValueError(
+                f"{name} ({tensor.dtype} on {tensor.device}) must have the dtype and device of w1 "
+                f"({stacks.w1.dtype} on {stacks.w1.device})"
+            )
+    if (stacks.b1 is None) != (stacks.b2 is None):
+        raise ValueError("b1 and b2 must both be tensors, or both be None")
+    if stacks.w1.dim() != 3 or stacks.w2.dim() != 3:
+        raise ValueError(
+            f"w1 of shape {tuple(stacks.w1.shape)} and w2 of shape {tuple(stacks.w2.shape)} must have three "
+            "dimensions, the first of which counts this rank's experts"
+        )
+    w1, w2 = stacks.out_features_first(stacks.w1), stacks.out_features_first(stacks.w2)
+    experts, d_model, hidden = w2.shape
+    factors = {"swiglu": (2,)}.get(activation, (1,)) if isinstance(activation, str) else (1, 2)
+    if tuple(w1.shape) not in [(experts, factor * hidden, d_model) for factor in factors]:
+        columns = "2 H" if factors == (2,) else "H" if factors == (1,) else "H or 2 H"
+        raise ValueError(
+            f"w1 of shape {tuple(stacks.w1.shape)} must fit w2 of shape {tuple(stacks.w2.shape)}: with "
+            f"{experts} experts of d_model M = {d_model} and H = {hidden}, w1 has {columns} hidden columns "
+            f"(transposed={stacks.transposed} says which dimension they are)"
+        )
+    shapes = {"b1": tuple(w1.shape[:2]), "b2": (experts, d_model)}
+    for name, bias in (("b1", stacks.b1), ("b2", stacks.b2)):
+        if bias is not None and tuple(bias.shape) != shapes[name]:
+            raise ValueError(f"{name} of shape {tuple(bias.shape)} must have shape {shapes[name]}")
+    if isinstance(activation, str):
+        return KINDS[activation]
+    _check_function(activation, w1, hidden)
+    return BorrowedActivation
+
+
+def _check_function(activation: Callable[[Tensor], Tensor], w1: Tensor, hidden: int) -> None:
+    """Raises ValueError unless a function maps a row of T_M, (1, G), to (1, H).
+
+    w1: (E_local, G, M), of which the row has the dtype and device; hidden: H.
+    """
+    name = getattr(activation, "__name__", type(activation).__name__)
+    if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
+        raise ValueError(f"activation ({name}) must have no parameters: they would get no gradient")
+    try:
+        with torch.no_grad():
+            active = activation(w1.new_zeros(1, w1.shape[1]))
+    except Exception as error:
+        raise ValueError(f"activation ({name}) failed on a row of {w1.shape[1]} columns: {error}") from error
+    if not isinstance(active, Tensor) or tuple(active.shape) != (1, hidden):
+        found = tuple(active.shape) if isinstance(active, Tensor) else type(active).__name__
+        raise ValueError(
+            f"activation ({name}) returned {found} for a row of {w1.shape[1]} columns; it must return "
+            f"(1, {hidden})"
+        )
+
+
+def check_routing_shapes(index: Tensor, weights: Tensor, index_name: str, weights_name: str) -> None:
+    """Raises ValueError unless both tensors of a routing have the same shape (T, K).
+
+    index_name, weights_name: the names of the caller's arguments, for the message.
+    """
+    if index.dim() != 2 or weights.shape != index.shape:
+        raise ValueError(
+            f"{weights_name} (shape {tuple(weights.shape)}) must be of the shape of {index_name} "
+            f"({tuple(index.shape)}), one row a token"
+        )
+
+
+# ---- layers by their modules
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The MoE layer that runs the experts of one module.
+
+    made_for: the sizes, group and options with which the layer was built. A new layer is built if a call has
+        other sizes, another group or other options.
+    layer: the layer.
+    turn: a lock that lets only one thread at a time use the layer. Threads of a server may share a model, but
+        a layer can hold the routing and parameters of only one call.
+    """
+
+    made_for: tuple[Any, ...]
+    layer: MoELayer
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+
+_layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
+"""The layer of each module whose experts have been run.
+
+The keys are weak references, so the table does not keep a module alive.
+"""
+
+
+def layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Returns the MoE layers that run a model's experts, by the names of the modules that own the experts.
+
+    Modules whose experts were never run have no layer yet. Each layer gives numbers about its last forward
+    pass (``row_counts``, ``tokens_per_expert``, ``traffic``) and can predict memory (``predict_memory``).
+
+    model: a model whose experts are run by `run_experts`, or a model of transformers.
+    """
+    check_module(model=model)
+    return {name: _layers[module].layer for name, module in model.named_modules() if module in _layers}
+
+
+@contextmanager
+def _layer_of(
+    owner: nn.Module,
+    experts: BorrowedExperts | NormedExperts,
+    top_k: int,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    options: Mapping[str, Any],
+) -> Iterator[MoELayer]:
+    """Yields the MoE layer for a call of a module's experts, to one thread at a time.
+
+    The layer is built at the module's first call, and built again if sizes, group or options have changed.
+
+    owner: the module.
+    experts: its parameters, as experts that a MoELayer can run.
+    top_k: number of experts of each token.
+    num_experts: number of experts of all ranks.
+    group: the ranks over which the experts are spread; None if this rank holds all experts.
+    options: the other arguments of the layer.
+    """
+    _, d_hidden, d_model = experts.stacks.w2.shape
+    if not experts.stacks.transposed:
+        d_hidden, d_model = d_model, d_hidden
+    sizes = (d_model, d_hidden, num_experts, top_k)
+    typed = {name: (type(value), value) for name, value in options.items()}  # because True == 1
+    entry = _layers.get(owner)
+    made_for = (sizes, group, typed)
+    if entry is None or entry.made_for != made_for:
+        ranks = Ranks.single() if group is None else group
+        layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
+        entry = _layers[owner] = _Built(made_for, layer)
+    with entry.turn:
+        yield entry.layer
+
+
+# ---- a call
+
+
+def run_borrowed(
+    owner: nn.Module,
+    experts: BorrowedExperts | NormedExperts,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    group: dist.ProcessGroup | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Runs experts that another module owns. Returns each token's weighted sum of outputs, (T, M).
+
+    owner: the module to which the experts belong.
+    experts: its parameters, as experts that a MoELayer can run.
+    x: (T, M), the tokens.
+    index, weights: (T, K), the experts of each token, and their weights. E means no expert.
+    group: the ranks over which the experts are spread; None if this rank holds all experts.
+    options: arguments of `MoELayer`, any of `OPTIONS`.
+    """
+    if group is None and is_short(x, index, weights, experts.stacks):
+        y = run_few_rows(owner, x, index, weights, experts.stacks)
+        if y is not None:
+            return y
+    num_experts = experts.num_local_experts * (1 if group is None else dist.get_world_size(group))
+    keep_TK = index != num_experts
+    expert_TK = index.to(torch.int64).where(keep_TK, 0)
+    with _layer_of(owner, experts, index.shape[1], num_experts, group, options) as layer:
+        if layer.training != owner.training:
+            layer.train(owner.training)
+        gate = layer.gate
+        assert isinstance(gate, ExternalGate)
+        layer.experts = experts
+        try:
+            with gate.routing(expert_TK, weights, keep_TK):
+                y = layer(x)
+        finally:  # between calls the layer knows the sizes, but does not hold the module's parameters
+            layer.experts = type(experts)(experts.stacks.stand_ins())
+    return y.to(x.dtype)
+
+
+def run_few_rows(
+    owner: nn.Module, x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks
+) -> Tensor | None:
+    """Runs a call of few rows on one rank without the layer, and notes it as the layer's last call.
+
+    Returns (T, M); None if the module has no layer yet, or a value of the routing is wrong. The layer then
+    runs the call, or raises the error.
+
+    owner: the module to which the experts belong.
+    x: (T, M), the tokens; index, weights: (T, K), their routing.
+    stacks: the weights, which `is_short` has compared with x.
+    """
+    entry = _layers.get(owner)
+    if entry is None or entry.made_for[1] is not None:
+        return None
+    y = few_rows_output(x, index, weights, stacks)
+    if y is not None:
+        entry.layer.last = last_call(index, stacks.w1.shape[0], x)
+    return y

@@ -1,0 +1,48 @@
+"""The backward pass in two halves on several ranks: what the second half sends, and when it runs all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gloo.kit import build, counted_collectives, inputs
+from tests.pool import ranks
+
+ONCE = ["all_reduce"]
+AGAIN = ["all_reduce", *["all_to_all_single"] * 3]
+"""Collectives of a second half: an agreement; and after a disagreement a whole backward pass, S, R and P."""
+
+
+def halves_job(rank: int, world: int, options: dict[str, Any], differs_on: int) -> list[list[str]]:
+    """Collectives of the second half: with the first half's tensor, and with another one of its values.
+
+    differs_on: the rank on which the second tensor has other values; -1 for none.
+    """
+    layer = build(**options)
+    x, dy = inputs(rank, world)
+    x.requires_grad_()
+    y = layer(x * 2)
+    leaves = list(layer.experts.parameters())
+    counted = []
+    for given in (dy, dy * 3 if rank == differs_on else dy.clone()):
+        expected = torch.autograd.grad(y, [x, *leaves], given, retain_graph=True)
+        (of_x,) = torch.autograd.grad(y, [x], dy, retain_graph=True)
+        with counted_collectives() as calls:
+            got = torch.autograd.grad(y, leaves, given, retain_graph=True)
+        counted.append(list(calls))
+        assert given is not dy or torch.equal(of_x, expected[0])
+        assert all(torch.equal(a, b) for a, b in zip(got, expected[1:], strict=True))
+    return counted
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("options", [{"pipeline": False}, {"pipeline": False, "memory_reuse": "S1"}])
+def test_the_second_half_sends_no_rows(options: dict[str, Any], world: int) -> None:
+    assert ranks(world).run(halves_job, options, -1) == [[[], ONCE]] * world
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_gradient_on_one_rank_runs_the_pass_on_all(rank: int) -> None:
+    assert ranks(2).run(halves_job, {"pipeline": False}, rank) == [[[], AGAIN]] * 2

@@ -1,0 +1,174 @@
+"""`pmoe.run_experts`: experts and routing of the caller, against a loop in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pmoe
+from tests.kit import one_thread
+from tests.reference import relative_error
+
+__all__ = ["one_thread"]
+
+T, K, E, M, H = 9, 2, 4, 6, 5
+
+
+def squared(hidden: Tensor) -> Tensor:
+    return F.relu(hidden).square()
+
+
+def swiglu(hidden: Tensor) -> Tensor:
+    gate, up = hidden.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": swiglu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "squared": squared,
+}
+
+
+class Owner(nn.Module):
+    """A module with experts of its own, as a framework has them."""
+
+    def __init__(self, activation: str, *, bias: bool, transposed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        columns = 2 * H if activation == "swiglu" else H
+        shapes = {"w1": (E, columns, M), "w2": (E, M, H)}
+        for name, (experts, rows, width) in shapes.items():
+            shape = (experts, width, rows) if transposed else (experts, rows, width)
+            setattr(self, name, nn.Parameter(torch.randn(*shape, dtype=torch.float64)))
+        for name, width in (("b1", columns), ("b2", M)):
+            value = nn.Parameter(torch.randn(E, width, dtype=torch.float64)) if bias else None
+            self.register_parameter(name, value)
+        self.activation = activation
+        self.transposed = transposed
+
+    def arguments(self) -> dict[str, Any]:
+        own = {"b1": self.b1, "b2": self.b2, "transposed": self.transposed}
+        activation: Any = squared if self.activation == "squared" else self.activation
+        return {"w1": self.w1, "w2": self.w2, "activation": activation, **own}
+
+
+def routed() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts (E is none), and weights."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(T, M, dtype=torch.float64, generator=generator)
+    index = torch.rand(T, E + 1, generator=generator).topk(K).indices
+    weights = torch.rand(T, K, dtype=torch.float64, generator=generator)
+    return x.requires_grad_(), index, weights.requires_grad_()
+
+
+def by_loop(owner: Owner, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        for k in range(index.shape[1]):
+            e = int(index[t, k])
+            if e == E:
+                continue
+            w1, w2 = (w[e].t() if owner.transposed else w[e] for w in (owner.w1, owner.w2))
+            b1, b2 = (None if b is None else b[e] for b in (owner.b1, owner.b2))
+            hidden = FUNCTIONS[owner.activation](F.linear(x[t], w1, b1))
+            y = y + F.one_hot(torch.tensor(t), x.shape[0])[:, None] * weights[t, k] * F.linear(hidden, w2, b2)
+    return y
+
+
+def gradients(y: Tensor, *leaves: Tensor | None) -> list[Tensor]:
+    dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(6))
+    return list(torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy))
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2, "memory_reuse": "S4"}], ids=["default", "S4"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_output_and_every_gradient_equal_the_loop(
+    activation: str, bias: bool, transposed: bool, options: dict[str, Any]
+) -> None:
+    owner = Owner(activation, bias=bias, transposed=transposed)
+    x, index, weights = routed()
+    y = pmoe.run_experts(owner, x, index, weights, **owner.arguments(), **options)
+    wanted = by_loop(owner, x, index, weights)
+    assert relative_error(y.detach(), wanted.detach()) < 1e-12
+    leaves = (x, weights, owner.w1, owner.w2, owner.b1, owner.b2)
+    for got, value in zip(gradients(y, *leaves), gradients(wanted, *leaves), strict=True):
+        assert relative_error(got, value) < 1e-12
+
+
+@pytest.mark.parametrize("num_tokens", [1, T])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_a_second_call_without_gradients_goes_the_short_way(activation: str, num_tokens: int) -> None:
+    owner = Owner(activation, bias=True, transposed=False)
+    x, index, weights = (each[:num_tokens].detach() for each in routed())
+    index = index.clamp(max=E - 1)
+    with torch.no_grad():
+        for _ in range(2):
+            y = pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+        assert relative_error(y, by_loop(owner, x, index, weights)) < 1e-12
+    model = nn.ModuleDict({"experts": owner})
+    (layer,) = pmoe.stats(model).layers
+    assert (layer.name, layer.path) == ("experts", "few rows")
+    assert sum(layer.tokens_per_expert) == num_tokens * K
+
+
+def test_a_module_knows_nothing_of_its_layer_and_a_copy_has_one_of_its_own() -> None:
+    owner = Owner("swiglu", bias=False, transposed=False)
+    names = set(owner.state_dict())
+    x, index, weights = routed()
+    pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+    assert set(owner.state_dict()) == names
+    other = copy.deepcopy(owner)
+    with torch.no_grad():
+        other.w2.mul_(2)
+    y = pmoe.run_experts(other, x, index, weights, **other.arguments())
+    assert relative_error(y.detach(), by_loop(other, x, index, weights).detach()) < 1e-12
+
+
+def change(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda arguments: arguments.update(values)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "owner": ({"owner": 3}, r"owner \(3\) must be a torch.nn.Module"),
+    "index": ({"index": [0]}, r"index \(.*\) must be a tensor"),
+    "option": (
+        {"capacity_factor": 1.0},
+        r"capacity_factor \(1.0\) must be left out: the options are pipeline",
+    ),
+    "value": ({"pipeline": -1}, r"pipeline \(-1\)"),
+    "activation": ({"activation": "tanh"}, r"activation \('tanh'\) must be one of 'swiglu', 'silu'"),
+    "weights": (
+        {"weights": torch.ones(T, K + 1)},
+        r"weights \(shape \(9, 3\)\) must be of the shape of index",
+    ),
+    "b1": ({"b1": torch.ones(E, 2 * H).double()}, "b1 and b2 must both be tensors, or both be None"),
+    "dtype": (
+        {"w2": torch.ones(E, M, H)},
+        r"w2 \(torch.float32 on cpu\) must have the dtype and device of w1",
+    ),
+    "layout": ({"transposed": True}, r"w1 of shape \(4, 10, 6\) must fit w2 of shape \(4, 6, 5\)"),
+    "dims": ({"w1": torch.ones(E, M).double()}, r"w1 of shape \(4, 6\) and w2 .* must have three dimensions"),
+    "range": ({"index": torch.full((T, K), E + 1)}, "expert"),
+    "width": ({"x": torch.ones(T, M + 1).double()}, r"d_model \(6\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_named_with_its_value(name: str) -> None:
+    owner = Owner("swiglu", bias=False, transposed=False)
+    x, index, weights = routed()
+    values, text = WRONG[name]
+    arguments = {"owner": owner, "x": x, "index": index, "weights": weights, **owner.arguments(), **values}
+    with pytest.raises((TypeError, ValueError), match=text):
+        pmoe.run_experts(**arguments)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from torch import Tensor
 
@@ -60,8 +60,7 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, inputs.x_TM.is_cuda, moves=keep and plan.restore.offloads)
-    forward: ForwardType = _compose((*(first for first, _ in variants), plain))(plan, inputs, keep)
-    return forward
+    return cast(ForwardType, _compose((*(first for first, _ in variants), plain))(plan, inputs, keep))
 
 
 def make_backward(
@@ -75,8 +74,7 @@ def make_backward(
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, grad_TM.is_cuda, moves=plan.restore.offloads or plan.rearranged)
-    backward: BackwardType = _compose((*(second for _, second in variants), plain))(plan, grad_TM, saved)
-    return backward
+    return cast(BackwardType, _compose((*(second for _, second in variants), plain))(plan, grad_TM, saved))
 
 
 Variant = tuple[type[Any], type[Any]]

@@ -47,6 +47,7 @@ from pmoe.ordering.sorted import Tokens, count_rows
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.degree import Choice
 from pmoe.planner.profile import Profile
+from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
 """Copies are made if the largest time of a rank is predicted to be less by more than this fraction."""
@@ -275,6 +276,9 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trai
     trains: whether a backward pass follows.
     """
     options = modules.options
+    if routed.x_TM.is_cuda:
+        warn_once(f"balance ({options.balance}) makes no copies of busy experts on a GPU yet")
+        return CopyLimits(per_rank=0)
     per_rank = options.most_copies(modules.ranks.size)
     if options.balance is not True:
         return CopyLimits(per_rank=per_rank)

@@ -264,7 +264,6 @@ class Pass:
         self.pass_plan = pass_plan
         self.source_TM = source_TM
         self.keep = keep
-        self.experts = plan.modules.experts
         self.stages = plan.modules.stages
         self.pool = pool(source_TM.device).device
         self.result_TM = self.pool.new(source_TM, *source_TM.shape)

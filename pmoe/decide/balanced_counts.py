@@ -94,10 +94,6 @@ class BalancedCounts(ExactCounts):
         copies = self.copies
         if copies is None:
             return counts
-        if counts.messages is not None:
-            # The kernels that sort by these messages take all rows of the own rank for rows that stay on it.
-            # But rows for the rank's own copies are sent.
-            counts = replace(counts, messages=None, recv_device=counts.recv_device.long())
         return replace(
             counts,
             hosted_copies=len(copies.hosted),

@@ -77,7 +77,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"gate": "switch", "top_k": 2}, "top_k"),
     ({"gate": "soft", "capacity_factor": 1.0}, "SoftMoE drops nothing"),
     ({"gate": "soft", "shared_expert": 8}, "SoftMoE, which mixes tokens"),
-    ({"pipeline": 2, "pipeline_backward": 3}, "pipeline_backward"),
+    ({"pipeline": 32, "pipeline_backward": 9}, "pipeline_backward"),
     ({"pipeline": 2, "pipeline_backward": 4, "send_once": True}, "rows travel once"),
     ({"pipeline": 2, "pipeline_backward": 4, "callbacks": [pmoe.Callback()]}, ""),
     ({"memory_budget": "1GiB", "gate": "sigmoid"}, "memory_budget"),

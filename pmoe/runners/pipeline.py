@@ -108,7 +108,26 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
         from pmoe.engine.variants.shared_expert import SharedExpertBackward, SharedExpertForward
 
         variants.append((SharedExpertForward, SharedExpertBackward))
-    if modules.stages.sharded:
+    if modules.stages.sharded or modules.wires is not None or plan.forward.once is not None:
+        variants += _variants_of_sending(plan)
+    if moves:
+        from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
+
+        variants.append((OffloadingForward, OffloadingBackward))
+    return variants
+
+
+def _variants_of_sending(plan: Plan) -> list[Variant]:
+    """Returns the classes of the features that change how rows are sent to the experts.
+
+    plan: the plan of the call.
+    """
+    variants: list[Variant] = []
+    if plan.modules.wires is not None:
+        from pmoe.engine.variants.wire import WiredBackward, WiredForward
+
+        variants.append((WiredForward, WiredBackward))
+    if plan.modules.stages.sharded:
         from pmoe.engine.variants.sharded_experts import ShardedBackward, ShardedForward
 
         variants.append((ShardedForward, ShardedBackward))
@@ -116,10 +135,6 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
         from pmoe.engine.variants.send_once import OnceBackward, OnceForward
 
         variants.append((OnceForward, OnceBackward))
-    if moves:
-        from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
-
-        variants.append((OffloadingForward, OffloadingBackward))
     return variants
 
 

@@ -30,7 +30,8 @@ from tests.takers import COMPUTED, TAKERS, built, capturing, wrong_of, wrong_ref
 
 __all__ = ["one_thread"]
 
-ONE_RANK = [feature for feature in Feature if feature not in (Feature.RANKS, Feature.SHARDED)]
+SEVERAL_RANKS = (Feature.RANKS, Feature.SHARDED, Feature.WIRE)
+ONE_RANK = [feature for feature in Feature if feature not in SEVERAL_RANKS]
 SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
 PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]
 

@@ -47,6 +47,8 @@ OPTIONS = (
     "combine",
     "nodes",
     "send_once",
+    "wire",
+    "wire_backward",
 )
 """Arguments of `MoELayer` that `configure` takes: those that decide how experts are run.
 

@@ -22,7 +22,7 @@ from pmoe.experts.operands import local_part
 from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
-from pmoe.schedule.wire import Wires
+from pmoe.schedule.wire import AS_THEY_ARE, Wires
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.padding import PaddedCallKey
@@ -207,7 +207,7 @@ class LayerModules(PassModules):
     def wires(self) -> Wires | None:
         """The forms in which dispatched rows are sent; None if all are sent as they are, as on one rank."""
         wires = self.options.wires
-        return wires if self.ranks.size > 1 and wires != Wires() else None
+        return wires if self.ranks.size > 1 and wires != AS_THEY_ARE else None
 
     @functools.cached_property
     def limits_rows(self) -> bool:

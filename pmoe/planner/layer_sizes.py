@@ -12,7 +12,7 @@ from pmoe.experts import ExpertName, make_stacked
 from pmoe.experts.base import Shard
 from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns
 from pmoe.schedule.tasks import Stages
-from pmoe.schedule.wire import MessageSizes, WireName, Wires, message_bytes
+from pmoe.schedule.wire import AS_THEY_ARE, MessageSizes, WireName, Wires, message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class LayerSizes:
     shared_parameters: int = 0
     relays: int = 0
     merges: bool = False
-    wires: Wires = Wires()
+    wires: Wires = AS_THEY_ARE
 
     def call(self, num_tokens: int) -> CallRows:
         """Returns the numbers of rows of a call with ``num_tokens`` tokens, each sent to top_k experts."""
@@ -99,7 +99,7 @@ class LayerSizes:
         arguments: those of `BufferSizes` that do not follow from the layer's sizes.
         """
         arguments |= {"d_model": self.d_model, "columns": self.columns}
-        if self.wires == Wires():
+        if self.wires == AS_THEY_ARE:
             return BufferSizes(**arguments)
         return MessageSizes(**arguments, wires=self.wires, element_size=self.element_size)
 
@@ -185,5 +185,5 @@ def sizes_from_options(
         gate_parameters=num_experts * d_model,
         bypass_local=esp_size == 1,
         esp_size=esp_size,
-        wires=Wires(rows=wire, gradients=wire_backward) if num_ranks > 1 else Wires(),
+        wires=Wires(rows=wire, gradients=wire_backward) if num_ranks > 1 else AS_THEY_ARE,
     )

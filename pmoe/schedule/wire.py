@@ -72,6 +72,10 @@ class Wires:
         return self.rows if direction == "forward" else self.gradients
 
 
+AS_THEY_ARE = Wires()
+"""The wires of a layer that sends all rows as they are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MessageSizes(BufferSizes):
     """The rows and columns of every buffer of a pass that sends rows in another form.

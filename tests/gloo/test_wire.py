@@ -7,6 +7,7 @@ definition of its own (`rounded`), and sends them as they are.
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import pmoe
-from pmoe import MoELayer, Restore
+from pmoe import MoELayer, Restore, warn
 from pmoe.comm.base import FlatAllToAll, RowCounts
 from pmoe.comm.ranks import Ranks
 from pmoe.schedule.restore import ALL_PAIRS, parse_restore
@@ -413,3 +414,19 @@ def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
         assert_same(
             step(wired(("e4m3", "e4m3"), **options, **others), x), step(build(**options, **others), x)
         )
+
+
+def fused_job(rank: int, world: int) -> tuple[str, str]:
+    warn.GIVEN.clear()
+    layer = wired(("e4m3", None), d_model=128, dtype=torch.float32, fused=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer(tokens(5, 10 + rank, torch.float32, 128))
+    assert layer.ran is not None
+    return layer.ran.path, str(caught[0].message)
+
+
+def test_fused_kernels_leave_such_layers_to_the_pipeline_and_say_so() -> None:
+    for path, message in ranks(2).run(fused_job):
+        assert path == "pipeline"
+        assert "dispatched rows are sent in another form (wire='e4m3', wire_backward=None)" in message

@@ -5,6 +5,10 @@
 It prints, for each callback, the bytes of rows that are sent in a step, the relative error of the output and
 of every gradient (compared with the layer without callbacks), and the losses of a few training steps.
 
+It shows what callbacks can do. For fewer bytes towards the experts, set the layer's option ``wire="e4m3"``
+or "bfloat16" instead: it has a scale for each 128 columns, and leaves rows that stay on their rank as they
+are. These callbacks also compress the results that return, which no option does.
+
 A callback changes the rows before they are sent and after they arrive. In backward, the gradients of these
 rows travel with the same shape and dtype, so gradients are compressed as well.
 

@@ -80,6 +80,9 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Names
         help="micro-batches of the MoE layers; 1 is no pipeline; True measures in the first step how many "
         "are the fastest",
     )
+    forms = ["e4m3", "bfloat16"]
+    add("--wire", choices=forms, help="form in which the MoE layers send rows to experts; else as they are")
+    add("--wire-backward", choices=forms, help="the same for the gradients that backward sends to experts")
     add("--lr", type=float, default=4e-3)
     add("--warmup", type=int, default=100, help="steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.1)
@@ -124,5 +127,11 @@ def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
 
 
 def deciding_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments that decide the numbers of a run, as plain data."""
-    return {name: value for name, value in vars(arguments).items() if name not in MAY_CHANGE_ON_RESUME}
+    """Returns the arguments that decide the numbers of a run, as plain data.
+
+    Wires that are not set are left out, because checkpoints of older runs do not have them.
+    """
+    left_out = MAY_CHANGE_ON_RESUME | {
+        name for name in ("wire", "wire_backward") if getattr(arguments, name) is None
+    }
+    return {name: value for name, value in vars(arguments).items() if name not in left_out}

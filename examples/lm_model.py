@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
+from pmoe.schedule.wire import WireName
 
 VOCABULARY = 256
 
@@ -108,6 +109,8 @@ class ByteGPT(nn.Module):
         num_experts: int,
         top_k: int,
         pipeline: int | bool = False,
+        wire: WireName | None = None,
+        wire_backward: WireName | None = None,
         dense: bool = False,
     ) -> None:
         super().__init__()
@@ -121,7 +124,15 @@ class ByteGPT(nn.Module):
             attention = Attention(d_model, heads, context)
             ffn: nn.Module
             if index % 2 == 1 and not dense:
-                ffn = pmoe.MoELayer(d_model, d_hidden // top_k, num_experts, top_k, pipeline=pipeline)
+                ffn = pmoe.MoELayer(
+                    d_model,
+                    d_hidden // top_k,
+                    num_experts,
+                    top_k,
+                    pipeline=pipeline,
+                    wire=wire,
+                    wire_backward=wire_backward,
+                )
             else:
                 ffn = FeedForward(d_model, d_hidden)
             self.blocks.append(Block(attention, ffn, d_model))

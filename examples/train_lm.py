@@ -142,7 +142,8 @@ def build_model(arguments: argparse.Namespace, ranks: Ranks) -> ByteGPT:
     Dense parameters are the same on all ranks; experts are the ranks' parts of all experts.
     """
     torch.manual_seed(arguments.seed)
-    names = ("d_model", "d_hidden", "layers", "heads", "context", "num_experts", "top_k", "pipeline", "dense")
+    sizes = ("d_model", "d_hidden", "layers", "heads", "context", "num_experts", "top_k")
+    names = (*sizes, "pipeline", "dense", "wire", "wire_backward")
     try:
         model = ByteGPT(**{name: getattr(arguments, name) for name in names})
     except ValueError as error:

@@ -110,6 +110,7 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.HIERARCHICAL: sets("dispatch", "hierarchical_1d", nodes=1),
     Feature.OWN_EXCHANGE: Recipe("dispatch", lambda: {"dispatch": OwnDispatch(), "combine": "flat"}),
     Feature.SEND_ONCE: sets("send_once", True),
+    Feature.WIRE: sets("wire", "e4m3"),
     Feature.TO_OWN_RANK: sets("bypass_local", False),
     Feature.CALLBACKS: Recipe("callbacks", lambda: {"callbacks": [Around()]}),
     Feature.SHARED_EXPERT: sets("shared_expert", SHARED, shared_gate=True),

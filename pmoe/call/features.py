@@ -58,6 +58,7 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.HIERARCHICAL: in_steps,
         Feature.OWN_EXCHANGE: not (is_flat or in_steps),
         Feature.SEND_ONCE: options.send_once,
+        Feature.WIRE: modules.wires is not None,
         Feature.TO_OWN_RANK: not switches.bypass_local,
         Feature.CALLBACKS: bool(modules.callbacks),
         Feature.SHARED_EXPERT: modules.shared_expert is not None,

@@ -22,6 +22,7 @@ from pmoe.experts.operands import local_part
 from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
+from pmoe.schedule.wire import AS_THEY_ARE, Wires
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.padding import PaddedCallKey
@@ -205,6 +206,12 @@ class LayerModules(PassModules):
     def rotates(self) -> bool:
         """Whether chunks take turns in a few buffers (ring slots), instead of having memory of their own."""
         return self.options.rotates
+
+    @functools.cached_property
+    def wires(self) -> Wires | None:
+        """The forms in which dispatched rows are sent; None if all are sent as they are, as on one rank."""
+        wires = self.options.wires
+        return wires if self.ranks.size > 1 and wires != AS_THEY_ARE else None
 
     @functools.cached_property
     def limits_rows(self) -> bool:

@@ -25,6 +25,7 @@ from pmoe.planner.degree import (
     check_pipeline,
 )
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, StrategyName, parse_restore
+from pmoe.schedule.wire import WireName, Wires
 from pmoe.text import parse_bytes
 
 FusedName = Literal["forward", "persistent", "auto"]
@@ -81,6 +82,8 @@ class LayerOptions:
     memory_budget: int | str | None = None
     fused: bool | FusedName = False
     send_once: bool = False
+    wire: WireName | None = None
+    wire_backward: WireName | None = None
     check_finite: bool | None = None
     balance: bool | int = False
     switches: Switches = field(default_factory=Switches)
@@ -107,6 +110,10 @@ class LayerOptions:
         check_flag("check_finite", self.check_finite, or_none=True)
         if not isinstance(self.balance, bool):
             check_int(0, balance=self.balance)
+        for name in ("wire", "wire_backward"):
+            wire = getattr(self, name)
+            if wire is not None and wire not in get_args(WireName):
+                raise ValueError(f'{name} ({wire!r}) must be None, "e4m3" or "bfloat16"')
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)
         self.budget  # noqa: B018 - raises an error if it is not a number of bytes
         # The record is frozen, so names are replaced by their meaning here: "S4" by its pair.
@@ -128,6 +135,11 @@ class LayerOptions:
         if self.memory_budget is None:
             return None
         return parse_bytes("memory_budget", self.memory_budget)
+
+    @functools.cached_property
+    def wires(self) -> Wires:
+        """The forms in which dispatched rows are sent, from ``wire`` and ``wire_backward``."""
+        return Wires(rows=self.wire, gradients=self.wire_backward)
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:

@@ -17,6 +17,7 @@ from pmoe.gates.capacity import expert_capacity
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
 from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
+from pmoe.schedule.wire import AS_THEY_ARE
 
 
 def splits_of(modules: LayerModules, num_tokens: int, top_k: int, degrees: Sequence[int]) -> PaddedRowCounts:
@@ -95,6 +96,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         cast_from=parameter_size if parameter_size != row_size else 0,
         rotates=options.rotates,
         merges=options.send_once,
+        wires=modules.wires or AS_THEY_ARE,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
         shared_parameters=0 if shared_expert is None else _elements_of(shared_expert),
         copies=copies_at_most(modules),

@@ -14,6 +14,7 @@ from pmoe.measure.profile import load_profile, profile_path
 from pmoe.measure.store import read_or_default
 from pmoe.planner.cluster import links_of, message_line
 from pmoe.planner.profile import Profile
+from pmoe.schedule.wire import message_bytes
 from pmoe.warn import log
 
 TOKENS = 4096
@@ -83,7 +84,8 @@ def _by_profile(
         return NAMES[0], "no stored profile of these ranks has both links: `pmoe profile` measures them"
     rows = TOKENS * spec.top_k * (1 - 1 / grid.ep.size) / (spec.fixed_degree or 4)
     lines = {name: message_line(name, topology.num_nodes, topology.max_local, links) for name in NAMES}
-    seconds = {name: line(rows * spec.d_model * like.element_size()) for name, line in lines.items()}
+    row_bytes = message_bytes(spec.wire, spec.d_model, like.element_size())
+    seconds = {name: line(rows * row_bytes) for name, line in lines.items()}
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     fastest = min(seconds, key=seconds.__getitem__)
     return fastest, f"an all-to-all takes {times}, by the profile of {profile.when}"

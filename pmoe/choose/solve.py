@@ -53,6 +53,8 @@ from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.priced_choices import TriedBy, rounded_up
 from pmoe.planner.profile import Operations, alphas
 from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import PassDirection
+from pmoe.schedule.wire import AS_THEY_ARE
 from pmoe.warn import log, warn_once
 
 HALVINGS = 24
@@ -318,6 +320,7 @@ def layer_costs(
     device_type: str,
     expert: LineCost | None = None,
     lines: ModuleLines = ModuleLines(),
+    direction: PassDirection = "forward",
 ) -> LayerCosts:
     """Returns the seconds of each stage of a forward pass as lines alpha + beta * fraction.
 
@@ -337,11 +340,13 @@ def layer_costs(
     device_type: "cpu" or "cuda".
     expert: seconds of one expert by its number of rows, if it is a user's module; None for pmoe's experts.
     lines: measured costs of the layer's own modules.
+    direction: the pass. It matters only if dispatched rows are sent in another form (`Wires`).
     """
     esp_size = shape.esp_size
     ep_size = shape.ep_size
     rows = num_tokens * shape.top_k
-    row_bytes = shape.d_model * shape.element_size
+    row_bytes = shape.sent_bytes()
+    dispatched_bytes = shape.sent_bytes(shape.wires.of(direction))
     num_local = shape.num_experts // ep_size
     gathered_rows = rows * esp_size
     if expert is not None:
@@ -354,15 +359,15 @@ def layer_costs(
         launches = 2 * num_local * alphas(row_multiply_adds / 2, device_type)
         expert_line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
         expert_size = gathered_rows * row_multiply_adds
-    node_bytes = rows * (esp_size - 1) * row_bytes
-    sent_bytes = rows * (ep_size - 1) / ep_size * row_bytes
+    node_rows = rows * (esp_size - 1)
+    sent_rows = rows * (ep_size - 1) / ep_size
     flat = operations.all_to_all.line
     return LayerCosts(
-        a2a=(lines.dispatch or flat).shared(sent_bytes),
-        ag=operations.all_gather.line.shared(node_bytes),
-        rs=operations.reduce_scatter.line.shared(node_bytes),
+        a2a=(lines.dispatch or flat).shared(sent_rows * dispatched_bytes),
+        ag=operations.all_gather.line.shared(node_rows * dispatched_bytes),
+        rs=operations.reduce_scatter.line.shared(node_rows * row_bytes),
         exp=expert_line.shared(expert_size),
-        combine=(lines.combine or flat).shared(sent_bytes),
+        combine=(lines.combine or flat).shared(sent_rows * row_bytes),
         order=lines.order.shared(rows),
         restore=lines.restore.shared(rows),
     )
@@ -398,9 +403,12 @@ def step_costs(
     make_costs = functools.partial(layer_costs, sizes, operations, num_tokens, rows_TM.device.type)
     if lines.expert is None:
         forward = make_costs(lines=lines)
-        backward = forward.backward()
+        backward = make_costs(lines=lines, direction="backward").backward()
     else:
-        forward, backward = (make_costs(expert, lines) for expert in lines.expert)
+        forward = make_costs(lines.expert[0], lines)
+        backward = make_costs(lines.expert[1], lines, "backward")
+    if sizes.wires != AS_THEY_ARE:
+        backward = replace(backward, again=(forward.a2a, forward.ag))
     make_options = functools.partial(
         ScheduleOptions,
         one_lane=options.switches.one_lane,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
 from pmoe.cli.arguments import DTYPES, add_dtype, slack, whole_number
 from pmoe.cli.output import plural
 from pmoe.experts import STACKED
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
+from pmoe.schedule.wire import WireName
 
-NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
+NAMES = (
+    *("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype"),
+    *("wire", "wire_backward"),
+)
 """Names of the arguments that describe the layer, its ranks and its tokens, without the slack."""
 SLACK = 1.25
 
@@ -30,6 +34,12 @@ def add_layer_sizes(command: argparse.ArgumentParser) -> None:
     add("--expert", choices=list(STACKED), default="ffn")
     add("--bias", action=argparse.BooleanOptionalAction, default=True)
     add_dtype(add, default="float32", help="or bf16, fp16, fp32, fp64")
+    add(
+        "--wire",
+        choices=get_args(WireName),
+        help="form in which rows are sent to experts (default: as they are)",
+    )
+    add("--wire-backward", choices=get_args(WireName), help="the same for backward's gradients")
     add("--slack", type=slack, default=SLACK, help="rows of a ring slot, over the balanced share")
 
 

@@ -27,6 +27,7 @@ from pmoe.experts.ffn import ActivationName, find_activation
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates import GateName, make_gate
 from pmoe.schedule.restore import Restore
+from pmoe.schedule.wire import AS_THEY_ARE
 from pmoe.warn import warn_once
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
         reference = modules.reference_parameter
 
         check_host_memory(pair, torch.empty(0).device if reference is None else reference.device)
+    if options.wires != AS_THEY_ARE:
+        from pmoe.engine.variants.wire import check_wired
+
+        check_wired(modules, options.wires)
     if options.memory_budget is not None:
         from pmoe.layer.predict_memory import check_budget
 

@@ -33,6 +33,7 @@ from pmoe.layer.old_attributes import OldAttributes, with_new_names
 from pmoe.ordering import Order, OrderName, make_order
 from pmoe.planner.degree import SolveName
 from pmoe.schedule.restore import Restore, StrategyName
+from pmoe.schedule.wire import WireName
 
 if TYPE_CHECKING:
     from pmoe.engine.plan.callbacks import Callback
@@ -63,8 +64,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each
     times its routing weight. Of W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1.
-    All-to-alls carry one micro-batch's rows (copies of tokens) between ranks while experts compute another
-    micro-batch (MPipeMoE, section III.B). See docs/choosing.md.
+    Rows (copies of tokens) of one micro-batch are sent while experts compute another. See docs/choosing.md.
 
     Args:
         d_model: M, the columns of input and output.
@@ -106,6 +106,7 @@ class MoELayer(OldAttributes, nn.Module):
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
         nodes: if hierarchical, a node's number of ranks, or each rank's node; None reads LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
+        wire, wire_backward: send rows, and backward's gradients, to experts as "e4m3" or "bfloat16".
         order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
@@ -147,6 +148,8 @@ class MoELayer(OldAttributes, nn.Module):
     memory_budget: int | str | None = option("memory_budget")
     fused: bool | FusedName = option("fused")
     send_once: bool = option("send_once")
+    wire: WireName | None = option("wire")
+    wire_backward: WireName | None = option("wire_backward")
     check_finite: bool | None = option("check_finite")
     balance: bool | int = option("balance")
     switches: Switches = option("switches")
@@ -182,6 +185,8 @@ class MoELayer(OldAttributes, nn.Module):
         combine: ExchangeName | Combine | None = None,
         nodes: int | Sequence[int] | None = None,
         send_once: bool = False,
+        wire: WireName | None = None,
+        wire_backward: WireName | None = None,
         shared_expert: int | nn.Module | None = None,
         shared_gate: bool = False,
         callbacks: Sequence[Callback] = (),
@@ -207,6 +212,8 @@ class MoELayer(OldAttributes, nn.Module):
             memory_budget=memory_budget,
             fused=fused,
             send_once=send_once,
+            wire=wire,
+            wire_backward=wire_backward,
             check_finite=check_finite,
             balance=balance,
         )

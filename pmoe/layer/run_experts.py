@@ -47,6 +47,8 @@ OPTIONS = (
     "combine",
     "nodes",
     "send_once",
+    "wire",
+    "wire_backward",
     "balance",
 )
 """Arguments of `MoELayer` that decide how experts are run.

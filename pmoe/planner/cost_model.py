@@ -24,6 +24,7 @@ from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.simulator import makespan, simulate_slowed
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Task
+from pmoe.schedule.wire import AS_THEY_ARE, Wires, message_bytes
 
 if TYPE_CHECKING:
     from pmoe.planner.profile import Profile
@@ -106,7 +107,13 @@ LaneSeconds = tuple[float, float, float]
 
 
 def workload(
-    restore: Restore, direction: PassDirection, *, hidden_per_model: float = 4.0, swiglu: bool = False
+    restore: Restore,
+    direction: PassDirection,
+    *,
+    hidden_per_model: float = 4.0,
+    swiglu: bool = False,
+    dispatched: float = 1.0,
+    again: float = 1.0,
 ) -> tuple[float, float, float]:
     """Returns a row [q1, q2, q3] of MPipeMoE's Table II: units of work of computing, all-to-alls and copies.
 
@@ -120,6 +127,9 @@ def workload(
     hidden_per_model: H / M, where H = d_hidden and M = d_model; 4 in the paper's table.
     swiglu: whether experts are gated. Their first product counts 2 units, and T_M has C = 2 H columns. Other
         experts have C = H.
+    dispatched: bytes of a row in this pass's dispatch, over those of a row as it is; below 1 if rows are sent
+        in another form (`pmoe.schedule.wire`).
+    again: the same of the rows (T_DI) that backward sends again.
 
     MPipeMoE's Eq. 7-9 say how many seconds a unit takes. Example: S4 (sends T_DI again, recomputes T_M) ->
     [2, 2, 0] forward, [5, 3, 0] backward.
@@ -127,12 +137,12 @@ def workload(
     first = 2.0 if swiglu else 1.0  # units of the first product; also the columns of T_M over H
     second = 1.0
     computed = first + second
-    sent = 2.0
+    sent = dispatched + 1.0
     copied = 0.0
     if direction == "backward":
         computed *= 2  # the gradients of the inputs and those of the weights
         computed += first if restore.hidden == "recompute" else 0.0
-        sent += 1.0 if restore.dispatched == "communicate" else 0.0
+        sent += again if restore.dispatched == "communicate" else 0.0
     if restore.dispatched == "offload":
         copied += 1.0
     if restore.hidden == "offload":
@@ -151,6 +161,7 @@ def lane_seconds(
     element_size: int,
     swiglu: bool = False,
     travelling: float = 1.0,
+    wires: Wires = AS_THEY_ARE,
 ) -> LaneSeconds:
     """Returns the seconds of computation, communication and copies for b rows: the terms of Eq. 10.
 
@@ -175,8 +186,15 @@ def lane_seconds(
     swiglu: whether experts are gated, so that their first product is twice as large.
     travelling: fraction of the b rows that change rank. The paper has 1; even routing over W ranks gives (W -
         1) / W. On one rank it is 0: sending T_DI again is then a local gather, which counts as free.
+    wires: the forms in which dispatched rows are sent.
     """
-    q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
+    row = M * element_size
+    dispatched, again = (
+        message_bytes(wire, M, element_size) / row for wire in (wires.of(direction), wires.rows)
+    )
+    q1, q2, q3 = workload(
+        restore, direction, hidden_per_model=H / M, swiglu=swiglu, dispatched=dispatched, again=again
+    )
     num_bytes = b * M * element_size
     return (
         q1 * b * H * M * profile.compute.beta_seconds,
@@ -257,6 +275,7 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
             H=sizes.columns.scratch,
             element_size=sizes.element_size,
             swiglu=sizes.columns.hidden > sizes.columns.scratch,
+            wires=sizes.wires,
             travelling=across / sizes.esp_size,  # b counts rows after the all-gather
         )
         for direction in get_args(PassDirection)

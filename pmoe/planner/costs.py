@@ -154,6 +154,8 @@ class LayerCosts:
     order: copying tokens to the rows that are sent, before dispatch.
     restore: summing the rows of each token, after combine.
     rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
+    again: the all-to-all and the all-gather of T_DI if backward sends it again; None if they cost as much as
+        ``a2a`` and ``ag``.
     """
 
     a2a: LineCost
@@ -164,6 +166,7 @@ class LayerCosts:
     order: LineCost = FREE.line
     restore: LineCost = FREE.line
     rearrange: LineCost = FREE.line
+    again: tuple[LineCost, LineCost] | None = None
 
     def chunk(self, r: float) -> tuple[float, float, float, float]:
         """Returns the seconds of each stage (a2a, ag, rs, exp) for one chunk, if the pass has r chunks.

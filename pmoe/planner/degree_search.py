@@ -176,6 +176,8 @@ def stage_seconds(
         Kind.OUTPUT: costs.restore(1 / n),
         Kind.GRADIENTS: t_gar,
     }
+    if costs.again is not None:
+        by_kind[Kind.DISPATCH_AGAIN], by_kind[Kind.ALL_GATHER_AGAIN] = (line(1 / n) for line in costs.again)
     for kind, share in ((Kind.COMPUTE, 1 - apart), (Kind.WGRAD, apart), (Kind.RECOMPUTE, first_product)):
         by_kind[kind] = remote * share
         by_kind[LOCAL_TWIN[kind]] = functools.partial(local, share)

@@ -5,36 +5,60 @@ Tokens are assumed to be evenly routed: every expert gets equally many rows.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate, simulate_slowed, task_seconds
 from pmoe.schedule.ring_buffers import rotating
-from pmoe.schedule.tasks import Kind, Task
+from pmoe.schedule.tasks import Kind, PassDirection, Task
+from pmoe.schedule.wire import AS_THEY_ARE, WireName
 
 
-def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
+def even_task_costs(
+    sizes: LayerSizes, profile: Profile, num_tokens: int, n: int, direction: PassDirection = "forward"
+) -> dict[Kind, float]:
     """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
     A task with products takes time for its multiply-adds and for reading its weights. Every chunk reads the
     weights again. Messages and copies take time for their bytes. Tasks that only move rows within the device
-    count as free, so they are not in the result.
+    count as free, so they are not in the result. So does packing rows that are sent in another form.
 
     sizes: sizes of the layer.
     profile: measured rates.
     num_tokens: tokens of this rank, evenly routed.
     n: number of chunks of the pass.
+    direction: the pass. It matters only if dispatched rows are sent in another form (`Wires`).
     """
     rows = num_tokens * sizes.top_k / n
     crossing = (sizes.ep_size - 1) / sizes.ep_size  # rows for the own rank cross no link
     travelling = crossing if sizes.bypass_local else 1.0  # fraction of rows in S and R tasks
-    shared = profile.sharing(sizes.esp_size)(rows * (sizes.esp_size - 1) * sizes.d_model * sizes.element_size)
+
+    def message(wire: WireName | None = None) -> float:
+        return profile.message(rows * crossing * sizes.sent_bytes(wire))
+
+    def shared(wire: WireName | None = None) -> float:
+        return profile.sharing(sizes.esp_size)(rows * (sizes.esp_size - 1) * sizes.sent_bytes(wire))
+
+    costs = {
+        Kind.DISPATCH: message(),
+        Kind.ALL_GATHER: shared(),
+        Kind.REDUCE_SCATTER: shared(),
+    }
+    if sizes.wires != AS_THEY_ARE:
+        dispatched = sizes.wires.of(direction)
+        costs |= {
+            Kind.DISPATCH: message(dispatched),
+            Kind.DISPATCH_AGAIN: message(sizes.wires.rows),
+            Kind.COMBINE: message(),
+            Kind.ALL_GATHER: shared(dispatched),
+            Kind.ALL_GATHER_AGAIN: shared(sizes.wires.rows),
+        }
     local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.esp_size)
     return {
-        Kind.DISPATCH: profile.message(rows * crossing * sizes.d_model * sizes.element_size),
-        Kind.ALL_GATHER: shared,
-        Kind.REDUCE_SCATTER: shared,
+        **costs,
         Kind.WEIGHTS: profile.message(n * (rows * travelling) * sizes.weight_size),
         **_costs_of_rows(sizes, profile, rows * travelling * sizes.esp_size),
         **{LOCAL_TWIN[kind]: seconds for kind, seconds in local.items()},
@@ -76,11 +100,11 @@ def simulated_step(
     choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
     """
     simulated = {}
-    for direction, n in (("forward", choice.forward), ("backward", choice.backward)):
+    for direction, n in zip(get_args(PassDirection), (choice.forward, choice.backward), strict=True):
         restore = choice.restore
         rearranged = choice.rearranged
         schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
-        alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
+        alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n, direction))
         if profile.interference == Interference():  # no lane is slowed: the simpler simulation is faster
             simulated[direction] = simulate(schedule.tasks, alone)
         else:

@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import torch
 
+from pmoe.comm.wire import check_wires
 from pmoe.experts import ExpertName, make_stacked
 from pmoe.experts.base import Shard
-from pmoe.schedule.buffer_sizes import HiddenColumns
+from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns
 from pmoe.schedule.tasks import Stages
+from pmoe.schedule.wire import AS_THEY_ARE, MessageSizes, WireName, Wires, message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class LayerSizes:
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
+    wires: the forms in which dispatched rows are sent.
     copies: numbers of copies of busy experts.
     shared_columns: the same as ``columns`` for the shared expert, which computes every token; 0 without a
         shared expert.
@@ -110,6 +113,7 @@ class LayerSizes:
     shared_parameters: int = 0
     relays: int = 0
     merges: bool = False
+    wires: Wires = AS_THEY_ARE
     copies: CopyNumbers = CopyNumbers()
 
     @property
@@ -122,6 +126,20 @@ class LayerSizes:
         """Returns the numbers of rows of a call with ``num_tokens`` tokens, each sent to top_k experts."""
         slots = num_tokens * self.top_k
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=self.top_k)
+
+    def sent_bytes(self, wire: WireName | None = None) -> int:
+        """Returns the bytes of a row while it is sent in a form; of a row as it is if ``wire`` is None."""
+        return message_bytes(wire, self.d_model, self.element_size)
+
+    def buffer_sizes(self, **arguments: Any) -> BufferSizes:
+        """Returns the rows and columns of every buffer of a pass, as the engine computes them.
+
+        arguments: those of `BufferSizes` that do not follow from the layer's sizes.
+        """
+        arguments |= {"d_model": self.d_model, "columns": self.columns}
+        if self.wires == AS_THEY_ARE:
+            return BufferSizes(**arguments)
+        return MessageSizes(**arguments, wires=self.wires, element_size=self.element_size)
 
     @property
     def ep_size(self) -> int:
@@ -173,17 +191,22 @@ def sizes_from_options(
     bias: bool = True,
     dtype: torch.dtype = torch.float32,
     device_type: str = "cpu",
+    wire: WireName | None = None,
+    wire_backward: WireName | None = None,
 ) -> LayerSizes:
     """Returns the sizes of ``MoELayer(d_model, d_hidden, num_experts, ...)`` without building the layer.
 
     Args:
-        d_model, d_hidden, num_experts, top_k, expert, bias, dtype: the layer's arguments of these names.
+        d_model, d_hidden, num_experts, top_k, expert, bias, dtype, wire, wire_backward: the layer's arguments
+            of these names.
         num_ranks: number of ranks that the layer's experts are on.
         esp_size: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
-    Raises ValueError if top_k is above num_experts, or if num_ranks / esp_size does not divide num_experts.
+    Raises ValueError if top_k is above num_experts, if num_ranks / esp_size does not divide num_experts, or
+    if rows of this dtype cannot be sent in these forms.
     """
+    check_wires(Wires(rows=wire, gradients=wire_backward), dtype)
     ep_size = num_ranks // esp_size
     check_fits(num_experts, top_k, ep_size)
     placement: dict[str, Any] = {"shard": Shard(0, esp_size), "device": "meta", "dtype": dtype}
@@ -200,4 +223,5 @@ def sizes_from_options(
         gate_parameters=num_experts * d_model,
         bypass_local=esp_size == 1,
         esp_size=esp_size,
+        wires=Wires(rows=wire, gradients=wire_backward) if num_ranks > 1 else AS_THEY_ARE,
     )

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from pmoe.comm.wire import packing_bytes, unpacking_bytes
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
@@ -30,6 +31,7 @@ from pmoe.schedule.restore import KEEP, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, local_pieces
+from pmoe.schedule.wire import WireName
 
 INDEX = 8
 """Bytes of an index (int64)."""
@@ -226,11 +228,9 @@ def _held(
     rearranged: whether the backward pass has another number of chunks than the forward pass.
     """
     size = sizes.element_size
-    buffers = BufferSizes(
+    buffers = sizes.buffer_sizes(
         direction=direction,
         extent=rows.extent,
-        d_model=sizes.d_model,
-        columns=sizes.columns,
         restore=restore if sizes.rotates else KEEP,
         rearranged=rearranged,
     )
@@ -272,7 +272,10 @@ def _forward_work(
         buffers.first + shared,
         buffers.leaving,
     )
-    return largest + weights + _unit_bytes(sizes, forward) + _whole_rows(sizes, call, forward)
+    largest = max(
+        largest + _unit_bytes(sizes, forward), buffers.leaving + _packing(sizes, forward, sizes.wires.rows)
+    )
+    return largest + weights + _whole_rows(sizes, call, forward)
 
 
 def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes) -> int:
@@ -310,7 +313,24 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
     elif sizes.element_size < WIDE:  # one expert's narrow gradient exists before it is added to the wide sum
         num_local = sizes.num_experts // sizes.ep_size
         unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
-    return largest + weights + unit + _whole_rows(sizes, call, backward)
+    packing = max(_packing(sizes, backward, wire) for wire in (sizes.wires.rows, sizes.wires.gradients))
+    largest = max(largest + unit, buffers.leaving + packing)
+    return largest + weights + _whole_rows(sizes, call, backward)
+
+
+def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
+    """Returns the bytes that packing or unpacking the rows of one chunk takes, beside the buffers.
+
+    They run before or after the products of a chunk, whose temporary tensors are not held meanwhile.
+
+    rows: numbers of rows of the pass.
+    wire: the form in which the rows are sent. The result is 0 if it is None.
+    """
+    if wire is None:
+        return 0
+    packing = packing_bytes(wire, sizes.d_model, sizes.element_size)
+    unpacking = unpacking_bytes(wire, sizes.d_model, sizes.element_size)
+    return max(packing * max(rows.extent.send), unpacking * max(rows.extent.received)) + SMALL
 
 
 def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:

@@ -23,6 +23,7 @@ class Feature(str, enum.Enum):
     HIERARCHICAL = "rows do not travel by flat all-to-alls"
     OWN_EXCHANGE = "dispatch or combine is an exchange of one's own"
     SEND_ONCE = "rows travel once (send_once=True)"
+    WIRE = "dispatched rows are sent in another form (wire={wire}, wire_backward={wire_backward})"
     TO_OWN_RANK = "rows are sent to their own rank (bypass_local=False)"
     CALLBACKS = "there are callbacks"
     SHARED_EXPERT = "there is a shared expert"
@@ -66,7 +67,9 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "fused": BY_FUSED_KERNELS | {F.FUSED},
     "persistent": BY_FUSED_KERNELS | {F.PERSISTENT, F.PADDED},
     # On one rank no row travels, so the kind of exchange does not matter.
-    "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
+    "one rank": frozenset(
+        {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.WIRE, F.ONE_LANE}
+    ),
     # Options that say how a call is cut into chunks and buffers are kept: the engine runs such a layer.
     "few rows": frozenset(
         {F.RANKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE}
@@ -80,16 +83,18 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     # ---- sources of row counts
     "padded counts": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
-        | {F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
+        | {F.WIRE, F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
         | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT}
     ),
-    "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
+    "one rank's counts": frozenset(
+        {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS}
+    ),
     # ---- predictions, and calls in a CUDA graph
     # The bytes of a budget are guaranteed, so "memory budget" supports less than "memory" below: that
     # prediction may leave memory out, and says so.
     "memory budget": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
-        | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
+        | {F.BUDGET, F.WIRE, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
         | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT}
     ),
 }

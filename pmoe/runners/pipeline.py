@@ -109,18 +109,9 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
         from pmoe.engine.variants.shared_expert import SharedExpertBackward, SharedExpertForward
 
         variants.append((SharedExpertForward, SharedExpertBackward))
-    if modules.stages.sharded:
-        from pmoe.engine.variants.sharded_experts import ShardedBackward, ShardedForward
-
-        variants.append((ShardedForward, ShardedBackward))
-    if plan.forward.once is not None:
-        from pmoe.engine.variants.send_once import OnceBackward, OnceForward
-
-        variants.append((OnceForward, OnceBackward))
-    if modules.copies is not None:
-        from pmoe.engine.variants.copies import CopiesBackward, CopiesForward
-
-        variants.append((CopiesForward, CopiesBackward))
+    is_plain = modules.wires is None and modules.copies is None and plan.forward.once is None
+    if modules.stages.sharded or not is_plain:
+        variants += _variants_of_sending(plan)
     if moves:
         from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
 
@@ -129,6 +120,31 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
         from pmoe.engine.variants.cuda_kernels import CudaBackward, CudaForward
 
         variants.append((CudaForward, CudaBackward))
+    return variants
+
+
+def _variants_of_sending(plan: Plan) -> list[Variant]:
+    """Returns the classes of the features that change how rows are sent to the experts.
+
+    plan: the plan of the call.
+    """
+    variants: list[Variant] = []
+    if plan.modules.wires is not None:
+        from pmoe.engine.variants.wire import WiredBackward, WiredForward
+
+        variants.append((WiredForward, WiredBackward))
+    if plan.modules.stages.sharded:
+        from pmoe.engine.variants.sharded_experts import ShardedBackward, ShardedForward
+
+        variants.append((ShardedForward, ShardedBackward))
+    if plan.forward.once is not None:
+        from pmoe.engine.variants.send_once import OnceBackward, OnceForward
+
+        variants.append((OnceForward, OnceBackward))
+    if plan.modules.copies is not None:
+        from pmoe.engine.variants.copies import CopiesBackward, CopiesForward
+
+        variants.append((CopiesForward, CopiesBackward))
     return variants
 
 

@@ -130,7 +130,12 @@ ARGUMENTS: dict[str, Values] = {
     "one_lane": st.just(True),
 }
 """What an argument may be beside its default. A new argument joins here: a test compares the names."""
-ELSEWHERE = {"dtype": "Case.dtype", "device": "there is one"}
+ELSEWHERE = {
+    "dtype": "Case.dtype",
+    "device": "there is one",
+    "wire": "rounds rows: tests/gloo/test_wire.py",
+    "wire_backward": "rounds rows: tests/gloo/test_wire.py",
+}
 
 CHANGED = ("pipeline", "memory_reuse", "pipeline_backward", "slack", "capacity_factor", "send_once")
 """Options that are also set on a built layer, between calls."""

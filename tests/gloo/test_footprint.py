@@ -46,7 +46,7 @@ def build(**options: Any) -> pmoe.MoELayer:
 
 
 def step_bytes(layer: pmoe.MoELayer, x: torch.Tensor) -> Allocated:
-    dy = torch.ones(x.shape[0], D_MODEL)
+    dy = torch.ones(x.shape[0], D_MODEL, dtype=x.dtype)
     x.requires_grad_()
 
     def step(mark: Any) -> torch.Tensor:
@@ -193,6 +193,11 @@ KINDS: list[tuple[dict[str, Any], int]] = [
     ({"pipeline": 4, "top_k": 2, "send_once": True, "memory_reuse": "S4"}, 1),
     ({"pipeline": 4, "shared_expert": 256}, 1),
     ({"pipeline": 2, "gate": "expert_choice", "memory_reuse": "S4"}, 1),
+    ({"pipeline": 4, "wire": "e4m3"}, 1),
+    ({"pipeline": 4, "wire": "e4m3", "top_k": 2, "memory_reuse": pmoe.Restore("keep", "keep")}, 1),
+    ({"pipeline": 2, "wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S4"}, 1),
+    ({"pipeline": 4, "wire": "bfloat16", "wire_backward": "e4m3", "memory_reuse": "S1"}, 2),
+    ({"pipeline": 4, "wire": "e4m3", "dtype": torch.bfloat16, "memory_reuse": "S4"}, 1),
 ]
 
 
@@ -200,7 +205,8 @@ def kind_job(rank: int, world: int, options: dict[str, Any], esp: int) -> tuple[
     layer = build(**options, **sharded(world, esp))
     tokens = TOKENS - 37 * rank
     generator = torch.Generator().manual_seed(rank)
-    found = step_bytes(layer, torch.randn(tokens, D_MODEL, generator=generator))
+    x = torch.randn(tokens, D_MODEL, generator=generator).to(layer.gate.weight.dtype)
+    found = step_bytes(layer, x)
     exact = layer.predict_memory(tokens, layer.row_counts)
     return exact.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
 

@@ -16,7 +16,7 @@ PLANNER = (
         name="table-ii-of-communicate",
         breaks="sending T_DI again is half as dear as Table II says",
         file=COST_MODEL,
-        old='        sent += 1.0 if restore.dispatched == "communicate" else 0.0\n',
+        old='        sent += again if restore.dispatched == "communicate" else 0.0\n',
         new='        sent += 0.5 if restore.dispatched == "communicate" else 0.0\n',
         tests="tests/unit/test_cost_model.py",
     ),

@@ -51,6 +51,8 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("dispatch", "pigeon", r"dispatch \('pigeon'\) must be a pmoe.Dispatch or one of flat"),
     ("combine", 7, r"combine \(7\) must be a pmoe.Combine or one of flat"),
     ("send_once", "yes", r"send_once \('yes'\) must be True or False"),
+    ("wire", "int8", r"wire \('int8'\) must be None, \"e4m3\" or \"bfloat16\""),
+    ("wire_backward", True, r"wire_backward \(True\) must be None, \"e4m3\" or \"bfloat16\""),
     ("shared_expert", 0, r"shared_expert \(0\)"),
     ("shared_expert", "wide", r"shared_expert \('wide'\) must be None, an int or a torch.nn.Module"),
     ("shared_gate", True, r"shared_gate \(True\) must be False without a shared_expert"),

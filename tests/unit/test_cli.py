@@ -147,6 +147,23 @@ def test_the_layer_to_copy_is_the_one_that_was_asked_for(capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines()[-1].strip() == found["python"]
 
 
+def test_the_forms_of_rows_are_those_of_the_layer(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    wires = ["--ranks", "4", "--wire", "e4m3", "--wire-backward", "bfloat16"]
+    found = printed(capsys, "memory", *LAYER, *wires, "--n", "8", "--memory-reuse", "S4")
+    (row,) = found["pairs"]
+    shape = sizes_from_options(16, 64, 8, num_ranks=4, wire="e4m3", wire_backward="bfloat16")
+    memory = bound(shape, shape.call(512), Choice(forward=8, backward=8, restore=STRATEGIES["S4"]), 1.25)
+    assert row["promised"] == memory.promised
+    layer = eval(found["python"], {"pmoe": pmoe, "torch": torch})
+    assert (layer.wire, layer.wire_backward) == ("e4m3", "bfloat16")
+    planned = printed(capsys, "plan", *LAYER, *wires, "--folder", str(folder))
+    plain = printed(capsys, "plan", *LAYER, *wires[:2], "--folder", str(folder))
+    assert planned["decision"]["seconds"] < plain["decision"]["seconds"]
+    assert "wire='e4m3', wire_backward='bfloat16'" in planned["python"] and "wire" not in plain["python"]
+    message = refused(capsys, "memory", *LAYER, "--ranks", "4", "--wire", "e4m3", "--dtype", "float64")
+    assert "wire ('e4m3') must be None for rows of torch.float64" in message
+
+
 def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "memory", *LAYER, "--ranks", "4", "--n", "8", "--memory-reuse", "S3")
     (row,) = found["pairs"]

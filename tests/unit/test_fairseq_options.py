@@ -58,6 +58,8 @@ OTHERS: dict[str, tuple[str, object]] = {
     "combine": ("hierarchical_1d", "hierarchical_1d"),
     "nodes": ("0,0,1,1", [0, 0, 1, 1]),
     "send_once": ("true", True),
+    "wire": ("e4m3", "e4m3"),
+    "wire_backward": ("bfloat16", "bfloat16"),
     "shared_expert": ("32", 32),
     "shared_gate": ("true", True),
     "normalize_gate": ("false", False),

@@ -30,7 +30,7 @@ from tests.takers import COMPUTED, TAKERS, built, capturing, wrong_of, wrong_ref
 
 __all__ = ["one_thread"]
 
-SEVERAL_RANKS = (Feature.RANKS, Feature.SHARDED, Feature.COPIES)
+SEVERAL_RANKS = (Feature.RANKS, Feature.SHARDED, Feature.COPIES, Feature.WIRE)
 ONE_RANK = [feature for feature in Feature if feature not in SEVERAL_RANKS]
 SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
 PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]

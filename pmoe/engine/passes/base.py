@@ -233,6 +233,7 @@ class Pass:
         pair (`PassPlan.position`).
     experts: computes the rows of each task: this rank's experts, a stand-in that launches their products, or
         this rank's experts with its copies of other ranks' busy experts.
+    sizes_type: makes ``sizes``, the rows and columns of every buffer of the pass.
     own: the buffers that are not in ring slots, by name and chunk, "send.0" for example.
     home: (rows, M), the results of all chunks on the tokens' rank; None if each chunk has such a buffer in a
         ring slot.
@@ -255,6 +256,7 @@ class Pass:
     positions: tuple[Tensor, ...]
     experts: Experts | LaunchedExperts | ExpertsWithCopies
     schedule: Schedule
+    sizes_type: Callable[..., BufferSizes] = BufferSizes
     sizes: BufferSizes
     pool: DevicePool
     arena: Arena
@@ -274,7 +276,7 @@ class Pass:
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in pass_plan.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
-        self.sizes = BufferSizes(
+        self.sizes = self.sizes_type(
             direction=self.direction,
             extent=pass_plan.rows,
             d_model=source_TM.shape[1],
@@ -294,7 +296,9 @@ class Pass:
             if not rotates:
                 self.make_buffers(i)
             if not rotates or (self.sizes.keeps_what_arrives and not self.sizes.extent.regrouped[i]):
-                self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
+                self.own[f"{self.received}.{i}"] = self.new(
+                    chunk.num_gathered, self.sizes.of(self.received)[1]
+                )
         if not rotates:
             rows_sent = sum(chunk.num_sent for chunk in pass_plan.chunks)
             rows_kept = sum(piece.groups.num_rows for piece in pass_plan.pieces)

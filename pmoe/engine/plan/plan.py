@@ -47,6 +47,7 @@ from pmoe.ordering import Order
 from pmoe.schedule.buffer_sizes import ChunkRows
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
+from pmoe.schedule.wire import Wires
 
 if TYPE_CHECKING:
     from pmoe.engine.plan.callbacks import Callback, Hooks
@@ -272,6 +273,11 @@ class PassModules(abc.ABC):
 
         If False, each chunk has buffers of its own.
         """
+
+    @property
+    @abc.abstractmethod
+    def wires(self) -> Wires | None:
+        """The forms in which dispatched rows are sent; None if all are sent as they are."""
 
     @property
     @abc.abstractmethod

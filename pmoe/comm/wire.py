@@ -1,0 +1,124 @@
+"""Packs rows into the messages in which they are sent, and unpacks them: e4m3 with scales, or bfloat16.
+
+A message is a row of bytes. With wire="e4m3" it holds, for M columns in B = ceil(M / 128) blocks:
+
+    | number 0 | number 1 | ... | number M - 1 | up to 3 unused bytes | scale 0 | ... | scale B - 1 |
+      float8, 1 byte each                                               float32, 4 bytes each
+
+    scale = max(largest absolute value of the block / 448, 2**-126)
+    number = value / scale, computed in float32 and rounded once to e4m3
+    unpacked value = number * scale, computed in float32 and rounded once to the rows' type
+
+A block of zeros stays zeros. A block with an Inf or a NaN becomes NaN as a whole: its scale is Inf or NaN.
+So a value that is not finite is never lost, and it spreads to at most 127 neighbours of the same row.
+
+Letters: N rows, M columns of a row, B blocks of a row, C bytes of a message.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pmoe.schedule.wire import BLOCK_COLUMNS, WireName, Wires, message_bytes, number_bytes
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+"""The largest number of e4m3, 448."""
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""The scale of a block of zeros, and of blocks whose scale would be a denormal number."""
+
+
+def check_wires(wires: Wires, dtype: torch.dtype) -> None:
+    """Raises ValueError if rows of a dtype must not be sent in these forms.
+
+    e4m3 would take more than half of the digits that users of float64 want, and bfloat16 makes only float32
+    rows shorter.
+    """
+    for name, wire in (("wire", wires.rows), ("wire_backward", wires.gradients)):
+        if wire == "e4m3" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} ('e4m3') must be None for rows of {dtype}: rows are float32, bfloat16 or float16"
+            )
+        if wire == "bfloat16" and dtype != torch.float32:
+            raise ValueError(
+                f"{name} ('bfloat16') must be None for rows of {dtype}: it makes float32 rows shorter only"
+            )
+
+
+def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
+    """Writes the message of each row.
+
+    rows_NM: (N, M), the rows. Their values are overwritten if they are float32.
+    message_NC: (N, C) uint8, memory for the messages.
+    """
+    d_model = rows_NM.shape[1]
+    if wire == "bfloat16":
+        message_NC.view(torch.bfloat16)[:, :d_model].copy_(rows_NM)
+        return
+    values_NM = rows_NM.float()
+    if d_model % BLOCK_COLUMNS:
+        values_NM = pad(values_NM, (0, -d_model % BLOCK_COLUMNS))
+    blocks = values_NM.unflatten(1, (-1, BLOCK_COLUMNS))
+    scale_NB1 = torch.linalg.vector_norm(blocks, math.inf, dim=2, keepdim=True)
+    scale_NB1.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
+    blocks.div_(scale_NB1)
+    numbers, scales = _parts(message_NC, d_model)
+    numbers.copy_(values_NM[:, :d_model])
+    scales.copy_(scale_NB1.squeeze(2))
+
+
+def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor) -> None:
+    """Writes the row of each message, in another order if an index says so.
+
+    message_NC: uint8, the messages, C bytes each.
+    index: (N,) int64, the message of each of the N rows; None takes N messages in their order.
+    out_NM: (N, M), memory for the rows.
+    """
+    d_model = out_NM.shape[1]
+    if index is not None:
+        message_NC = message_NC.index_select(0, index)
+    if wire == "bfloat16":
+        out_NM.copy_(message_NC.view(torch.bfloat16)[:, :d_model])
+        return
+    numbers, scales = _parts(message_NC, d_model)
+    values_NM = out_NM if out_NM.dtype == torch.float32 else torch.empty_like(out_NM, dtype=torch.float32)
+    values_NM.copy_(numbers)
+    if d_model % BLOCK_COLUMNS:
+        values_NM.mul_(scales.repeat_interleave(BLOCK_COLUMNS, dim=1)[:, :d_model])
+    else:
+        values_NM.unflatten(1, (-1, BLOCK_COLUMNS)).mul_(scales.unsqueeze(2))
+    if values_NM is not out_NM:
+        out_NM.copy_(values_NM)
+
+
+def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
+    """Returns views of e4m3 messages: the numbers (N, M), and the scales (N, B) float32."""
+    first = number_bytes(d_model)
+    last = message_bytes("e4m3", d_model, 1)
+    numbers = message_NC[:, :d_model].view(torch.float8_e4m3fn)
+    return numbers, message_NC[:, first:last].view(torch.float32)
+
+
+def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
+    """Returns the bytes of the temporary tensors that packing takes for each row.
+
+    These are the row, gathered from the tokens, and its values in float32 if rows are narrower.
+    """
+    return d_model * element_size + _widened(wire, d_model, element_size)
+
+
+def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
+    """Returns the bytes of the temporary tensors that unpacking takes for each row.
+
+    These are the message, sorted by expert, and its values in float32 if rows are narrower.
+    """
+    return message_bytes(wire, d_model, element_size) + _widened(wire, d_model, element_size)
+
+
+def _widened(wire: WireName, d_model: int, element_size: int) -> int:
+    """Returns the bytes of the values of a narrow row in float32; 0 for float32 rows, and for bfloat16."""
+    return 4 * d_model * (wire == "e4m3" and element_size < 4)

@@ -47,6 +47,7 @@ DEPENDS = {
     "ranks": RUN,
     "reuse": (*RUN, "pmoe/planner"),
     "send_once": RUN,
+    "wire_training": RUN,
     "train_lm": (*RUN, "pmoe/training", "pmoe/planner"),
 }
 """Folders on which the numbers of a file depend, by the first word of its name."""

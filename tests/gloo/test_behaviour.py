@@ -289,12 +289,14 @@ def test_exactly_the_rows_of_other_ranks_experts_travel(
             "rows": (sent + received) * row,
             "scalars": sent * weight,
             "inside": 0,
+            "weights": 0,
         }
         assert both == {
             "counts": forward["counts"],
             "rows": 2 * (sent + received) * row,
             "scalars": (sent + received) * weight,
             "inside": 0,
+            "weights": 0,
         }
         assert last["total"] == sum(both.values())
 

@@ -131,6 +131,7 @@ def by_few_rows(features: Features) -> Iterator[str]:
     if isinstance(layer, list):
         yield from layer
         return
+    layer.eval()
     x, _ = tokens(layer.ranks.rank)
     _, routing = given(layer.gate, layer.ranks.rank)
     with torch.no_grad(), routing:

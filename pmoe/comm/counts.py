@@ -535,6 +535,7 @@ class CountsExchange:
             raise FaultError(Fault(fault), "; ".join(faults))
         if self._ranks.size > 1:
             modes, kinds = headers[:, 2:].t().tolist()
+            self._ranks.any_trains = any(mode & TRAINING for mode in modes)
             if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
                 compare_headers(modes, kinds, self._ranks)
             if not self._ranks.number:

@@ -26,6 +26,7 @@ class Ranks:
         first call warns if there are other ranks.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
+    any_trains: whether any rank was in training mode at the layer's last exchange of row counts.
     open_call: the number of the layer's last call for which a backward pass may come
         (`GroupRecord.open_calls`).
 
@@ -41,6 +42,7 @@ class Ranks:
     by_default: bool = False
     number: int = 0
     call: int = 0
+    any_trains: bool = False
     open_call: int = 0
     _record: GroupRecord | None = None
 

@@ -181,7 +181,11 @@ class ExactCounts:
         """
         modules = self.call.modules
         is_small = num_tokens * modules.options.top_k <= FEW_ROWS
-        return is_small and self.routed.x_TM.device.type == "cpu" and modules.may_run_few_rows
+        # In training, a reentrant checkpoint runs first without gradients, and must round as its second pass.
+        ranks = modules.ranks
+        trains = ranks.any_trains if ranks.size > 1 else self.call.layer.training
+        on_cpu = self.routed.x_TM.device.type == "cpu"
+        return is_small and on_cpu and not trains and modules.may_run_few_rows
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.

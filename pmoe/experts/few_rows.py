@@ -20,9 +20,9 @@ from pmoe.experts.borrowed import Stacks
 
 
 def _swiglu(hidden_NG: Tensor) -> Tensor:
-    """Returns silu(first half of the columns) * second half, (N, H); writes over hidden_NG, (N, 2H)."""
+    """Returns silu(first half of the columns) * second half, (N, H), of hidden_NG, (N, 2H)."""
     gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
-    return F.silu(gate_NH, inplace=True).mul_(up_NH)
+    return F.silu(gate_NH).mul_(up_NH)  # silu makes rows without gaps, which products want
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -134,7 +134,7 @@ def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
     num_with_rows: the number of experts that have rows.
     """
     size = rows_NM.element_size()
-    if 2 * num_with_rows <= stacks.w1.shape[0] or stacks.b1 is not None or size > 4:
+    if 3 * num_with_rows <= stacks.w1.shape[0] or stacks.b1 is not None or size > 4:
         return False
     widths = (*stacks.w1.shape[1:], *stacks.w2.shape[1:])
     aligned = all(width * size % 16 == 0 for width in widths)

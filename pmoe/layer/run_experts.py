@@ -323,15 +323,17 @@ def run_few_rows(
 ) -> Tensor | None:
     """Runs a call of few rows on one rank without the layer, and notes it as the layer's last call.
 
-    Returns (T, M); None if the module has no layer yet, or a value of the routing is wrong. The layer then
-    runs the call, or raises the error.
+    Returns (T, M); None if the module is in training mode or has no layer yet, or a value of the routing is
+    wrong. The layer then runs the call, or raises the error.
 
     owner: the module to which the experts belong.
     x: (T, M), the tokens; index, weights: (T, K), their routing.
     stacks: the weights, which `is_short` has compared with x.
     """
     entry = _layers.get(owner)
-    if entry is None or entry.made_for[1] is not None:
+    # In training, a reentrant checkpoint runs first without gradients. Both of its passes need the layer,
+    # which compares their routing.
+    if entry is None or entry.made_for[1] is not None or owner.training:
         return None
     y = few_rows_output(x, index, weights, stacks)
     if y is not None:

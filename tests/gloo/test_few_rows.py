@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def both_ways(layer: MoELayer, x: Tensor) -> tuple[Tensor, list[str]]:
     """The output without gradients, and the collectives, after a check against the output with gradients."""
+    layer.eval()
     expected = layer(x.clone().requires_grad_())
     expected.sum().backward()
     assert layer.ran is not None and layer.ran.path == "pipeline"
@@ -64,7 +65,7 @@ def test_a_rank_may_get_all_rows_and_another_have_one() -> None:
 
 def many_job(rank: int, world: int) -> str:
     """Rank 1 has too many rows, so every rank goes the usual way."""
-    layer = build(pipeline=False)
+    layer = build(pipeline=False).eval()
     x = torch.randn(600 if rank == 1 else 2, 6, dtype=torch.float64)
     with torch.no_grad():
         layer(x)
@@ -76,9 +77,23 @@ def test_many_rows_on_one_rank_are_the_usual_way_on_all() -> None:
     assert ranks(2).run(many_job) == ["pipeline"] * 2
 
 
+def training_job(rank: int, world: int) -> str:
+    """Rank 1 is in training mode, which is a warning, and no other collectives than on rank 0."""
+    layer = build(pipeline=False).train(rank == 1)
+    with torch.no_grad():
+        for _ in range(2):
+            layer(inputs(rank, world)[0])
+    assert layer.ran is not None
+    return layer.ran.path
+
+
+def test_training_on_one_rank_is_the_usual_way_on_all() -> None:
+    assert ranks(2).run(training_job) == ["pipeline"] * 2
+
+
 def partly_job(rank: int, world: int) -> str:
     """Gradients are enabled on both ranks, but only rank 0 has something to differentiate."""
-    layer = build(pipeline=False)
+    layer = build(pipeline=False).eval()
     layer.requires_grad_(rank == 0)
     y = layer(inputs(rank, world)[0])
     y.sum().backward()
@@ -91,7 +106,7 @@ def test_gradients_on_one_rank_are_the_usual_way_on_all() -> None:
 
 
 def fault_job(rank: int, world: int) -> str:
-    layer = build(pipeline=False)
+    layer = build(pipeline=False).eval()
     x = inputs(rank, world)[0]
     layer(x)
     with torch.no_grad():

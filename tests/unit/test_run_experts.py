@@ -109,7 +109,7 @@ def test_output_and_every_gradient_equal_the_loop(
 @pytest.mark.parametrize("num_tokens", [1, T])
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_a_second_call_without_gradients_goes_the_short_way(activation: str, num_tokens: int) -> None:
-    owner = Owner(activation, bias=True, transposed=False)
+    owner = Owner(activation, bias=True, transposed=False).eval()
     x, index, weights = (each[:num_tokens].detach() for each in routed())
     index = index.clamp(max=E - 1)
     with torch.no_grad():

@@ -129,11 +129,9 @@ def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad:
         must run it, even a rank on which no input needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
-        tensors = inputs.all
-        y_TM: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            runner, inputs.like([None] * len(tensors)), ranks, make_anchor(inputs.x_TM), *tensors
+        return _Experts.apply(  # type: ignore[no-untyped-call, no-any-return]
+            runner, inputs.like([None] * len(inputs.all)), ranks, make_anchor(inputs.x_TM), *inputs.all
         )
-        return y_TM
     with torch.no_grad():
         return runner.forward(inputs, keep=False)[0]
 

@@ -11,8 +11,7 @@ from pmoe.layer import MoELayer, run_experts
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = [run_experts.layers]
 """Functions from a model to those of its MoE layers, by name, that are not submodules of it.
 
-Integrations append a function here. transformers' experts modules, for example, are run by layers outside of
-the model.
+transformers' experts modules, for example, are run by layers outside of the model.
 """
 
 

@@ -35,8 +35,8 @@ def choose(
     inputs: the rows and parameters of the call, with which trials run.
     orders: the routing of the call. Trials need it to cut the batch into chunks.
     restore: the pair, if the caller has chosen it; None if the options decide.
-    rows_for: function that counts rows again for given numbers of chunks, with ``pipeline="solve"``; None if
-        ``counts`` suit all numbers that the options allow.
+    rows_for: function that counts the rows again, so that the batch can be cut into given numbers of chunks.
+        It is needed only with ``pipeline="solve"``. If ``rows_for`` is None, rows are not counted again.
     """
     options = modules.options
     n = options.fixed_degree

@@ -1,4 +1,4 @@
-"""The all-to-all that dispatch="auto" takes: the fastest by the link speeds that `pmoe profile` measured."""
+"""Chooses the all-to-all for dispatch="auto": the fastest by the speeds that `pmoe profile` measured."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ activation (T_M) are kept, offloaded or made again for backward. With a memory b
 chosen together: the fastest choice with which memory stays within the budget for any routing. Without a
 budget, the pair is chosen first, then n:
 
-    pair   memory_reuse=True: the cheapest by MPipeMoE's Eq. 10. Any other value fixes the pair
+    pair   memory_reuse=True: the fastest by MPipeMoE's Eq. 10 (`_cheapest_pair`). Other values fix the pair
     n      pipeline=True: found by trials. pipeline="solve": by FSMoE's solver. A number fixes n
 """
 
@@ -105,10 +105,11 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """Returns the object that chooses the number of chunks and the restore pair by predicted seconds.
+    """Returns the `Chooser` of the layer, which chooses n and the restore pair by predicted seconds.
 
-    The layer's cache keeps one such object for each set of options and dtype of rows. The object remembers
-    its choices by number of tokens, so a choice is made only once for batches of about the same size.
+    n is the number of chunks. The layer's cache keeps a chooser for each set of options and dtype of rows. It
+    remembers its choices by number of tokens, so a choice is made only once for batches of about the same
+    size.
     """
     modules = batch.modules
     options = modules.options
@@ -125,8 +126,8 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """Returns the measured (forward, backward) seconds of each choice; None if no trials could run.
 
     The seconds are infinite for a choice for which any rank has too little memory. The result is None if
-    `TrialBatch.may_try` is False, if too few tokens fit into the memory that trials may take
-    (`measure_in_little_memory`), or if every choice runs out of memory.
+    `TrialBatch.may_try` is False, if too few tokens fit into the memory of the layer's smallest step, which
+    trials must not exceed (`measure_in_little_memory`), or if every choice runs out of memory.
     """
     if not batch.may_try:
         return None
@@ -174,6 +175,9 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
 
 def _cheapest_pair(batch: TrialBatch) -> Restore:
     """Returns the restore pair with the fewest seconds by MPipeMoE's Eq. 10, on measured rates.
+
+    By Eq. 10 a pass takes as long as the slowest of its computation, communication and copies to the host. If
+    several pairs take nearly the fewest seconds, trials decide among them (`Chooser.pair`).
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.

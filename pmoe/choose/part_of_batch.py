@@ -2,8 +2,9 @@
 
 A chunk is a micro-batch, n the number of chunks. The chunks of such a layer take turns in a few buffers, the
 ring slots. A ring slot has room for one chunk, so the step with n = 1 needs the most memory and the step with
-the largest n needs the least. The step that runs trials must not need more memory than later steps, whose n
-is not known yet. So trials run in stages, each on the first tokens of the batch only.
+the largest n needs the least. Trials must not raise the layer's peak above that of the n that is chosen in
+the end, and this n is not known yet. A trial on fewer tokens needs less memory. So trials run in stages, each
+on only as many tokens (the first of the batch) as fit into the memory that the stage is allowed.
 
 If a stage finds that n = 4 is faster than all larger n, later steps will have at most 4 chunks. They will
 need at least the memory of a step with n = 4, so the next stage may take that much memory. More tokens fit
@@ -72,13 +73,14 @@ def measure_in_stages(
     (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the batch:
 
     1. The first stage tries the choices that need the least memory, on as many tokens as fit into the memory
-       of the smallest step. The next number above the largest number of chunks is tried as well, even if it
-       is not among ``choices``: if that number is slower, all larger numbers are slower too.
+       of the smallest step. The stage also tries the next larger number of chunks that the layer allows. If
+       it is slower, numbers above it are assumed to be slower too, and the next stage may take more memory.
     2. If a choice is faster than the choices that need less memory, the layer's steps will need at least the
        memory of that choice. So the next stage may take that much memory. The next stage tries the fastest
        choice again, and choices that need more memory.
     3. The stages end if the fastest choice of a stage is the one that needs the least memory, or if all
-       remaining choices are clearly slower than the fastest.
+       choices that need more memory were tried and took more than `NEAR` times the seconds of the fastest.
+       They also end, with the results so far, if a later stage cannot run for lack of memory.
 
     batch: the routed batch.
     choices: the numbers of chunks (micro-batches) to try, with one restore pair, each once.
@@ -122,7 +124,10 @@ def measure_in_stages(
 
 
 def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
-    """Returns ``choices``, and a choice with the next larger number of chunks if the layer allows one."""
+    """Returns ``choices``, and a choice with the next larger number of chunks if the layer allows one.
+
+    The additional choice shows whether still more chunks would be faster (`measure_in_stages`).
+    """
     most = max(max(choice.degrees) for choice in choices)
     larger = [n for n in batch.degrees if n > most]
     return [*choices, *all_choices([(n, n) for n in larger[:1]], [choices[0].restore])]
@@ -133,16 +138,16 @@ def _choices_of_stage(
 ) -> Sequence[Choice]:
     """Returns the choices that the next stage tries: the first few of ``remaining``.
 
-    Normally the next stage tries the first `STAGE` choices of ``remaining``. There are two exceptions:
+    These are the first `STAGE` choices, with two exceptions:
 
-    - If the last choice of ``remaining`` needs at most 8 % more memory than the `STAGE`-th choice, the stage
-      tries all of ``remaining``.
-    - If fewer than `MIN_TOKENS` tokens of the `STAGE`-th choice fit into the allowed memory, the stage tries
-      only the first two choices.
+    - If all of ``remaining`` need at most 8 % more memory than the `STAGE`-th choice, the stage tries all of
+      them.
+    - If a trial of the `STAGE`-th choice could run on fewer than `MIN_TOKENS` tokens, the stage tries only
+      the first two choices, which need less memory.
 
     remaining: the choices that may be the fastest, those that need the least memory first.
     peaks: predicted peak in bytes of each choice with the whole batch.
-    allowed: bytes that trials may take.
+    allowed: bytes that the trials of the next stage may take.
     """
     stage = remaining[:STAGE]
     if peaks[remaining[-1]] <= ALIKE * peaks[stage[-1]]:
@@ -155,12 +160,12 @@ def _choices_of_stage(
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds of the whole batch with each choice, measured in little memory. Collective.
+    """Returns the seconds of the whole batch with each choice, from trials in little memory. Collective.
 
-    Any choice may turn out to be the fastest, even the choice that needs the least memory. So trials run on
-    the first tokens of the batch: as many as fit into the memory of the layer's smallest step, the step for
-    which the fewest bytes are predicted. With a memory budget, trials run on the whole batch, because every
-    choice within the budget may run on the whole batch anyway.
+    Trials must not raise the layer's peak above that of the choice that is used in the end, and this may be
+    the choice that needs the least memory. So trials run on only as many tokens (the first of the batch) as
+    fit into the memory of the layer's smallest step, the step for which the fewest bytes are predicted. With
+    a memory budget, trials run on the whole batch, because a step may take all memory of the budget.
 
     batch: the routed batch.
     choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
@@ -193,10 +198,13 @@ class TrialsOfPart:
 def _measure_part(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float, most_rounds: int
 ) -> TrialsOfPart | None:
-    """Returns the seconds of trials on the first tokens; None for fewer than `MIN_TOKENS` tokens. Collective.
+    """Returns the seconds of trials on the first tokens. Collective.
+
+    Returns None for fewer than `MIN_TOKENS` tokens.
 
     share: the fraction of the batch's tokens on which trials run.
-    allowed: bytes that trials may take: the predicted peak of a step that needs no more than later steps.
+    allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
+        choose.
 
     `measure_in_little_memory` explains the other arguments.
     """
@@ -218,7 +226,8 @@ def _part_with_room(
     choices: the choices that run on the first tokens.
     share: the fraction of the tokens that would fit if the peak were proportional to the number of tokens. If
         it is 1, the whole batch is returned.
-    allowed: bytes that trials may take: the predicted peak of a step that needs no more than later steps.
+    allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
+        choose.
     """
     if share == 1.0:
         return share, batch
@@ -234,10 +243,11 @@ def _part_with_room(
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
-    """Returns whether all choices could be tried with at least `MIN_TOKENS` tokens. Collective.
+    """Returns whether every choice can be tried on at least `MIN_TOKENS` tokens. Collective.
 
-    If False, the caller should not search: the search could try only choices with many chunks, which need
-    less memory, and would take one of these even if fewer chunks are faster.
+    A trial may take the memory of a step with the choice that needs the least. If the result is False, the
+    caller should not search. The search could try only choices with many chunks, which need less memory, and
+    would take one of these even if fewer chunks are faster.
 
     batch: the routed batch.
     choices: all choices that may be taken, with one restore pair.
@@ -247,7 +257,7 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
 
 
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
-    """Drops the fastest choice while any rank has too little memory for it. Collective.
+    """Returns ``measured`` without the fastest choices for which a rank lacks memory. Collective.
 
     A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
     memory of the fastest choice is allocated and freed again. If that fails on any rank, the choice is
@@ -264,10 +274,11 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
 
 
 def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
-    """Returns ``ordered`` from the first choice for which every rank has enough memory. Collective.
+    """Returns ``ordered`` without the first choices for which a rank lacks memory. Collective.
 
-    To test a choice, its memory is allocated and freed again. Rank 0 warns once of the choices that are left
-    out.
+    Choices are tested in order, until every rank has enough memory for one. The result has this choice and
+    all choices after it, which are not tested. To test a choice, its memory is allocated and freed again.
+    Rank 0 warns once of the choices that are left out.
 
     batch: the whole batch.
     ordered: the choices, in the order in which they are tested.
@@ -292,13 +303,12 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
-    ``chunk`` are the seconds that each chunk adds even if it is small (`seconds_of_chunk`). They are computed
-    from all trials with the same restore pair on this part and on earlier parts.
+    ``chunk`` are the seconds of a chunk that do not depend on its number of rows (`seconds_of_chunk`). They
+    are computed from all trials with the same restore pair on this part and on earlier parts.
 
-    parts: the trials, in the order in which they ran. The first choice of each part but the first was tried
-        in an earlier part, too. The machine may have become faster or slower in between, so the seconds from
-        earlier parts are multiplied by (seconds of this choice on this part) / (earlier seconds of it), both
-        for the whole batch.
+    parts: the trials, in the order in which they ran. Each part after the first tries one choice of an
+        earlier part again, because the machine may have become faster or slower. All earlier results are
+        multiplied by (new result of this choice) / (its earlier result).
     """
     times: dict[Choice, PassTimes] = {}
     for number, part in enumerate(parts, 1):
@@ -319,7 +329,9 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 
 
 def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tuple[float, float]:
-    """Returns the seconds that each chunk adds to forward and to backward.
+    """Returns the seconds of a chunk that do not depend on its rows, for forward and for backward.
+
+    `seconds_of_chunk` computes them from the trials.
 
     parts: the trials.
     pair: the restore pair. Only trials with this pair count.
@@ -342,7 +354,8 @@ def _of_whole(
 
     timed: the seconds of the trial.
     share: the number of tokens of the trial, divided by the number of tokens of the whole batch.
-    chunk_forward, chunk_backward: seconds that each chunk adds to the pass even if it is small.
+    chunk_forward, chunk_backward: seconds of a chunk that do not depend on its number of rows. Only the other
+        seconds of the trial are divided by ``share`` (`times_of_whole`).
     """
 
     def of_whole(seconds: float, of_chunks: float) -> float:
@@ -359,16 +372,20 @@ def _of_whole(
 
 
 def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
-    """Computes the seconds that each chunk adds to a pass even if it is small.
+    """Returns the seconds of a chunk that do not depend on its number of rows: kernel launches, host work.
 
-    The result is the factor ``chunk`` of a formula that is fitted to the trials. The formula gives the
-    seconds of a pass in n chunks on a share s of the tokens:
+    The result is the number ``chunk`` of a formula for the seconds of a pass in n chunks on a share s of the
+    tokens. The formula's three numbers, none of them negative, are fitted to the trials:
 
-        seconds = s * rows + chunk * n + s * filling / n         (rows, chunk, filling >= 0)
+        seconds = s * rows + chunk * n + s * filling / n
+
+        rows      seconds of the products and messages of all tokens
+        filling   seconds of the messages of the first and the last chunk, during which nothing is computed,
+                  if the whole batch is one chunk
 
     trials: (share of the tokens, number of chunks, seconds of the pass) of each trial.
 
-    With two trials the term ``filling`` is left out, because a fit needs at least as many trials as terms.
+    With two trials ``filling`` is left out, because a fit needs at least as many trials as numbers.
     If all trials have the same share and number of chunks, the result is 0.
     """
     if len({(share, n) for share, n, _ in trials}) < 2:
@@ -399,7 +416,8 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
 
     batch: the routed batch.
     peak: the predicted peak in bytes with all tokens, the largest of all choices that will be tried.
-    allowed: bytes that trials may take: the predicted peak of a step that needs no more than later steps.
+    allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
+        choose.
     """
     allowed -= _output_bytes(batch)
     if peak <= ALIKE * allowed:
@@ -422,14 +440,17 @@ def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
 def _output_bytes(batch: TrialBatch) -> int:
     """Returns the bytes of the layer's output on the rank that has most tokens.
 
-    A model may free the output before backward, so a step need not hold the output. A trial holds it.
+    A trial holds the output until its end, but a model may free it before backward. So callers subtract these
+    bytes from the predicted peak of a step, to get the memory that a step needs in any case.
     """
     sizes = batch.sizes
     return batch.counts.max_tokens * sizes.d_model * sizes.element_size
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
-    """Returns the first tokens of the batch, for a trial in little memory. Collective.
+    """Returns the first tokens of the batch, as many as a trial may use. Collective.
+
+    The trial may take no more memory than the smallest step that the layer may choose (`smallest_peak`).
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

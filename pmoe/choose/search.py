@@ -43,7 +43,7 @@ from pmoe.warn import log
 
 
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
-    """Returns the number of chunks n of each pass for this batch: by earlier trials, new trials, or a rule.
+    """Returns the number of chunks n of each pass: by earlier trials, new trials, or the number of rows.
 
     1. If earlier trials give n for this number of tokens, this n is returned. If those trials ran on batches
        of other sizes, a step of this batch with n may need too much memory. So its memory is tested first,
@@ -51,8 +51,8 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and kept in a file if $PMOE_CACHE is set.
     3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes. If
-       trials are allowed but could not run, this n is remembered, so that later batches of this size do not
-       ask for trials again.
+       trials are allowed but could not run, this n is remembered, so that no trials are attempted for later
+       batches of this size.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -95,7 +95,8 @@ def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> Pa
         or made again for backward.
     degrees: the numbers of chunks of both passes that are tested first.
 
-    Raises OutOfMemoryError, with the bytes that would be enough, on every rank if no number has room.
+    Raises OutOfMemoryError, with the bytes that would be enough, on every rank if some rank has
+    too little memory with every number of chunks.
     """
     larger = [n for n in batch.modules.options.degrees if n > max(degrees.forward, degrees.backward)]
     numbers = [(degrees.forward, degrees.backward), *((n, n) for n in larger)]
@@ -109,7 +110,10 @@ def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> Pa
 
 
 def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
-    """Returns the number of chunks by the rule of `adaptive_degree`, the same for both passes.
+    """Returns the largest number of chunks with at least `MIN_ROWS` rows in each, equal in both passes.
+
+    `MIN_ROWS` is in `pmoe.choose.trials`. The result is 1 if there are too few rows for two chunks, or on a
+    single rank unless the layer reuses memory (`adaptive_degree`).
 
     batch: the routed batch.
     """
@@ -132,8 +136,10 @@ def search(
     numbers: the numbers of chunks to choose from, in rising order.
     apart: whether forward and backward may have different n.
 
-    Trials may take no more memory than a step, so they run on the first tokens only. Returns None if too few
-    tokens fit into that memory (`has_enough_tokens`): trials on so few tokens say nothing about the batch.
+    Trials must not raise the layer's peak above that of the numbers that are used in the end, which may be
+    those that need the least memory. So trials run on only as many tokens (the first of the batch) as fit
+    into that memory. Returns None if too few tokens fit (`has_enough_tokens`): their seconds say nothing
+    about the batch.
 
     If all trials run out of memory, larger numbers of chunks are tried, which need less memory. If the larger
     numbers run out of memory too, the memory of a step with the number that needs the least is allocated and
@@ -236,7 +242,7 @@ def learned_degrees(
 
 
 def _name(modules: LayerModules) -> tuple[object, ...]:
-    """Returns the key under which a layer stores the results of its trials in `LayerCache.choosers`.
+    """Returns the key under which the layer's cache keeps the results of its trials.
 
     The key contains the options, because a layer's options may change while its cache stays.
     """
@@ -395,7 +401,7 @@ def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
 
 
 def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> Tables:
-    """Returns the table of a file of version 1, under the dtype of this layer.
+    """Returns the table of a file of version 1, as a dict {dtype of this layer: table}.
 
     The key in a file of version 1 contains sizes, experts, parameters and the strategy, but not the machine.
     Only the entries that the file's key has are compared with the key of this layer.
@@ -447,8 +453,9 @@ class LearnedDegrees:
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
-    with_room: the numbers of chunks for which all ranks were found to have enough memory, by (dtype of the
-        rows, rounded number of tokens, restore pair, numbers of chunks that the table gave).
+    with_room: results of earlier memory tests (`n_with_room`). A key is (dtype of the rows, rounded number of
+        tokens, restore pair, n of both passes from the table). The value is this n if every rank had enough
+        memory for it, otherwise the larger n that is used instead.
     """
 
     key: Mapping[str, Any]
@@ -465,16 +472,16 @@ class LearnedDegrees:
         All restore pairs share a table. (The restore pair says whether dispatched rows and hidden activation
         are kept, offloaded or made again for backward.) With ``memory_reuse=True`` the pair follows from the
         number of tokens. At the number of tokens where the pair changes, both pairs take nearly the same
-        time. If a pair runs with the n that was found for the other pair, most steps take as long as with
-        the best n. The average step takes 1.5 % longer (bench/bench_search.py). Searching for each pair would
-        need several times as many trials.
+        time. A step with the n that was found for another pair takes 1.5 % longer on average than with the
+        best n of its own pair (bench/bench_search.py). Searching for each pair would need several times as
+        many trials.
         """
         return self.tables.setdefault(str(dtype), GranularityTable())
 
     def keep(self) -> None:
         """Writes the tables to the file `path`, if this rank has one. Warns if the tables cannot be written.
 
-        An OSError becomes this warning, because an error would stop rank 0 while the other ranks go on.
+        An OSError is not raised, because it would stop rank 0 while the other ranks go on.
         """
         if self.path is not None:
             path = self.path
@@ -547,8 +554,8 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 
     Warns about a file that cannot be used, and returns an empty dict for it.
 
-    path: the file in the present format (`stored_path`); None if $PMOE_CACHE is not set. If this file does
-        not exist but $PMOE_CACHE has a file of format version 2 with the same key, that file is read.
+    path: the file in the present format (`stored_path`); None if $PMOE_CACHE is not set. If it does not
+        exist, the file that an older pmoe wrote for the same key (format version 2) is read.
     key: everything that changes the seconds of trials (`key_of_degrees`). A file with a different key is not
         used.
     candidates: numbers of chunks that the file may contain.

@@ -19,7 +19,7 @@ from pmoe.warn import warn_once
 def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...]) -> Slots:
     """Returns the limits for received rows that ranks check when they exchange row counts.
 
-    Only layers with `LayerModules.limits_rows` need limits. There are two limits:
+    Only layers that reuse memory need limits (`LayerModules.limits_rows`). There are two limits:
 
     - A chunk must fit into a ring slot, a buffer of fixed size that chunks share. If a chunk does not fit on
       every rank, all ranks cut the batch into more chunks.
@@ -48,7 +48,7 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """Returns the restore pair, changed to send T_DI again if any rank lacks host memory to offload it.
+    """Returns ``restore``, or a pair that sends T_DI again if a rank lacks host memory to offload it.
 
     T_DI are the dispatched rows. The restore pair says whether T_DI and the hidden activation (T_M) are kept,
     offloaded or made again for backward. If the pair offloads T_DI and any rank lacks host memory for it, all

@@ -1,13 +1,13 @@
 """FSMoE's solver (Section 4) for the numbers of chunks of ``pipeline="solve"``, on measured costs.
 
-The costs are measured on this machine. The tokens are assumed to be evenly routed, so that a fraction of
-their rows stays on its rank. The costs are the seconds of
+The costs are measured on this machine. The tokens are assumed to be evenly routed, so that 1 / P of the rows
+stay on their rank. The costs are the seconds of
 
 - the all-to-all among nodes, of the kind that the layer uses (flat or hierarchical);
 - the all-gather and the reduce-scatter inside a node;
 - the experts' products; if experts are a user's modules, one whole module is timed (Section 3.2);
-- the layer's gate, and its order: the module that copies tokens to rows sorted by expert, and sums the rows
-  of each token.
+- the layer's gate;
+- the layer's order, the module that copies tokens to rows sorted by expert, and sums the rows of each token.
 
 Every pair of numbers of chunks that the layer allows is simulated, with the costs of each pass.
 
@@ -79,15 +79,15 @@ def operations_of(
 ) -> Operations:
     """Returns the measured costs of FSMoE's operations, as lines alpha + beta * size, for these ranks.
 
-    The operations are products and collectives. Their costs are read from a stored profile, or measured. The
-    costs are measured again if their measurement was limited to fewer bytes than ``most_bytes`` / `WIDER`.
+    The operations are products and collectives. Their costs are read from a stored profile, or measured.
     Collective the first time for these ranks, device, dtype and exchanges, and if costs are measured again.
 
     grid: the ranks of the layer, across nodes and inside a node.
     device, dtype: device and dtype of the rows.
     exchanges: the layer's all-to-alls that are not flat, by name. Their costs are measured in addition.
-    most_bytes: how many bytes a measurement may take, the same on every rank. If None, only missing costs are
-        measured, with any number of bytes.
+    most_bytes: how many bytes a measurement may take, the same on every rank. Costs whose earlier measurement
+        could take fewer than ``most_bytes`` / `WIDER` bytes are measured again. None: only missing costs are
+        measured, without a limit.
     """
     key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype, *sorted(exchanges or ()))
     _, limit = _operations.get(key, (None, 0.0))
@@ -109,11 +109,11 @@ def operations_of(
 
 
 def _is_enough(limit: float, most_bytes: float | None) -> bool:
-    """Returns whether measured costs are good enough, so that they need not be measured again.
+    """Returns whether costs of an earlier measurement may be used, so that nothing is measured now.
 
-    limit: how many bytes the measurement could take; 0 if nothing was measured.
-    most_bytes: how many bytes a new measurement could take. The old costs are good enough if this is at most
-        `WIDER` times ``limit``. If None, all measured costs are good enough.
+    limit: how many bytes the earlier measurement could take; 0 if nothing was measured.
+    most_bytes: how many bytes a new measurement could take. The earlier costs are used if this is at most
+        `WIDER` times ``limit``. If None, the costs of any earlier measurement are used.
     """
     return limit > 0 if most_bytes is None else most_bytes <= WIDER * limit
 
@@ -146,14 +146,14 @@ def module_lines(
 ) -> tuple[Operations, ModuleLines]:
     """Returns the measured costs of FSMoE's operations and of a layer's own modules.
 
-    Collective the first time for a layer and a dtype of rows, and if costs are measured again. The costs are
-    measured again if their measurement was limited to fewer bytes than ``most_bytes`` / `WIDER`.
+    Collective the first time for a layer and a dtype of rows, and if costs are measured again.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
-    most_bytes: how many bytes a measurement may take, the same on every rank. If None, only missing costs are
-        measured, with any number of bytes.
+    most_bytes: how many bytes a measurement may take, the same on every rank. Costs whose earlier measurement
+        could take fewer than ``most_bytes`` / `WIDER` bytes are measured again. None: only missing costs are
+        measured, without a limit.
     """
     own_exchanges = {side: getattr(modules, side) for side in ("dispatch", "combine")}
     names = {side: exchange_name(exchange) for side, exchange in own_exchanges.items()}
@@ -218,10 +218,10 @@ def exchange_name(exchange: Exchange) -> str | None:
     """Returns the name under which a profile keeps the costs of an all-to-all.
 
     A name has the class, the number of nodes, and a digest of the ranks of each node, for example
-    "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b". For two kinds of all-to-all the result is no name:
+    "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b". Two kinds of all-to-all have no name:
 
-        ""      for one that sends each row straight to its rank; every profile has the costs of this kind
-        None    for one that a user has written; a profile does not store its costs
+        ""      is returned for one that sends each row straight to its rank. Every profile has its costs
+        None    is returned for one that a user has written. No profile has its costs
     """
     if isinstance(exchange, FlatAllToAll):
         return ""
@@ -246,7 +246,9 @@ def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) ->
 
 
 def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
-    """Returns this rank's costs of the gate's forward and backward pass, as lines over tokens.
+    """Returns this rank's costs of the gate's forward and backward pass, by number of tokens.
+
+    Each cost is a line alpha + beta * tokens, in seconds.
 
     The costs are 0 if the gate cannot be timed outside of a call of the layer: the layer's caller passes the
     routing, the gate's parameters are DTensors, or the gate has hooks or a wrapper, which may communicate.
@@ -275,10 +277,10 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> 
 def black_box(
     module: nn.Module, rows_TM: Tensor, grid: Grid, rows: Sequence[int] = ROWS
 ) -> tuple[LineCost, LineCost]:
-    """Measures a user's expert: returns the seconds of its forward and backward pass as lines over rows.
+    """Measures a user's expert: returns the seconds of its forward and backward pass by rows.
 
-    A line is alpha + beta * rows. Each alpha and each beta is the largest of any rank, so all ranks return
-    the same lines. Collective.
+    Both are lines alpha + beta * rows, in seconds. Each alpha and each beta is the largest of any rank, so
+    all ranks return the same lines. Collective.
 
     module: the expert.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
@@ -391,11 +393,12 @@ def step_costs(
     num_tokens: number of tokens of the rank that has most.
     restore: the restore pair: whether dispatched rows and hidden activation are kept, offloaded or made again
         for backward.
-    most_bytes: how many bytes a measurement may take, the same on every rank. If None, only missing costs are
-        measured, with any number of bytes.
+    most_bytes: how many bytes a measurement may take, the same on every rank. Costs whose earlier measurement
+        could take fewer than ``most_bytes`` / `WIDER` bytes are measured again. None: only missing costs are
+        measured, without a limit.
 
-    If `measure_chunk_cost` has found a fixed cost of each chunk for batches of this size, the result includes
-    that cost.
+    If `measure_chunk_cost` has measured the fixed cost of a chunk for batches of this size, the result
+    includes it: the seconds of a chunk that do not depend on its number of rows.
     """
     options = modules.options
     operations, lines = module_lines(modules, rows_TM, most_bytes)
@@ -434,19 +437,20 @@ def step_costs(
 
 
 def _with_fixed(costs: LayerCosts, seconds: float) -> LayerCosts:
-    """Returns the costs of a pass with a fixed cost added to each chunk of the experts."""
+    """Returns ``costs`` with ``seconds`` added to the experts' computation of each chunk."""
     return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:
     """Returns the costs of a pass with a fixed cost added to each chunk, so that they agree with trials.
 
-    The fixed cost is chosen so that the predicted seconds satisfy
+    The fixed cost is the same for chunks of any size. It is added to the seconds of the experts' computation,
+    and chosen so that for the two numbers of chunks of `TRIED`
 
-        seconds of many chunks - seconds of few chunks = measured          (few, many = TRIED)
+        predicted seconds of many chunks - predicted seconds of few chunks = measured
 
-    The fixed cost stands for launches of small kernels and for work of the host. It is added to the experts'
-    alpha. The paper's model has no such term, so on a fast link it always prefers more chunks.
+    The fixed cost stands for launches of small kernels and for work of the host. FSMoE's model leaves these
+    out, so on a fast link it always prefers more chunks.
 
     costs: costs of one pass, returned unchanged if they already predict a difference of ``measured`` or more.
     options: the schedule of this pass.
@@ -471,7 +475,10 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
 
 def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> bool:
-    """Finds the fixed cost of a chunk by trials, for both passes. Returns whether the cost is known now.
+    """Measures the fixed cost of a chunk in both passes by trials. Returns whether it is known now.
+
+    The fixed cost of a chunk is its seconds that do not depend on its number of rows. It is computed from the
+    seconds of trials with the two numbers of chunks of `TRIED` (`with_chunk_cost`).
 
     The layer remembers the cost for this size of batch, and `step_costs` includes it. Trials run without the
     all-reduces that a `pmoe.GradientReducer` adds to the backward pass. Collective the first time.
@@ -512,7 +519,7 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
 def _chunk_key(
     modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore: Restore
 ) -> tuple[object, ...]:
-    """Returns the key of `LayerCache.choosers` for the fixed cost of a chunk.
+    """Returns the key under which the layer's cache keeps the result of `measure_chunk_cost`.
 
     The number of tokens in the key is rounded, so that batches of nearly the same size share a key.
     """
@@ -536,8 +543,8 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
         and m.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
-    tried: function that measures both passes for some numbers of chunks. It returns None if trials must not
-        run.
+    tried: function that measures both passes for some numbers of chunks, for `measure_chunk_cost`. It returns
+        None if trials must not run.
 
     Collective the first time.
     """

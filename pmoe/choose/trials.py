@@ -52,10 +52,12 @@ T = TypeVar("T")
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
-    """Returns the largest number of chunks (of `DEGREES`) with at least MIN_ROWS rows in each chunk, or 1.
+    """Returns the largest number of chunks with at least `MIN_ROWS` rows in each chunk, or 1.
+
+    The result is one of `DEGREES`. It is 1 if there are too few rows for two chunks.
 
     max_rows: number of rows (tokens times choices) of the rank that has most, so that all ranks get the same
-        result. If there are too few rows for two chunks, the result is 1.
+        result.
     num_ranks: number of ranks. With one rank the result is 1, because no rows are sent.
     """
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
@@ -69,8 +71,9 @@ class TrialBatch:
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     orders: the routing of the call. A trial needs it to cut the batch into chunks (micro-batches).
-    rows_for: returns the row counts and the routing for given numbers of chunks, with ``pipeline="solve"``;
-        None if ``counts`` suit all numbers that the options allow.
+    rows_for: function that counts the rows again, so that the batch can be cut into given numbers of chunks,
+        and returns the new counts and routing. It is needed only with ``pipeline="solve"``. If ``rows_for``
+        is None, rows are not counted again, and the batch can be cut into the numbers of chunks in `degrees`.
     """
 
     modules: LayerModules
@@ -86,7 +89,7 @@ class TrialBatch:
 
     @property
     def sizes(self) -> LayerSizes:
-        """The sizes of the layer, for rows of the dtype that reaches the experts."""
+        """Sizes of the layer (widths, experts, ranks), and bytes of an element of the experts' rows."""
         return memory_shape(self.modules, self.inputs.x_TM)
 
     def profile(self) -> Profile:
@@ -110,8 +113,9 @@ class TrialBatch:
         """Bytes that a measurement of costs may allocate, the same on every rank. Collective the first time.
 
         The number is `MEASURING_SHARE` times the predicted peak of the layer's smallest step (the choice with
-        the lowest peak), so that measuring never needs more memory than a step. With ``pipeline="solve"``,
-        rows are first counted for the step with the most chunks, unless they have been counted for it before.
+        the lowest peak), so that measuring never needs more memory than a step. The smallest step is
+        the one with the most chunks. With ``pipeline="solve"``, rows are first counted for it, because the
+        prediction needs them.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
@@ -155,8 +159,9 @@ class TrialBatch:
     def degrees(self) -> tuple[int, ...]:
         """The numbers of chunks into which this batch can be cut without counting its rows again.
 
-        With ``pipeline="solve"`` these are the numbers for which rows were counted. Otherwise they are all
-        numbers that the options allow.
+        Rows are counted in equal parts of the batch, and n chunks can be made if n divides the number of
+        parts. With ``pipeline="solve"`` no number of parts serves all allowed numbers of chunks, so rows are
+        counted for some of them, and the result has only these. Otherwise it has all that the options allow.
         """
         options = self.modules.options
         if not options.solves:
@@ -165,11 +170,11 @@ class TrialBatch:
         return tuple(n for n in options.degrees if bins % n == 0 and n in (self.counts.depth or {n}))
 
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
-        """Returns this batch with row counts that suit the numbers of chunks of ``choices``.
+        """Returns this batch with its rows counted so that it can be cut as each of ``choices`` says.
 
-        Rows are counted again only with ``pipeline="solve"``; this is a collective. Otherwise the batch is
-        returned unchanged. If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for
-        `MAX_DEGREE` chunks, because the step with the most chunks needs the least memory
+        Rows are counted again only with ``pipeline="solve"`` (`degrees` says why); this is a collective.
+        Otherwise the batch is returned unchanged. If all numbers of chunks divide `MAX_DEGREE`, rows are also
+        counted for `MAX_DEGREE` chunks, because the step with the most chunks needs the least memory
         (`pmoe.choose.part_of_batch.smallest_peak`).
 
         choices: the numbers of chunks and restore pairs.
@@ -275,7 +280,7 @@ def measure_trials(
     trials = {choice: Trial(batch, choice) for choice in choices}
 
     def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
-        """Runs each choice once. Returns the seconds of (forward, backward) of each, on the slowest rank."""
+        """Runs a step of each choice. Returns (forward, backward) seconds of each on the slowest rank."""
         runs = [trials[choice].run for choice in round_choices]
         turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks))
         own_seconds = [seconds for [passes] in turns for seconds in passes]
@@ -305,7 +310,9 @@ class Trial:
 
     @torch.no_grad()
     def run(self) -> tuple[float, float]:
-        """Runs both passes once, and returns the seconds of each; `DROPPED` if the choice has failed.
+        """Runs both passes once, and returns the seconds of each. Collective.
+
+        The seconds are infinite (`DROPPED`) if any rank runs out of memory, now or in an earlier run.
 
         Each pass first allocates its buffers. Then the ranks exchange whether any of them ran out of memory,
         so that no rank waits for a message of a rank that has not begun. A rank that runs out of memory later
@@ -399,7 +406,7 @@ class Trial:
 
 
 def _some(value: T | None) -> T:
-    """Returns a value that is not None."""
+    """Returns ``value``, which must not be None, with a type that excludes None."""
     assert value is not None
     return value
 
@@ -427,9 +434,10 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
 
 
 def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
-    """Returns the choice with the fewest predicted bytes, after checking that every rank has the memory.
+    """Returns the choice with the lowest predicted peak, if every rank has enough memory for it.
 
-    The callers use it after every choice ran out of memory in trials. Collective.
+    The memory is allocated and freed again. The callers use it after every choice ran out of memory in
+    trials. Collective.
 
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to choose from.

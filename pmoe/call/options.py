@@ -112,7 +112,7 @@ class LayerOptions:
             check_int(0, balance=self.balance)
         for name in ("wire", "wire_backward"):
             wire = getattr(self, name)
-            if wire is not None and wire not in get_args(WireName):
+            if wire is not None and not (isinstance(wire, str) and wire in get_args(WireName)):
                 raise ValueError(f'{name} ({wire!r}) must be None, "e4m3" or "bfloat16"')
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)
         self.budget  # noqa: B018 - raises an error if it is not a number of bytes

@@ -42,7 +42,7 @@ class ExpertsWithCopies:
 
     def __init__(self, experts: Experts, copies: Sequence[Tensor]) -> None:
         self._experts = experts
-        self.copies = copies
+        self.copies: Sequence[Tensor] = copies
 
     def take_copies(self) -> None:
         """Prepares the copies' parameters for products. Called once, when their values are there.

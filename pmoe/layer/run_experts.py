@@ -112,6 +112,7 @@ def run_experts(
     check_kind(Tensor, "a tensor", x=x, index=index, weights=weights, w1=w1, w2=w2)
     check_kind((Tensor, type(None)), "a tensor or None", b1=b1, b2=b2)
     check_flag("transposed", transposed)
+    check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise ValueError(f"index ({index.dtype}) must hold integers, the numbers of experts")
     unknown = [name for name in options if name not in OPTIONS]
@@ -131,7 +132,7 @@ def _kind_of(stacks: Stacks) -> type[BorrowedExperts]:
     Raises ValueError if the activation is unknown, or the shapes of the weights do not fit together.
     """
     activation = stacks.activation
-    if not (callable(activation) or activation in KINDS):
+    if not (callable(activation) or (isinstance(activation, str) and activation in KINDS)):
         raise ValueError(
             f"activation ({activation!r}) must be one of {', '.join(map(repr, KINDS))}, or a function"
         )

@@ -198,7 +198,7 @@ class BalanceLoss:
         self.layers = layers
         self.z_loss_weight = z_loss_weight
         self.averaged = averaged
-        self.sequence_length = plain_int(sequence_length)
+        self.sequence_length: int | None = plain_int(sequence_length)
         self._lengths: list[int] | None = None
         self._calls = {name: _LayerSums() for name in self._layers}
         self._of_step: dict[str, Tensor] = {}  # counts of the steps' calls that have a loss, by layer

@@ -163,7 +163,9 @@ class _Export:
         self.dtype = dtype
         self.rename = rename
         self.ranks = ranks
-        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+        self.layers: dict[str, MoELayer] = {
+            name: module for name, module in model.named_modules() if isinstance(module, MoELayer)
+        }
 
     # ---- before anything is sent
 

@@ -210,6 +210,7 @@ def test_every_rank_counts_the_bytes_that_it_sends_its_own_and_others(
             assert got == {
                 name: (inside + across) * row_bytes,
                 other: 0,
+                "weights": 0,
                 "inside": inside * row_bytes,
                 "counts": counts_sent(kind, at, rank, world, 2),
             }

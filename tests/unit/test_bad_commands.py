@@ -28,12 +28,17 @@ GIVEN = {
 """The other arguments of each command, which are right."""
 
 SIZES = ("--d-model", "--d-hidden", "--num-experts", "--tokens", "--ranks", "--top-k", "--expert", "--dtype")
+WIRES = ("--wire", "--wire-backward")
 NAMES = {"", "nan", "inf", "-inf", "-1", "0", "0.5", "1e400", "9" * 30, "no such", "True", " S4", " "}
 """Texts that are right as names of files and folders."""
 TAKEN: dict[str, dict[str, set[str]]] = {
-    "memory": dict.fromkeys((*SIZES, "--slack", "--n", "--n-backward", "--memory-reuse", "--device"), set()),
+    "memory": {
+        **dict.fromkeys((*SIZES, *WIRES, "--slack", "--n", "--n-backward", "--memory-reuse"), set()),
+        "--device": set(),
+        "--balance": {"0"},
+    },
     "plan": {
-        **dict.fromkeys((*SIZES, "--slack", "--budget", "--profile", "--cluster"), set()),
+        **dict.fromkeys((*SIZES, *WIRES, "--slack", "--budget", "--profile", "--cluster"), set()),
         "--folder": set(),  # where nothing is stored
         "--html": set(),
     },

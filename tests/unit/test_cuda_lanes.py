@@ -88,6 +88,7 @@ def test_an_error_that_a_collective_tells_late_has_the_stage_at_which_it_was_see
     said = r"rank 0 of 2 failed in dispatch \(S1\) of chunk 1, forward of MoELayer 1; .*aborted on rank 1"
     with pytest.raises(RuntimeError, match=said) as raised:
         lanes.run(task, action)
+    lanes.abandon()
     assert isinstance(raised.value.__cause__, dist.DistBackendError)
 
 
@@ -101,6 +102,7 @@ def test_streams_wait_only_for_what_no_earlier_wait_implies(direction: str, wait
     lanes = CudaLanes(schedule, ranks, torch.device("cuda", 0))
     for task in schedule.tasks:
         lanes.run(task, lambda: None)
+    lanes.finish()
     streams = lanes._stream.values()
     assert sum(cast(Any, stream).wait_event.call_count for stream in streams) == waits
     others = [task for task in schedule.tasks if task.lane is not Lane.COMPUTE]

@@ -211,7 +211,7 @@ class GradientSum:
             self.total = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         else:
             self.total = new(parameter, *parameter.shape)
-        self.is_empty = True
+        self.is_empty: bool = True
 
     def add_weight(
         self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, method: str | None = None

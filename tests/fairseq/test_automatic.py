@@ -26,7 +26,7 @@ from tests.fairseq.environment import (
 )
 from tests.fairseq.measured import FAILING, PLAIN, Step, steps_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # their training takes more than a minute
 
 NOISE = 5e-5
 """Relative difference of two losses that rounding can make. Norms of gradients may differ ten times as much.

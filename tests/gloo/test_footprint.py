@@ -363,7 +363,7 @@ def peaks_of_steps(layer: pmoe.MoELayer, num_tokens: int, rank: int, trains: boo
         return [float(Allocated(step).peak) for _ in range(3)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fastest", SPEEDS)
 @pytest.mark.parametrize("reuse", [True, "S1", "S4", False])
 def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
@@ -398,7 +398,7 @@ def solving_job(
     return peaks
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokens", [1024, 4096, 8192])
 @pytest.mark.parametrize("reuse", [True, "S1", "S4", False])
 @pytest.mark.parametrize("trains", [True, False])

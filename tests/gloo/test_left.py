@@ -363,6 +363,7 @@ def legitimate_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"dispatch": "hierarchical_2d", "nodes": 1, "pipeline": 2}], ids=str)
 def test_programs_that_all_ranks_run_alike_go_on(world: int, options: dict[str, Any]) -> None:

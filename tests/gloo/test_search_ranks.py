@@ -80,7 +80,7 @@ def empty_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pipeline", [True, "solve"])
 @pytest.mark.parametrize("reuse", ["S4", True, "S1", False])
 def test_a_rank_without_tokens_takes_part_in_the_search_and_its_gradients_are_right(

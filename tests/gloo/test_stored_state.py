@@ -317,6 +317,7 @@ def right_job(rank: int, world: int, folder: str) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_what_each_rank_may_load_is_right_and_raises_no_alarm(tmp_path: Any) -> None:
     for count in ranks(2).run(right_job, str(tmp_path)):
         assert count > 50

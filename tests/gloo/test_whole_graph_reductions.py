@@ -256,6 +256,7 @@ def failing_hook(rank: int, world: int) -> list[str]:
     return errors
 
 
+@pytest.mark.slow
 def test_a_hook_that_fails_inside_the_graph_lets_nobody_wait_longer_than_the_timeout() -> None:
     with Pool(2, timeout_seconds=4) as pool:
         pool.start(failing_hook)

@@ -480,6 +480,7 @@ for argv in json.loads(sys.argv[1]):
 """A program that runs each command with a stdout that nobody reads, and prints the exit codes."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # a dozen processes, which take ten seconds of a processor that is free
 def test_a_reader_that_closes_the_pipe_ends_every_command_quietly(folder: Path, tmp_path: Path) -> None:
     append(tmp_path / SCALARS, [Row(step=1, name="loss", value=2.0)])

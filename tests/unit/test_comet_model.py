@@ -359,6 +359,7 @@ def test_table_3_is_the_papers() -> None:
         assert size["computed_bytes"] == size["paper_bytes"]
 
 
+@pytest.mark.slow
 def test_figure_8_as_it_came_out() -> None:
     """The simulated numbers of communicating blocks in Fig. 8 do not move as the paper's do.
 

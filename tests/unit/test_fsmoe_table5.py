@@ -198,6 +198,7 @@ def test_a_sequential_step_is_the_sum_of_its_tasks() -> None:
 # ---- the table ----
 
 
+@pytest.mark.slow
 def test_table_5_as_it_came_out_the_first_time() -> None:
     """These are not the paper's numbers: docs/fsmoe_table5.md says where they differ.
 

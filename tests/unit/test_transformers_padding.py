@@ -534,6 +534,7 @@ def test_a_model_whose_tokens_see_padding_is_refused() -> None:
 # ---- torch.compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_compiled_model_skips_too(checkpointing: bool) -> None:
     ours, theirs = skipping("Mixtral"), make_model("Mixtral", "pmoe")

@@ -191,7 +191,7 @@ class CopiesForward(_WithCopies, Forward):
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)
         self.use_copies(self.pool.new(self.parameters[0], len(self.hosted.hosted), self.expert_elements))
-        self.messages = self.new_messages()
+        self.messages: _Messages | None = self.new_messages()
         if keep and self.stages.copies == "keep":
             self.saved.inputs = replace(inputs, parameters=[*inputs.parameters, self.copied])
 
@@ -233,7 +233,7 @@ class CopiesBackward(_WithCopies, Backward):
         if is_kept:
             self.experts.take_copies()
         else:
-            self.messages = self.new_messages()
+            self.messages: _Messages | None = self.new_messages()
         self.copy_sums = []
         self.chunks_left = len(self.pass_plan.chunks)
         if self.stages.frozen_copies:

@@ -13,8 +13,9 @@ from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
-from pmoe.experts.base import ExpertRows
+from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.launched import LaunchedExperts, launched
+from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import RowMoves
@@ -28,6 +29,7 @@ class _OnCuda(Pass):
     """
 
     moves: RowMoves | None
+    experts: Experts | LaunchedExperts | ExpertsWithCopies
 
     def take_kernels(self) -> None:
         """Prepares the launches of this pass. Called when the buffers have been allocated."""

@@ -83,7 +83,9 @@ class TileCounters:
 NUM_COUNTERS = 128
 """The number of counters that `TileCounters` sets to zero at a time."""
 
-spare_of_thread = ContextVar("multiprocessors that products leave free in this thread", default=0)
+spare_of_thread: ContextVar[int] = ContextVar(
+    "multiprocessors that products leave free in this thread", default=0
+)
 counters_of_thread: ContextVar[TileCounters | None] = ContextVar(
     "counters of this thread's products", default=None
 )

@@ -91,6 +91,7 @@ def printed(*argv: str) -> str:
 
 
 LOOK: Any = {"font.size": TEXT_SIZE, "axes.titlesize": TEXT_SIZE, "axes.titlelocation": "left"}
+LOOK |= {"figure.titlesize": "large"}  # as by default; programs that draw in the same process change it
 LOOK |= {"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
 
 

@@ -225,11 +225,17 @@ def read_sections(
 
 
 def listed(lines: list[str]) -> list[str]:
-    """Paragraphs of ``name: text`` with indented continuations as a list, an item a name."""
+    """Paragraphs of ``name: text`` with indented continuations as a list, an item a name.
+
+    A paragraph that is indented by different widths is code.
+    """
     items: list[str] = []
     for paragraph in "\n".join(lines).split("\n\n"):
         rows = paragraph.split("\n")
         starts = [re.match(r"\w[\w, ]*: \S", row) is not None for row in rows]
+        indents = {len(row) - len(row.lstrip()) for row in rows}
+        if min(indents) == 4 and len(indents) > 1:
+            items += ["::", ""]
         if starts[0] and any(row.startswith("    ") for row in rows):
             rows = [
                 "* " + row if start else "  " + row.strip() for row, start in zip(rows, starts, strict=True)

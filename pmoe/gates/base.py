@@ -128,6 +128,7 @@ class Gate(nn.Module, abc.ABC):
     "tokens": the routing of a token does not depend on other tokens, so parts give the same routing as the
         whole batch. (The number of rows that each expert already has, for the capacity, is passed from part
         to part.)
+
     "none": the routing depends on the whole batch, so the gate must get all tokens in one call.
 
     The value describes eval mode. In training a gate may add noise, which is different if a batch is routed

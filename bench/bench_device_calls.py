@@ -68,7 +68,8 @@ TOKENS, D_MODEL, D_HIDDEN, EXPERTS, TOP_K = 64, 64, 64, 8, 2
 SLACK = 8.0
 """How much larger a ring slot is than the rows of a chunk under even routing.
 
-All ranks of the stand-in route alike, so their rows are skewed. Smaller slots would need more chunks.
+All ranks of the stand-in send the same numbers of rows to each expert, so some ranks receive more rows than
+others. With smaller slots the batch would be cut into more chunks.
 """
 PASSES = ("forward", "backward")
 STAND_INS = str(Path(__file__).parent) + "/"

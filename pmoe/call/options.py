@@ -110,8 +110,7 @@ class LayerOptions:
         check_flag("check_finite", self.check_finite, or_none=True)
         if not isinstance(self.balance, bool):
             check_int(0, balance=self.balance)
-        for name in ("wire", "wire_backward"):
-            wire = getattr(self, name)
+        for name, wire in self.wires.by_option.items():
             if wire is not None and not (isinstance(wire, str) and wire in get_args(WireName)):
                 raise ValueError(f'{name} ({wire!r}) must be None, "e4m3" or "bfloat16"')
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)

@@ -208,16 +208,19 @@ def _measure_part(
 
     `measure_in_little_memory` explains the other arguments.
     """
-    if share * batch.counts.max_tokens < MIN_TOKENS:
+    part = _part_with_room(batch, choices, share, allowed)
+    if part is None:
         return None
-    share, part = _part_with_room(batch, choices, share, allowed)
-    return TrialsOfPart(share, measure_trials(part, choices, most_rounds))
+    share, tokens = part
+    return TrialsOfPart(share, measure_trials(tokens, choices, most_rounds))
 
 
 def _part_with_room(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
-) -> tuple[float, TrialBatch]:
-    """Returns the first tokens whose own predicted peak is within the allowed memory, and their share.
+) -> tuple[float, TrialBatch] | None:
+    """Returns the share of first tokens whose predicted peak is within the allowed memory, and the tokens.
+
+    Returns None if the share that is asked for has fewer than `MIN_TOKENS` tokens.
 
     The peak is not proportional to the tokens: the first tokens may be routed less evenly than all tokens. So
     the peak of the first tokens is predicted from their own row counts, and fewer tokens are taken if the
@@ -229,6 +232,8 @@ def _part_with_room(
     allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
         choose.
     """
+    if share * batch.counts.max_tokens < MIN_TOKENS:
+        return None
     if share == 1.0:
         return share, batch
     most = ROOM * (allowed - _output_bytes(batch))
@@ -463,9 +468,8 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     [peak] = predicted_peaks(batch, [choice])
     allowed = smallest_peak(batch, [choice])
     share = share_of_tokens(batch, peak, allowed)
-    if share * batch.counts.max_tokens < MIN_TOKENS:
-        return None
-    return _part_with_room(batch, [choice], share, allowed)[1]
+    part = _part_with_room(batch, [choice], share, allowed)
+    return None if part is None else part[1]
 
 
 def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:

@@ -38,7 +38,7 @@ def check_wires(wires: Wires, dtype: torch.dtype) -> None:
     e4m3 would take more than half of the digits that users of float64 want, and bfloat16 makes only float32
     rows shorter.
     """
-    for name, wire in (("wire", wires.rows), ("wire_backward", wires.gradients)):
+    for name, wire in wires.by_option.items():
         if wire == "e4m3" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"{name} ('e4m3') must be None for rows of {dtype}: rows are float32, bfloat16 or float16"

@@ -64,6 +64,11 @@ class Wires:
     rows: WireName | None = None
     gradients: WireName | None = None
 
+    @property
+    def by_option(self) -> dict[str, WireName | None]:
+        """The two forms by the names of the layer's options."""
+        return {"wire": self.rows, "wire_backward": self.gradients}
+
     def of(self, direction: str) -> WireName | None:
         """Returns the form of the rows that the dispatch of a pass sends.
 
@@ -94,7 +99,7 @@ class MessageSizes(BufferSizes):
 
     @property
     def keeps_what_arrives(self) -> bool:
-        # What arrives is a message. The unpacked rows are kept, in memory of their own.
+        # A message arrives, which backward cannot read. Its unpacked rows are kept, in memory of their own.
         return self.wires.rows is None and super().keeps_what_arrives
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:

@@ -29,7 +29,7 @@ DIVISIONS: dict[int, list[list[list[list[int]]]]] = {
     2: [[[[0, 1, 2]], [[3, 4, 5, 6, 7]]], [[[0], [1, 2]], [[3, 4, 5, 6], [7]]]],
     4: [[[[0]], [[1, 2, 3]], [[]], [[4, 5, 6, 7]]], [[[0], [1]], [[2, 3], []], [[], [4]], [[5, 6], [7]]]],
 }
-"""By number of ranks: ways in which a step is divided, [rank][micro-batch], into sequences."""
+"""For each number of ranks, the ways to divide a step: the sequences of each [rank][micro-batch]."""
 
 
 def data(step: int) -> list[Tensor]:

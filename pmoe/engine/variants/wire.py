@@ -103,7 +103,7 @@ def check_wired(modules: PassModules, wires: Wires) -> None:
     if parameter is not None:
         check_wires(wires, parameter.dtype)
     if modules.hooks is not None:
-        name, value = ("wire", wires.rows) if wires.rows else ("wire_backward", wires.gradients)
+        name, value = next(item for item in wires.by_option.items() if item[1] is not None)
         raise ValueError(
             f"{name} ({value!r}) must be None if callbacks have hooks inside the layer: they see and replace "
             "the rows that are sent"

@@ -12,7 +12,6 @@ budget, the pair is chosen first, then n:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +32,7 @@ from pmoe.planner.degree import DEGREES, SOLVE, Choice, all_choices
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.priced_choices import Chooser, Measured
+from pmoe.planner.timed_rounds import OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
@@ -44,6 +44,13 @@ If the two differ by a larger factor, rank 0 warns that the profile behind the p
 
 HOST_SECONDS = 2e-3
 """Seconds that a step may take beyond `WRONG` times the prediction, which leaves out the host's work."""
+
+PAIR_DEGREE = 4
+"""Number of chunks with which restore pairs are compared if the number of chunks is not chosen yet.
+
+Trials run on as many tokens as fit into the memory of the layer's smallest step, the step with the most
+chunks. With two chunks, only about an eighth of the tokens would fit, and their seconds would say little.
+"""
 
 _compared: set[str] = set()
 """Profiles that were already compared with a measured step. A profile is named by the time when it was made.
@@ -123,9 +130,9 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured (forward, backward) seconds of each choice; None if no trials could run.
+    """Returns the measured times of each choice; None if no trials could run.
 
-    The seconds are infinite for a choice for which any rank has too little memory. The result is None if
+    The times are `OUT_OF_MEMORY` for a choice for which any rank has too little memory. The result is None if
     `TrialBatch.may_try` is False, if too few tokens fit into the memory of the layer's smallest step, which
     trials must not exceed (`measure_in_little_memory`), or if every choice runs out of memory.
     """
@@ -138,8 +145,7 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
         return None
     if not measured:
         return None
-    seconds = {choice: (timed.forward, timed.backward) for choice, timed in measured.items()}
-    return [seconds.get(choice, (math.inf, math.inf)) for choice in choices]
+    return [measured.get(choice, OUT_OF_MEMORY) for choice in choices]
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
@@ -183,7 +189,7 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
     again for backward.
     """
     options = batch.modules.options
-    n = options.fixed_degree or 2  # n is chosen later; until then the pairs are compared for two chunks
+    n = options.fixed_degree or PAIR_DEGREE  # if n is open, it is chosen after the pair
     n_backward = options.pipeline_backward or n
 
     def tried(pairs: Sequence[Restore]) -> Measured:

@@ -18,7 +18,6 @@ node, M = d_model. n and m are the numbers of chunks of forward and of backward.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +51,7 @@ from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.priced_choices import TriedBy, rounded_up
 from pmoe.planner.profile import Operations, alphas
+from pmoe.planner.timed_rounds import OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import PassDirection
 from pmoe.schedule.wire import AS_THEY_ARE
@@ -490,7 +490,7 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call.
     tried: function that measures both passes for some numbers of chunks. It returns None if no trial ran, and
-        infinite seconds for a trial that ran out of memory.
+        `OUT_OF_MEMORY` for a trial that ran out of memory.
     """
     modules = batch.modules
     rows_TM = batch.inputs.x_TM
@@ -499,15 +499,13 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
         return True
     if not batch.may_try:
         return False
-    seconds = tried(TRIED)
+    times = tried(TRIED)
     fixed = (0.0, 0.0)
-    if seconds is not None and all(map(math.isfinite, itertools.chain(*seconds))):
+    if times is not None and OUT_OF_MEMORY not in times:
         costs = step_costs(modules, rows_TM, batch.counts.max_tokens, restore, batch.measuring_bytes)
-        forward_few, forward_many, backward_few, backward_many = (
-            trial[pass_index] for pass_index in (0, 1) for trial in seconds
-        )
-        forward = with_chunk_cost(costs.forward, costs.forward_options, forward_many - forward_few)
-        backward = with_chunk_cost(costs.backward, costs.backward_options, backward_many - backward_few)
+        few, many = times
+        forward = with_chunk_cost(costs.forward, costs.forward_options, many.forward - few.forward)
+        backward = with_chunk_cost(costs.backward, costs.backward_options, many.backward - few.backward)
         fixed = (
             forward.exp.alpha_seconds - costs.forward.exp.alpha_seconds,
             backward.exp.alpha_seconds - costs.backward.exp.alpha_seconds,

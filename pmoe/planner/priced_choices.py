@@ -23,6 +23,7 @@ from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import worst_rows
 from pmoe.planner.simulator import makespan
+from pmoe.planner.timed_rounds import PassTimes
 from pmoe.planner.timeline import Span, overlap, simulated_bars
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.warn import log
@@ -264,8 +265,8 @@ Several pairs are measured because Eq. 10 counts only the slowest of computation
 pair that is slower by the equation may really be faster.
 """
 
-Measured = list[tuple[float, float]] | None
-"""Measured (forward, backward) seconds of each choice, the same on every rank.
+Measured = Sequence[PassTimes] | None
+"""Measured times of each choice, the same on every rank. They are `OUT_OF_MEMORY` for one that cannot run.
 
 None if the layer allows no trials, or if no trial could run.
 """
@@ -307,7 +308,8 @@ class Chooser:
         """Returns the restore pair that takes least time, by MPipeMoE's Eq. 10 and by trials.
 
         A restore pair says what is kept, offloaded or made again between the passes. If several pairs take at
-        most `NEAR` times the least seconds by the equation, and trials are allowed, trials decide among them.
+        most `NEAR` times the least seconds by the equation, and trials are allowed, trials compare them. The
+        pair that is cheapest by the equation is taken unless trials show that another one is clearly faster.
 
         Args:
             sizes: sizes of the layer.
@@ -323,7 +325,8 @@ class Chooser:
         key = (sizes, tokens, self.pairs)
         if key not in self._pairs:
             cheapest, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
-            near = [pair for pair in self.pairs if seconds[pair] <= NEAR * seconds[cheapest]]
+            ordered = sorted(self.pairs, key=lambda pair: seconds[pair])
+            near = [pair for pair in ordered if seconds[pair] <= NEAR * seconds[cheapest]]
             cheapest = _fastest_tried(near, tried) or cheapest
             if cheapest not in self._pairs.values():
                 listed = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
@@ -417,11 +420,17 @@ class Chooser:
 def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
     """Returns the choice that is fastest in trials; None for a single choice, or if trials are not allowed.
 
-    few: the choices to compare.
+    Often the measured seconds of several choices differ by no more than the noise of the machine explains.
+    Of these, the one that is predicted to be the fastest is returned.
+
+    few: the choices to compare, in order of their predicted seconds.
     tried: measures the seconds of these choices by trials; its result is None if trials are not allowed.
     """
-    seconds = tried(few) if len(few) > 1 else None
-    return None if seconds is None else few[min(range(len(few)), key=lambda at: sum(seconds[at]))]
+    times = tried(few) if len(few) > 1 else None
+    if times is None:
+        return None
+    fastest = min(times, key=lambda timed: timed.step)
+    return next(choice for choice, timed in zip(few, times, strict=True) if not timed.is_slower_than(fastest))
 
 
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:

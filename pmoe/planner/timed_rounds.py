@@ -97,6 +97,10 @@ class PassTimes:
         return self.step > other.step * (1 + self.resolution(other))
 
 
+OUT_OF_MEMORY = PassTimes(math.inf, math.inf, step=math.inf, runs=1, noise=0.0)
+"""The times of a choice for which a rank had too little memory."""
+
+
 def relative_noise(samples: Sequence[Sequence[float]]) -> float:
     """Returns the relative standard deviation of one run, from the repeated runs of all choices.
 

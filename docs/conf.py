@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -94,14 +94,21 @@ def is_number(text: str) -> bool:
 
 
 class PublicNames(SphinxDirective):
-    """``.. public:: pmoe.training.parallel``: every public name of the module, with its docstring."""
+    """``.. public:: pmoe.training.parallel``: every public name of the module, with its docstring.
+
+    The option ``:without:`` lists names that another page describes.
+    """
 
     required_arguments = 1
+    option_spec: ClassVar = {"without": str.split}
 
     def run(self) -> list[nodes.Node]:
         module = importlib.import_module(self.arguments[0])
         lines = [".. py:currentmodule:: " + module.__name__, ""]
+        without = self.options.get("without", [])
         for name in public_names(module):
+            if name in without:
+                continue
             lines += directive(module, name)
         return self.parse_text_to_nodes("\n".join(lines))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pmoe.arguments import check_path
 from pmoe.cli import profile_kernels
 from pmoe.cli.arguments import DTYPES, add_dtype, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
@@ -51,6 +52,8 @@ def run_command(args: argparse.Namespace) -> Output | None:
     if args.kernels:
         return profile_kernels.run_command(args)
     refuse_options(args, profile_kernels.OPTIONS, "needs --kernels")
+    paths = {"--out": args.out, "--folder": args.folder}
+    check_path(**{name: path for name, path in paths.items() if path is not None})
     default = "cuda" if torch.cuda.is_available() else "cpu"
     device = own_device(default if args.device is None else args.device)
     with all_ranks(device) as ranks:

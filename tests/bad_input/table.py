@@ -158,6 +158,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "pipeline": f"{COUNT} {FLAG}", "pipeline_backward": f"None {COUNT}", "memory_reuse": FLAG,
         "memory_budget": f"None {NUMBER}", "slack": SLACK, "order": NOTHING,
         "dispatch": NOTHING, "combine": NONE, "nodes": IGNORED, "send_once": FLAG,
+        "wire": NONE, "wire_backward": NONE, "balance": f"0 {FLAG} {NUMBER}",
     },
     "layers": {"model": "module"},
     "skip_padding": {"model": ""},

@@ -179,6 +179,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         returns = [value.alias_info for value in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in returns)
+        is_view |= func.overloadpacket is torch.ops.aten.set_  # reads and writes nothing, like a view
         if is_view or func.namespace == "c10d":  # `message` notes those that the lanes order
             return result
         self.current.advance()

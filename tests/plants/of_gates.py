@@ -48,8 +48,8 @@ GATES = (
         name="order-within-an-expert",
         breaks="rows of an expert are not in the order of their tokens",
         file=SORTED,
-        old="    slot = key.argsort(stable=True)\n",
-        new="    slot = key.flip(0).argsort(stable=True).neg() + key.numel() - 1\n",
+        old='torch.from_numpy(np.argsort(key.to(torch.int16).numpy(), kind="stable")).clone()',
+        new="(key.flip(0).argsort(stable=True).neg() + key.numel() - 1)",
         tests="tests/unit/test_ordering.py",
     ),
     Plant(

@@ -44,7 +44,7 @@ TRAINING = (
         file=FILES,
         old="            if _sum(path / Path(name).name) != expected:\n",
         new="            if _sum(path / Path(name).name) < 0:\n",
-        tests=FOREIGN,
+        tests="tests/gloo/test_checkpoint.py -k flipped",
     ),
     Plant(
         name="any-pickle-is-read",

@@ -271,13 +271,11 @@ class LayerModules(PassModules):
         restore: the restore pair, which says what is kept for backward.
         """
         options = self.options
-        pairs = solver_pairs(
+        return solver_pairs(
             MAX_DEGREE if options.pad_to_capacity else max(MAX_DEGREE, max_bins(options.num_experts)),
             same_chunks=not options.rotates or options.send_once or self.hooks is not None,
             whole_chunks=self.experts.are_modules and restore.hidden != "recompute",
         )
-        # With a budget, rows are counted for the degrees among which the budget chooses.
-        return tuple(pair for pair in pairs if options.solves or set(pair) <= set(options.degrees))
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:

@@ -149,11 +149,8 @@ class LayerOptions:
 
     @functools.cached_property
     def solves(self) -> bool:
-        """Whether FSMoE's solver chooses the numbers of chunks: ``pipeline="solve"`` without a memory budget.
-
-        With a budget, n and the restore pair are chosen together, from predicted seconds and bytes.
-        """
-        return self.pipeline == SOLVE and self.memory_budget is None
+        """Whether FSMoE's solver chooses the numbers of chunks: ``pipeline="solve"``."""
+        return self.pipeline == SOLVE
 
     def most_copies(self, num_ranks: int) -> int:
         """Returns the most copies of busy experts that a rank may host.

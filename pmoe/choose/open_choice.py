@@ -28,7 +28,7 @@ from pmoe.engine.buffers.arena import pool
 from pmoe.engine.passes.base import Inputs
 from pmoe.measure.products import measure_products
 from pmoe.measure.profile import PROFILES
-from pmoe.planner.degree import DEGREES, SOLVE, Choice, all_choices
+from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice, all_choices
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.priced_choices import Chooser, Measured
@@ -91,7 +91,10 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     options = modules.options
     counts = batch.counts
     if restore is None and options.budget is not None:
-        return _compared_with_steps(batch, _within_budget(batch))
+        choice = _within_budget(batch)
+        if not options.solves:
+            return _compared_with_steps(batch, choice)
+        restore = choice.restore  # the solver takes the numbers of chunks
     if restore is None:
         has_several_pairs = len(modules.pairs) > 1 and counts.needs_grad
         restore = without_host_offload(
@@ -100,7 +103,7 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     n = options.fixed_degree
     if n is not None:
         degrees_of_passes = PassDegrees(n, options.pipeline_backward or n)
-    elif options.pipeline == SOLVE:
+    elif options.solves:
 
         def tried(degrees: Sequence[int]) -> Measured:
             return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
@@ -202,7 +205,8 @@ def _within_budget(batch: TrialBatch) -> Choice:
     """Returns the fastest n and restore pair with which memory stays within the budget for any routing.
 
     n is the number of chunks. The restore pair says whether the dispatched rows and the hidden activation are
-    kept, offloaded or made again for backward.
+    kept, offloaded or made again for backward. Trials compare the choices that are predicted to be fast,
+    except with ``pipeline="solve"``, because the solver needs no trials to compare numbers of chunks.
 
     Raises ValueError on every rank if no choice is within the budget. The message names the smallest budget
     that would be enough.
@@ -210,9 +214,14 @@ def _within_budget(batch: TrialBatch) -> Choice:
     options = batch.modules.options
     counts = batch.counts
     pool(batch.inputs.x_TM.device).device.keep_at_most(options.budget or 0)
-    candidates = DEGREES if options.fixed_degree is None else (options.fixed_degree,)
-    choices = all_choices([(n, options.pipeline_backward or n) for n in candidates], batch.modules.pairs)
-    tried = functools.partial(_tried, batch)
+    numbers = SOLVER_DEGREES if options.solves else DEGREES
+    if options.fixed_degree is not None:
+        numbers = (options.fixed_degree,)
+    choices = all_choices([(n, options.pipeline_backward or n) for n in numbers], batch.modules.pairs)
+
+    def tried(candidates: Sequence[Choice]) -> Measured:
+        return None if options.solves else _tried(batch, candidates)
+
     fitting = functools.partial(
         _chooser_of(batch).fitting, batch.sizes, counts.max_tokens, choices, batch.profile, tried
     )

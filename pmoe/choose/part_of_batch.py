@@ -165,7 +165,7 @@ def measure_in_little_memory(
     Trials must not raise the layer's peak above that of the choice that is used in the end, and this may be
     the choice that needs the least memory. So trials run on only as many tokens (the first of the batch) as
     fit into the memory of the layer's smallest step, the step for which the fewest bytes are predicted. With
-    a memory budget, trials run on the whole batch, because a step may take all memory of the budget.
+    a memory budget, they run on as many tokens as fit into the budget, because a step may take all of it.
 
     batch: the routed batch.
     choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
@@ -174,10 +174,11 @@ def measure_in_little_memory(
     The result has no entry for a choice that ran out of memory in a trial on any rank. It is empty if fewer
     than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if all choices run out of memory.
     """
-    if batch.modules.options.budget is not None:
-        return measure_trials(batch, choices, most_rounds)
+    budget = batch.modules.options.budget
     largest_peak = max(predicted_peaks(batch, choices))
-    allowed = smallest_peak(batch, choices)
+    if budget is not None and largest_peak <= budget:
+        return measure_trials(batch, choices, most_rounds)
+    allowed = smallest_peak(batch, choices) if budget is None else budget / ALIKE
     share = share_of_tokens(batch, largest_peak, allowed)
     part = _measure_part(batch, choices, share, allowed, most_rounds)
     return {} if part is None else times_of_whole([part])

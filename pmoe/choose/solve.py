@@ -39,7 +39,7 @@ from pmoe.measure.module_cost import profile_module
 from pmoe.measure.operations import measure_exchange
 from pmoe.measure.profile import WHOLE_BYTES, WIDER, load_or_measure
 from pmoe.planner.costs import FREE, LayerCosts, LineCost
-from pmoe.planner.degree import TRIED
+from pmoe.planner.degree import TRIED, all_choices
 from pmoe.planner.degree_search import (
     ScheduleOptions,
     StepCosts,
@@ -49,7 +49,7 @@ from pmoe.planner.degree_search import (
 )
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.priced_choices import TriedBy, rounded_up
+from pmoe.planner.priced_choices import TriedBy, evaluate, rounded_up, within_budget
 from pmoe.planner.profile import Operations, alphas
 from pmoe.planner.timed_rounds import OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
@@ -532,7 +532,8 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
 
     Every allowed pair (n, m) is simulated (`LayerModules.degree_pairs`). Of equally fast pairs, the one with
     fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is fastest in the
-    forward pass. On a single rank the result is (1, 1).
+    forward pass. On a single rank the result is the pair with the fewest chunks. With a memory budget, only
+    pairs are allowed with which memory stays within the budget for any routing.
 
     The seconds are predicted for the number of tokens of the rank that has most, rounded up to three
     significant binary digits, so that similar batches have the same n and m. The layer remembers the answer.
@@ -549,10 +550,10 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     modules = batch.modules
     options = modules.options
     x_TM = batch.inputs.x_TM
+    pairs, tokens = _allowed_degrees(batch, restore)
     if modules.ranks.size == 1:
-        return PassDegrees(1, 1)
+        return PassDegrees(*pairs[0])
     needs_grad = batch.counts.needs_grad
-    tokens = rounded_up(batch.counts.max_tokens)
     t_gar = 0.0 if modules.gradients is None or not needs_grad else modules.gradients.t_gar
     has_chunk_cost = measure_chunk_cost(batch, restore, tried)
     key = ("solved", options, restore, x_TM.dtype, tokens, t_gar, needs_grad, has_chunk_cost)
@@ -560,11 +561,12 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     if key not in solved:
         costs = step_costs(modules, x_TM, tokens, restore, batch.measuring_bytes)
         if needs_grad:
-            seconds = costs.seconds(modules.degree_pairs(restore), t_gar)
+            seconds = costs.seconds(pairs, t_gar)
             n, m = first_of_fastest(seconds)
             predicted = seconds[n, m]
         else:
-            n = m = best_degree(costs.forward, costs.forward_options, degrees=options.degrees)
+            both = [n for n, m in pairs if n == m]
+            n = m = best_degree(costs.forward, costs.forward_options, degrees=both)
             predicted = costs.gate[0] + pass_seconds(costs.forward, n, costs.forward_options)
         solved[key] = PassDegrees(n, m)
         log.info(
@@ -578,3 +580,42 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
         )
     degrees: PassDegrees = solved[key]
     return degrees
+
+
+def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tuple[int, int]], int]:
+    """Returns the numbers of chunks that may be taken, and the number of tokens for which they hold.
+
+    The numbers are pairs (forward, backward), those with the fewest chunks first. With a memory budget, only
+    pairs are left with which memory stays within the budget for any routing. The layer remembers them.
+
+    The number of tokens is that of the rank that has most, rounded up so that similar batches share an
+    answer. It is not rounded if the budget allows pairs only for the exact number.
+
+    batch: the routed batch.
+    restore: the restore pair of the call.
+
+    Raises ValueError, with the smallest budget that would be enough, if the budget allows no pair.
+    """
+    modules = batch.modules
+    options = modules.options
+    max_tokens = batch.counts.max_tokens
+    pairs = modules.degree_pairs(restore)
+    if options.budget is None:
+        return pairs, rounded_up(max_tokens)
+    allowed = modules.cache.choosers
+    for tokens in (rounded_up(max_tokens), max_tokens):
+        key = ("within the budget", options, restore, batch.sizes, tokens)
+        if key not in allowed:
+            candidates = evaluate(
+                batch.sizes, tokens, all_choices(pairs, [restore]), profile=None, slack=options.slack
+            )
+            if tokens == max_tokens:
+                within_budget(candidates, options.budget)  # raises ValueError if no pair is within the budget
+            allowed[key] = [
+                (choice.forward, choice.backward)
+                for choice in candidates
+                if choice.memory.promised <= options.budget
+            ]
+        if allowed[key]:
+            return allowed[key], tokens
+    raise AssertionError("unreachable: the exact number of tokens has a pair within the budget, or raises")

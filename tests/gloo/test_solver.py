@@ -29,6 +29,7 @@ from pmoe.measure import profile
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice
 from pmoe.planner.degree_search import ScheduleOptions, StepCosts, pass_seconds
+from pmoe.planner.priced_choices import rounded_up
 from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.training import gradient_partitioning
@@ -36,6 +37,8 @@ from pmoe.training.gradient_partitioning import backward_degrees
 from pmoe.training.reducer import FirstStep
 from tests.gloo.flexible import lines
 from tests.gloo.kit import TOKENS, build
+from tests.gloo.test_best_choices import SLACK, lanes_of
+from tests.gloo.test_best_choices import profile as stated_profile
 from tests.gloo.test_profile import kept_in
 from tests.kit import assert_same, step, tokens
 from tests.own_experts import mlp
@@ -148,6 +151,51 @@ def allowed_job(rank: int, world: int) -> None:
 
 def test_a_layer_is_offered_the_pairs_that_its_chunks_allow() -> None:
     ranks(2).run(allowed_job)
+
+
+# ---- a memory budget
+
+
+class FewChunksAreFast:
+    """Stands in for the costs of a step: the fewer chunks both passes have, the faster it is."""
+
+    gate = (0.0, 0.0)
+
+    def seconds(self, pairs: Sequence[tuple[int, int]], t_gar: float) -> dict[tuple[int, int], float]:
+        return {(n, m): 1.618 * n + m for n, m in pairs}
+
+
+def budget_job(rank: int, world: int, budget: int, reuse: Any) -> tuple[Any, ...]:
+    """Returns n of both passes, the restore pair, and the promised bytes of all pairs of n with it."""
+    x = tokens(3 * TOKENS[world][rank], 10 + rank)
+    most = rounded_up(3 * max(TOKENS[world]))
+    layer = build(memory_reuse=reuse, slack=SLACK, pipeline="solve", memory_budget=budget)
+    with (
+        mock.patch.object(solve, "step_costs", lambda *_: FewChunksAreFast()),
+        mock.patch("pmoe.choose.trials.profile_of", lambda *_: stated_profile(**lanes_of(1, 1, 1))),
+    ):
+        for _ in range(2):
+            got = step(layer, x)
+    assert_same(got, step(build(pipeline=1), x), 1e-12, budget)
+    ran = layer.ran
+    promised = {
+        (n, m): layer.predict_memory(most, pipeline=n, pipeline_backward=m, memory_reuse=ran.restore).promised
+        for n, m in layer.layer_modules.degree_pairs(ran.restore)
+    }
+    return ran.forward, ran.backward, ran.restore, promised
+
+
+@pytest.mark.parametrize("reuse", ["S4", True])
+def test_the_solver_takes_the_fastest_pair_within_a_memory_budget(reuse: Any) -> None:
+    every: list[tuple[int, int]] = []
+    least = ranks(2).run(budget_job, 1 << 40, reuse)[0][3]
+    for budget in (1 << 40, least[4, 4], least[16, 16]):
+        (n, m, pair, promised), other = ranks(2).run(budget_job, budget, reuse)
+        assert other[:3] == (n, m, pair)
+        within = [degrees for degrees, num_bytes in promised.items() if num_bytes <= budget]
+        assert (n, m) == min(within, key=lambda degrees: 1.618 * degrees[0] + degrees[1])
+        every.append((n, m))
+    assert every[0] == (1, 1) and len(set(every)) == 3
 
 
 # ---- rows are counted again only if other chunks are taken

@@ -43,6 +43,8 @@ class LayerCache:
                    measurements. Each key holds everything on which its value depends
     counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
                    rows for them. Empty before the first call
+    had_copies     whether busy experts had copies in the last call
+    node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     """
 
     differed: bool | None = None
@@ -51,16 +53,20 @@ class LayerCache:
     padded_kinds: set[PaddedCallKey] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
     counted: tuple[int, ...] = ()
+    had_copies: bool = False
+    node_of_ranks: tuple[int, ...] = ()
 
     def forget_ranks(self) -> None:
         """Forgets what was found out together with the ranks, because the ranks have a new process group.
 
         In the next calls the ranks compare their experts again, and compare their calls that have padded rows
-        again. Rows are no longer counted for the numbers of chunks of the last call.
+        again. Rows are no longer counted for the numbers of chunks of the last call. The nodes of the ranks
+        are found again.
         """
         self.differed = None
         self.padded_kinds.clear()
         self.counted = ()
+        self.node_of_ranks = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,7 @@ class LayerModules(PassModules):
         trusts_gate        whether the layer itself made the gate. Only a user's gate is checked in each call
         callback_modules   the callbacks that are modules
         cache              what the layer has found out in its calls
+        nodes              which ranks share a node (`pmoe.comm.topology.Nodes`), for copies of busy experts
     """
 
     options: LayerOptions
@@ -93,6 +100,7 @@ class LayerModules(PassModules):
     shared_gate: nn.Module | None
     callback_modules: Iterable[nn.Module]
     cache: LayerCache
+    nodes: int | Sequence[Any] | None = None
 
     @functools.cached_property
     def without_shared_expert(self) -> LayerModules:

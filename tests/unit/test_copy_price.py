@@ -16,7 +16,13 @@ def price(*, compute: float, message: float, alpha: float = 0.0, trains: bool = 
     """Rates are seconds of a multiply-add and of a byte. Rows have elements of 4 bytes, on 2 ranks."""
     profile = replace(MADE, compute=LineCost(0.0, compute), message=LineCost(alpha, message))
     return copy_price(
-        profile, expert_elements=ELEMENTS, d_model=M, element_size=4, num_ranks=2, trains=trains
+        profile,
+        link=profile.message,
+        expert_elements=ELEMENTS,
+        d_model=M,
+        element_size=4,
+        num_ranks=2,
+        trains=trains,
     )
 
 

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from pmoe.comm.base import all_to_all
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import ForwardState, Inputs, Pass
+from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.engine.plan.plan import Plan
+from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
 from pmoe.experts.with_copies import ExpertsWithCopies
 
@@ -256,6 +257,10 @@ class CopiesBackward(_WithCopies, Backward):
         if not place:
             self.complete_copies()
         super().recompute(i, place)
+
+    def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
+        """Returns the hidden activation T_M of one task (`OffloadingBackward.joined`)."""
+        return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
     def copy_wgrad(self, i: int) -> None:
         """Computes the gradients of the copies' parameters from the rows of chunk i, and adds them (task KW).

@@ -174,8 +174,9 @@ class BalanceReport:
     before        rows of the busiest rank over the mean of all ranks, without copies
     after         the same with the copies, as planned; equal to ``before`` if there are none
     copies        number of copies, all ranks together
-    weight_bytes  bytes of the copies' weights. If gradients are wanted, as many bytes of gradients go
-                  home, and the weights are sent a second time if memory_reuse sends T_DI again
+    weight_bytes  bytes of the copies' weights; 0 if the ranks have them from an earlier call. If gradients
+                  are wanted, as many bytes of gradients go home, and the weights are sent a second time if
+                  memory_reuse sends T_DI again
     """
 
     before: float

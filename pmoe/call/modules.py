@@ -25,6 +25,7 @@ from pmoe.schedule.tasks import Stages
 from pmoe.schedule.wire import AS_THEY_ARE, Wires
 
 if TYPE_CHECKING:
+    from pmoe.engine.plan.copies import KeptCopies
     from pmoe.engine.variants.padding import PaddedCallKey
     from pmoe.runners.features import Feature
 
@@ -44,6 +45,9 @@ class LayerCache:
     counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
                    rows for them. Empty before the first call
     had_copies     whether busy experts had copies in the last call
+    kept_copies    copies of busy experts that this rank keeps for the next calls; None for none
+    experts_state  the state of this rank's experts in the last call, by which a change is noticed
+    calls_alike    numbers of calls between two changes of the experts: since the last change, and before it
     node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     """
 
@@ -55,18 +59,23 @@ class LayerCache:
     counted: tuple[int, ...] = ()
     had_copies: bool = False
     node_of_ranks: tuple[int, ...] = ()
+    kept_copies: KeptCopies | None = None
+    experts_state: object = None
+    calls_alike: tuple[int, int] = (0, 0)
 
     def forget_ranks(self) -> None:
         """Forgets what was found out together with the ranks, because the ranks have a new process group.
 
         In the next calls the ranks compare their experts again, and compare their calls that have padded rows
         again. Rows are no longer counted for the numbers of chunks of the last call. The nodes of the ranks
-        are found again.
+        are found again. Copies of busy experts are not kept.
         """
         self.differed = None
         self.padded_kinds.clear()
         self.counted = ()
         self.node_of_ranks = ()
+        self.kept_copies = None
+        self.calls_alike = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,9 @@ Letters: T tokens, K choices, E experts of all ranks, W ranks.
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,13 +35,14 @@ from pmoe.call.decision import AgreedChoice, BalanceReport, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.choose.choose import choose
-from pmoe.comm.counts import Fault, Loads, RankCounts
+from pmoe.comm.counts import CountsExchange, Fault, Loads, RankCounts
 from pmoe.comm.failures import publishing_failures
 from pmoe.comm.topology import find_topology
 from pmoe.decide.exact_counts import ExactCounts, in_chunks
 from pmoe.decide.solver_counts import SolverCounts
+from pmoe.decide.unchanged_experts import ExpertsState, state_of, sums_of_bits
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.copies import HostedCopies
+from pmoe.engine.plan.copies import HostedCopies, KeptCopies
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.measure.profile import profile_of
@@ -49,6 +51,7 @@ from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import Choice
 from pmoe.planner.profile import Profile
+from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
@@ -58,27 +61,54 @@ LEAST_GAIN = 0.03
 class BalancedCounts(ExactCounts):
     """The source of a call's row counts that gives busy experts copies on other ranks.
 
-    copies  the copies of the call, as this rank sees them; None if there are none, or before `agree`
-    rows_E  (E,) on the device, how many rows of this rank's tokens go to each expert; None without copies
+    copies      the copies of the call, as this rank sees them; None if there are none, or before `agree`
+    rows_E      (E,) on the device, how many rows of this rank's tokens go to each expert; None without copies
+    is_planned  whether the copies of the call are planned
+    state       the state of this rank's experts, by which a later call notices a change
     """
 
     copies: HostedCopies | None
     rows_E: Tensor | None
+    is_planned: bool
+    state: ExpertsState | None
 
     def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
         """Routes the call, and starts the exchange of row counts, which also brings the loads of experts.
 
         call, degrees: as in `ExactCounts`.
         """
-        modules = call.modules
         self.copies = None
         self.rows_E = None
-        self.loads = Loads(
-            own_rank=modules.ranks.rank,
-            num_experts=modules.options.num_experts,
-            marks=(int(learns(modules)),),
-        )
+        self.is_planned = False
+        self.state = None
         super().__init__(call, degrees)
+
+    def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
+        """Starts the exchange of row counts. The first one of a call asks for the loads of experts.
+
+        Its marks say whether any rank needs gradients of experts, whether any rank's experts have changed
+        since the last call, and whether any rank cannot use the copies that it has kept.
+        """
+        modules = self.call.modules
+        cache = modules.cache
+        self.loads = None
+        if not self.is_planned:
+            self.state = state_of(modules)
+            kept = cache.kept_copies
+            has_changed = self.state is None or self.state != cache.experts_state
+            is_useless = (
+                has_changed
+                or kept is None
+                or kept.weights is None
+                or kept.weights.is_inference() > torch.is_inference_mode_enabled()
+                or kept.dtype != (self.routed.autocast or self.routed.x_TM.dtype)
+                or kept.state != sums_of_bits(modules, own_places(modules, kept.sent_experts))
+            )
+            marks = (int(learns(modules)), int(has_changed), int(is_useless))
+            self.loads = Loads(
+                own_rank=modules.ranks.rank, num_experts=modules.options.num_experts, marks=marks
+            )
+        return super()._begin_exchange(fault)
 
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged, unless copies will probably change their order."""
@@ -95,12 +125,13 @@ class BalancedCounts(ExactCounts):
         own_modules = self.call.modules
         self.orders.modules = modules
         counts = self.finish_exchange()
+        self.is_planned = True
+        own_modules.cache.experts_state = self.state
         copies = planned_copies(own_modules, self.routed, counts)
         own_modules.cache.had_copies = copies is not None
         if copies is not None:
             with publishing_failures(own_modules.ranks, "the exchange of row counts with copies"):
                 self.use_copies(modules, copies)
-                self.loads = None
                 self._counts_FE = self.orders.count(self._counts_FE.shape[0])
                 exchange = self._begin_exchange(Fault.NONE)
                 self.sort_early()
@@ -169,7 +200,6 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
         super().__init__(call, call.modules.counted_degrees)
 
     def chosen(self, counts: RankCounts, inputs: Inputs) -> AgreedChoice:
-        self.loads = None  # if rows are counted again, the loads stay
         self._counts = counts
         choice = choose(self.call.modules, counts, inputs, self.orders, rows_for=self.rows_for)
         agreed = self.counted(AgreedChoice(choice=choice))
@@ -199,12 +229,13 @@ def balance_report(
     without = CopyPlan(hosts={}, before=0, after=0)
     plan = without if copies is None else copies.plan
     before, after = (each.rows_of_ranks(loads, owners, modules.ranks.size) for each in (without, plan))
-    num_copies = len(plan.pairs)
+    used = [expert for expert, hosts in plan.hosts.items() for _, rows in hosts[1:] if rows]
+    is_sent = copies is not None and copies.fate != "present"
     return BalanceReport(
         before=_imbalance(before),
         after=_imbalance(after),
-        copies=num_copies,
-        weight_bytes=num_copies * expert_bytes,
+        copies=len(used),
+        weight_bytes=is_sent * len(plan.pairs) * expert_bytes,
     )
 
 
@@ -231,18 +262,76 @@ def planned_copies(modules: LayerModules, routed: RoutedBatch, counts: RankCount
     """
     loads = counts.loads
     limits = limits_of(modules, routed, counts)
+    learning, has_changed, are_useless = counts.marks
+    cache = modules.cache
+    # The first pass of a reentrant checkpoint, without gradients in training, is not counted.
+    is_counted = counts.needs_grad or not modules.ranks.any_trains
+    since, before = cache.calls_alike
+    cache.calls_alike = (is_counted, since) if has_changed else (since + is_counted, before)
+    kept = cache.kept_copies
+    if kept is not None and (are_useless or kept.per_rank > limits.per_rank or modules.options.budget):
+        kept = cache.kept_copies = None
     if not limits.per_rank:
         return None
-    plan = plan_copies(loads, owners_of(modules), node_of_ranks(modules), limits)
-    if not plan.hosts or plan.before <= (1 + LEAST_GAIN) * plan.after:
-        return None
-    return HostedCopies(
-        plan=plan,
+    owners = owners_of(modules)
+    nodes = node_of_ranks(modules)
+    copies = functools.partial(
+        HostedCopies,
         rank=modules.ranks.rank,
         num_ranks=modules.ranks.size,
         num_local=modules.experts.num_local_experts,
-        are_frozen=not counts.marks[0],
+        are_frozen=not learning,
     )
+    if kept is not None:
+        # Other copies are made only if they gain more than the fraction that copies must gain at all.
+        margin = math.ceil(LEAST_GAIN * sum(loads) / modules.ranks.size)
+        sticky = replace(limits, near=limits.near + margin, far=limits.far + margin)
+        plan = plan_copies(loads, owners, nodes, sticky, kept.pairs)
+        if plan.pairs <= kept.pairs:
+            if not pays(plan):
+                return None
+            return copies(plan=with_pairs(plan, loads, owners, kept.pairs), fate="present", kept=kept)
+    plan = plan_copies(loads, owners, nodes, limits)
+    if not pays(plan):
+        return None
+    hosted: HostedCopies = copies(plan=plan)
+    cache.kept_copies = None
+    evaluates = not (counts.needs_grad or modules.ranks.any_trains)
+    if modules.options.budget is None and (evaluates or max(cache.calls_alike) > 1):
+        cache.kept_copies = KeptCopies(
+            pairs=plan.pairs,
+            sent_experts=hosted.sent_experts,
+            dtype=routed.autocast or routed.x_TM.dtype,
+            state=sums_of_bits(modules, own_places(modules, hosted.sent_experts)),
+        )
+    return replace(hosted, kept=cache.kept_copies)
+
+
+def pays(plan: CopyPlan) -> bool:
+    """Returns whether a plan has copies that gain enough (`LEAST_GAIN`)."""
+    return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
+
+
+def own_places(modules: LayerModules, experts: Sequence[int]) -> list[int]:
+    """Returns the places of this rank's experts among its own, by their numbers among all experts."""
+    return [expert % modules.experts.num_local_experts for expert in experts]
+
+
+def with_pairs(
+    plan: CopyPlan, loads: Sequence[int], owners: Sequence[int], pairs: Collection[tuple[int, int]]
+) -> CopyPlan:
+    """Returns a plan with some copies more, which compute no rows.
+
+    A rank that has kept its copies hosts all of them, so that their weights stay as they are.
+
+    loads: (E,) rows of each expert, from all ranks together.
+    owners: (E,) rank of each expert's parameters.
+    pairs: the copies that the plan must have, as pairs (expert, rank).
+    """
+    hosts = dict(plan.hosts)
+    for expert, rank in sorted(set(pairs) - plan.pairs):
+        hosts[expert] = (*hosts.get(expert, ((owners[expert], loads[expert]),)), (rank, 0))
+    return replace(plan, hosts=hosts)
 
 
 class SlotsOfHosts(SortedSlots):
@@ -253,18 +342,25 @@ class SlotsOfHosts(SortedSlots):
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
-        """Returns the plan of the call. The copies' weights are kept until backward if T_DI is kept.
+        """Returns the plan of the call, with what becomes of the copies' weights (`with_fate`).
 
         counts, choice: as in `SortedSlots.plan`.
         """
         copies = self.modules.copies
         assert copies is not None
-        fate = choice.restore.dispatched
         orders = copy.copy(self)
-        orders.modules = replace(
-            self.modules, copies=replace(copies, fate="communicate" if fate == "communicate" else "keep")
-        )
+        orders.modules = replace(self.modules, copies=with_fate(copies, choice.restore))
         return SortedSlots.plan(orders, counts, choice)
+
+
+def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
+    """Returns copies that are kept until backward, or sent again if the restore pair sends T_DI again.
+
+    Copies that stay for later calls are kept in any case.
+    """
+    if copies.kept is not None or restore.dispatched != "communicate":
+        return copies
+    return replace(copies, fate="communicate")
 
 
 def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:

@@ -378,8 +378,8 @@ def test_collectives_are_the_same_on_every_rank_also_without_tokens() -> None:
     found = ranks(4).run(collectives_job)
     assert all(each == found[0] for each in found)
     with_copies, even = found[0]
-    # V, VR, VGR and VG of the step, V and VR of the call without gradients, and the second row counts of both
-    assert with_copies.count("all_to_all_single") == even.count("all_to_all_single") + 8
+    # V, VR, VGR and VG of the step, and the second row counts of both calls: the other call has the copies
+    assert with_copies.count("all_to_all_single") == even.count("all_to_all_single") + 6
     assert with_copies.count("all_reduce") == even.count("all_reduce") == 2
 
 
@@ -477,6 +477,151 @@ def chosen_job(rank: int, world: int) -> list[int]:
 def test_true_makes_copies_where_they_are_predicted_to_pay() -> None:
     for cheap, dear in ranks(2).run(chosen_job):
         assert cheap == 1 and dear == 0
+
+
+# ---- copies that stay
+
+
+EXPERT_BYTES = 8 * (H * M + M * H + H + M)
+
+
+def sent_in(layer: pmoe.MoELayer, call: Any) -> int:
+    """How many experts' weights this rank sends in a call. On 2 ranks, gradients go the other way."""
+    before = layer.traffic.weights
+    call()
+    return (layer.traffic.weights - before) // EXPERT_BYTES
+
+
+def accumulated_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Two SGD steps of three micro-batches each; the weights that are sent in each forward pass."""
+    found = []
+    sent: list[list[int]] = []
+    for balance in (0, 1):
+        layer = build(4, 1, 0.8, (0,), balance=balance, **options)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        sent = []
+        values: dict[str, Tensor | None] = {}
+        for seed in range(2):
+            optimizer.zero_grad()
+            losses = []
+
+            def forward(seed: int, layer: pmoe.MoELayer = layer, losses: list[Tensor] = losses) -> None:
+                losses.append(layer(tokens(TOKENS[world][rank], seed)).square().sum())
+
+            sent.append([])
+            for micro_batch in range(3):
+                seed_of_call = 100 * seed + 10 * rank + micro_batch
+                sent[-1].append(sent_in(layer, lambda seed=seed_of_call, run=forward: run(seed)))
+                if micro_batch:  # the first backward pass comes after the second forward pass
+                    losses.pop(0).backward()
+            losses.pop(0).backward()
+            optimizer.step()
+        values = {name: value.detach().clone() for name, value in layer.named_parameters()}
+        found.append(values)
+    return sent, differences(found[1], found[0], 1e-12)
+
+
+@pytest.mark.parametrize("options", [{"pipeline": 2}, {"memory_reuse": "S4"}], ids=str)
+def test_copies_stay_from_one_micro_batch_of_a_step_to_the_next(options: dict[str, Any]) -> None:
+    (sent, wrong), (of_host, other_wrong) = ranks(2).run(accumulated_job, options)
+    assert not wrong and not other_wrong
+    # The layer learns in the first step that several calls have the same weights.
+    assert sent == [[1, 1, 0], [1, 0, 0]]
+    assert of_host == [[0] * 3] * 2
+
+
+def single_steps_job(rank: int, world: int) -> tuple[list[int], bool]:
+    layer = build(4, 1, 0.8, (0,), balance=1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    sent = []
+    for _ in range(3):
+        sent.append(sent_in(layer, lambda: step(layer, rank, world)))
+        optimizer.step()
+    return sent, layer.cache.kept_copies is None
+
+
+def test_nothing_stays_where_every_step_has_one_call() -> None:
+    (_, first_is_free), (sent_by_host, host_is_free) = ranks(2).run(single_steps_job)
+    assert first_is_free and host_is_free
+    assert sent_by_host == [1, 1, 1]  # gradients
+
+
+def evaluated_job(rank: int, world: int) -> tuple[list[int], list[bool], list[int]]:
+    """Calls in evaluation, between which something changes: what is sent, and whether results are right."""
+    layer = build(4, 1, 0.8, (0,), balance=1).eval()
+    plain = build(4, 1, 0.8, (0,)).eval()
+    sent = []
+    right = []
+    bytes_told = []
+
+    def change(what: str) -> None:
+        for each in (layer, plain):
+            experts = each.experts
+            if what == "in place" and rank == 1:
+                experts.w2.mul_(2)
+            elif what == "by data" and rank == 0:
+                experts.w1.data[0] *= 3
+            elif what == "rows swapped" and rank == 0:
+                experts.w1.data[0] = experts.w1.data[0].flip(0)
+            elif what == "replaced" and rank == 0:
+                experts.w1 = torch.nn.Parameter(2 * experts.w1.detach())
+            elif what == "even":
+                each.gate.share = Fraction(1, 4)
+            elif what == "less":
+                each.gate.share = Fraction(7, 10)
+            elif what == "other expert":
+                each.gate.busy = (1,)
+
+    changes = ("", "", "in place", "", "by data", "", "rows swapped", "", "replaced", "", "even", "less")
+    for what in changes:
+        with torch.no_grad():
+            change(what)
+            x = tokens(TOKENS[world][rank], 10 + rank)
+            outputs: list[Tensor] = []
+            sent.append(sent_in(layer, lambda x=x, outputs=outputs: outputs.append(layer(x))))
+            right.append(relative_error(outputs[0], plain(x)) <= 1e-12)
+        assert layer.ran is not None and layer.ran.balance is not None
+        bytes_told.append(layer.ran.balance.weight_bytes // EXPERT_BYTES)
+    with torch.inference_mode():
+        layer(tokens(7, rank))
+    step(layer, rank, world)
+    return sent, right, bytes_told
+
+
+def test_copies_stay_in_evaluation_until_any_rank_changes_its_experts() -> None:
+    (sent, right, told), (_, also_right, _) = ranks(2).run(evaluated_job)
+    assert all(right) and all(also_right)
+    assert sent == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0]
+    assert told == sent
+
+
+def unsteady_job(rank: int, world: int) -> tuple[list[int], list[int], bool]:
+    """Calls with changing loads; the copies of each call and the weights that all ranks send."""
+    gate = ForcedGate(TopKGate(M, 8, 1, dtype=torch.float64), 8, busy=(0,), share=0.5)
+    layers = []
+    for balance in (0, 1):
+        torch.manual_seed(7)
+        layers.append(switched_layer(M, H, 8, 1, gate=gate, dtype=torch.float64, balance=balance).eval())
+    copies, sent, right = [], [], True
+    for share in (Fraction(1, 2), Fraction(4, 10), Fraction(1, 8), Fraction(45, 100)):
+        gate.share = share
+        x = tokens(40, rank)
+        outputs: list[Tensor] = []
+        with torch.no_grad():
+            sent.append(sent_in(layers[1], lambda x=x, outputs=outputs: outputs.append(layers[1](x))))
+            right = right and relative_error(outputs[0], layers[0](x)) <= 1e-12
+        assert layers[1].ran is not None and layers[1].ran.balance is not None
+        copies.append(layers[1].ran.balance.copies)
+    return copies, sent, right
+
+
+def test_copies_that_stay_may_have_no_rows() -> None:
+    found = ranks(4).run(unsteady_job)
+    assert all(right for _, _, right in found)
+    copies, sent, _ = found[0]
+    assert copies[0] >= 2 and sent[0] == 1
+    assert sent[1:] == [0, 0, 0]  # fewer rows of expert 0 need no other copies
+    assert copies[2] == 0
 
 
 # ---- faults and refusals

@@ -45,6 +45,20 @@ def test_experts_and_copies_are_numbered_rank_by_rank() -> None:
     assert bounds == sorted(bounds)
 
 
+def test_a_copy_that_stays_without_rows_gets_none() -> None:
+    unused = CopyPlan(
+        hosts={1: ((0, 0), (1, 0)), 2: ((1, 6), (3, 0)), 3: ((1, 4), (0, 4))}, before=0, after=0
+    )
+    [copies, *_] = of_ranks(unused, 4, 2)
+    loads = torch.tensor([0, 3, 50, 50, 0, 0, 0, 0])  # some rows of expert 1, though none were planned
+    expert_TK = torch.arange(8).repeat_interleave(loads).view(-1, 1)
+    numbers = numbered(copies, expert_TK, None, loads).view(-1)
+    width = 2 + copies.per_rank
+    ranks_of_rows = [Counter((numbers[expert_TK[:, 0] == expert] // width).tolist()) for expert in (1, 2, 3)]
+    assert ranks_of_rows[0] == {0: 3} and ranks_of_rows[1] == {1: 50}
+    assert abs(ranks_of_rows[2][0] - 25) <= 1 and ranks_of_rows[2].total() == 50
+
+
 def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whole_expert() -> None:
     draw = random.Random(0)
     for _ in range(40):

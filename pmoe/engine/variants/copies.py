@@ -191,13 +191,21 @@ class CopiesForward(_WithCopies, Forward):
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)
-        self.use_copies(self.pool.new(self.parameters[0], len(self.hosted.hosted), self.expert_elements))
-        self.messages: _Messages | None = self.new_messages()
-        if keep and self.stages.copies == "keep":
+        hosted = self.hosted
+        if self.stages.copies == "present":
+            assert hosted.kept is not None and hosted.kept.weights is not None
+            self.use_copies(hosted.kept.weights)
+            self.experts.take_copies()
+        else:
+            self.use_copies(self.pool.new(self.parameters[0], len(hosted.hosted), self.expert_elements))
+            self.messages: _Messages | None = self.new_messages()
+        if keep and self.stages.copies != "communicate":
             self.saved.inputs = replace(inputs, parameters=[*inputs.parameters, self.copied])
 
     def compute(self, i: int) -> None:
         self.complete_copies()
+        if self.hosted.kept is not None:
+            self.hosted.kept.weights = self.copied
         super().compute(i)
 
 
@@ -222,7 +230,7 @@ class CopiesBackward(_WithCopies, Backward):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         # Forward has put the copies' weights behind the parameters, so that autograd keeps and checks them.
-        is_kept = plan.modules.stages.copies == "keep"
+        is_kept = plan.modules.stages.copies != "communicate"
         *parameters, copied = saved.inputs.parameters
         if is_kept:
             saved.inputs = replace(saved.inputs, parameters=parameters)

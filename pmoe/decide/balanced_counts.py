@@ -48,9 +48,8 @@ from pmoe.engine.plan.plan import Plan
 from pmoe.measure.profile import profile_of
 from pmoe.planner.cluster import links_of
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
-from pmoe.planner.costs import LineCost
+from pmoe.planner.copy_price import prices_of_copy
 from pmoe.planner.degree import Choice
-from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
@@ -435,50 +434,13 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) ->
     most_bytes = 2 * sum(counts.loads) / modules.ranks.size * options.d_model * routed.dtype.itemsize
     profile = profile_of(modules.ranks, routed.x_TM.device, routed.dtype, most_bytes)
     columns = modules.experts.columns(routed.x_TM.device.type)
-    links = links_of(profile)
-    has_both = {"inside", "outside"} <= set(links)
-    near, far = (
-        copy_price(
-            profile,
-            link=links[name] if has_both else profile.message,
-            expert_elements=options.d_model * (columns.hidden + columns.scratch),
-            d_model=options.d_model,
-            element_size=routed.dtype.itemsize,
-            num_ranks=modules.ranks.size,
-            trains=counts.needs_grad,
-        )
-        for name in ("inside", "outside")
+    near, far = prices_of_copy(
+        profile,
+        links_of(profile),
+        expert_elements=options.d_model * (columns.hidden + columns.scratch),
+        d_model=options.d_model,
+        element_size=routed.dtype.itemsize,
+        num_ranks=modules.ranks.size,
+        trains=counts.needs_grad,
     )
-    return CopyLimits(per_rank=per_rank, near=min(near, far), far=far)
-
-
-def copy_price(
-    profile: Profile,
-    *,
-    link: LineCost,
-    expert_elements: int,
-    d_model: int,
-    element_size: int,
-    num_ranks: int,
-    trains: bool,
-) -> int:
-    """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
-
-    A row takes the time of its products, or that of its messages if they take longer. Gradients of weights
-    count as a second message. The time of a copy is that of its messages alone, as if nothing hid them.
-
-    profile: measured rates.
-    link: the cost of a message on the link that the weights take.
-    expert_elements: elements of an expert's weights: a row has as many multiply-adds.
-    d_model: M, the columns of a row.
-    element_size: bytes of an element.
-    num_ranks: number of ranks. A row stays on its rank in one of so many cases.
-    trains: whether a backward pass follows.
-    """
-    passes = 2 if trains else 1
-    products = expert_elements * profile.compute.beta_seconds * (3 if trains else 1)
-    crossing = (num_ranks - 1) / num_ranks
-    messages = 2 * passes * d_model * element_size * profile.message.beta_seconds * crossing
-    copy_seconds = passes * link(expert_elements * element_size)
-    row_seconds = max(products, messages)
-    return math.ceil(copy_seconds / row_seconds) if row_seconds else 0
+    return CopyLimits(per_rank=per_rank, near=near, far=far)

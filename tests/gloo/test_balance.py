@@ -28,7 +28,7 @@ from pmoe.call.decision import BalanceReport
 from pmoe.choose.search import learned_degrees
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.operands import local_part
-from pmoe.gates import TopKGate
+from pmoe.gates import ReplayGate, TopKGate
 from pmoe.gates.forced import ForcedGate
 from pmoe.measure.profile import PROFILES
 from pmoe.planner import timeline
@@ -569,8 +569,6 @@ def evaluated_job(rank: int, world: int) -> tuple[list[int], list[bool], list[in
                 each.gate.share = Fraction(1, 4)
             elif what == "less":
                 each.gate.share = Fraction(7, 10)
-            elif what == "other expert":
-                each.gate.busy = (1,)
 
     changes = ("", "", "in place", "", "by data", "", "rows swapped", "", "replaced", "", "even", "less")
     for what in changes:
@@ -622,6 +620,38 @@ def test_copies_that_stay_may_have_no_rows() -> None:
     assert copies[0] >= 2 and sent[0] == 1
     assert sent[1:] == [0, 0, 0]  # fewer rows of expert 0 need no other copies
     assert copies[2] == 0
+
+
+TWENTIES = ((17, 1, 1, 1), (17, 1, 1, 1), (7, 5, 5, 3), (11, 3, 3, 3))
+"""Rows of each of 4 experts, of 20, in four calls. The third call needs one of the copies of the first."""
+
+
+def unsteady_steps_job(rank: int, world: int, n: int) -> tuple[list[str], list[int]]:
+    """Gradients of several micro-batches in one step, which do not all need the same copies."""
+    count = (40, 0, 60, 20)[rank]
+    pattern = [torch.arange(4).repeat_interleave(torch.tensor(rows)) for rows in TWENTIES]
+    calls = [choices.repeat(count // 20).view(-1, 1) for choices in pattern]
+    found = []
+    copies: list[int] = []
+    for balance in (0, 1):
+        torch.manual_seed(7)
+        gate = ReplayGate(TopKGate(M, 4, 1, dtype=torch.float64), calls)
+        layer = switched_layer(M, H, 4, 1, gate=gate, dtype=torch.float64, balance=balance, pipeline=n)
+        copies = []
+        for seed in range(len(calls)):
+            layer(tokens(count, 10 * rank + seed)).square().sum().backward()
+            if balance:
+                assert layer.ran is not None and layer.ran.balance is not None
+                copies.append(layer.ran.balance.copies)
+        found.append({name: value.grad for name, value in layer.named_parameters()})
+    return differences(found[1], found[0], 1e-12), copies
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_are_right_where_copies_that_stay_have_no_rows(n: int) -> None:
+    for wrong, copies in ranks(4).run(unsteady_steps_job, n):
+        assert not wrong
+        assert copies == [3, 3, 1, 3]
 
 
 # ---- faults and refusals

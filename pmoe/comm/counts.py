@@ -476,9 +476,12 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
+    num_staying: with bypass_local, for how many of its own experts a rank's rows are not sent
+        (`without_own`); None for all. The caller may set it before `finish`.
     """
 
     tokens_W: Tensor
+    num_staying: int | None = None
 
     def __init__(
         self,
@@ -692,9 +695,9 @@ class CountsExchange:
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
-        rows = [counts[..., -1].contiguous() if self._counted_once else counts.sum(2) for counts in rows]
         if self._bypass_local:
-            rows = [without_own(counts, self._ranks.rank) for counts in rows]
+            rows = [without_own(counts, self._ranks.rank, self.num_staying) for counts in rows]
+        rows = [counts[..., -1].contiguous() if self._counted_once else counts.sum(2) for counts in rows]
         send_FP, recv_FP = rows
         dispatch, combine = self._exchanges
         # Results travel the other way: combine sends the rows that dispatch received.

@@ -107,7 +107,10 @@ class BalancedCounts(ExactCounts):
             self.loads = Loads(
                 own_rank=modules.ranks.rank, num_experts=modules.options.num_experts, marks=marks
             )
-        return super()._begin_exchange(fault)
+        exchange = super()._begin_exchange(fault)
+        if self.copies is not None:  # rows for copies are sent, also to their own rank
+            exchange.num_staying = modules.experts.num_local_experts
+        return exchange
 
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged, unless copies will probably change their order."""

@@ -134,6 +134,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+HIERARCHICAL: dict[str, dict[str, Any]] = {
+    "1D": {"dispatch": "hierarchical_1d", "nodes": 2, "pipeline": 2},
+    "2D": {"dispatch": "hierarchical_2d", "nodes": 2, "pipeline": 2, "memory_reuse": "S4"},
+    "one way": {"dispatch": "hierarchical_2d", "combine": "flat", "nodes": 2, "pipeline": 2},
+    "uneven nodes": {"dispatch": "hierarchical_1d", "nodes": [0, 0, 0, 1], "pipeline": 3},
+    "all rows travel": {"dispatch": "hierarchical_2d", "nodes": [0, 1, 0, 1], "bypass_local": False},
+}
+
+
+@pytest.mark.parametrize("name", HIERARCHICAL)
+def test_rows_may_travel_in_steps_to_copies(name: str) -> None:
+    for balance, case in ((2, (8, 2, 0.8, (0, 1))), (1, (4, 1, 0.9, (2,)))):
+        for wrong, report in ranks(4).run(compared_job, balance, case, HIERARCHICAL[name]):
+            assert not wrong and report is not None and report.copies > 0
+
+
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("world, balance, case, name", spread(CASES, list(OPTIONS), every=3))
 def test_output_and_gradients_are_those_without_copies(
@@ -695,7 +711,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "persistent": ({"fused": "persistent"}, "a pass is one persistent kernel"),
     "padded": ({"pad_to_capacity": True, "capacity_factor": 1.0}, "rows are padded to capacity"),
     "once": ({"send_once": True}, r"rows travel once \(send_once=True\)"),
-    "hierarchical": ({"dispatch": "hierarchical_1d", "nodes": 1}, "rows do not travel by flat all-to-alls"),
     "modules": ({"expert": lambda: torch.nn.Linear(M, M).double()}, "modules of one's own"),
 }
 

@@ -134,6 +134,7 @@ class MoELayer(OldAttributes, nn.Module):
     shared_gate: nn.Linear | None
     grid: Grid
     cache: LayerCache
+    nodes: int | Sequence[int] | None = None  # layers that were pickled before lack it
 
     d_model: int = option("d_model")
     d_hidden: int = option("d_hidden")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pmoe
 from pmoe.decide.balanced_counts import numbered
 from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.experts import FFNExperts, make_stacked
@@ -43,6 +44,14 @@ def test_experts_and_copies_are_numbered_rank_by_rank() -> None:
         *((4, 8), (5, 9), (6, 12), (7, 13)),
     ]
     assert bounds == sorted(bounds)
+
+
+def test_a_layer_that_was_pickled_without_nodes_finds_them_by_the_launcher() -> None:
+    state = pmoe.MoELayer(4, 4, 2, nodes=2).__getstate__()
+    assert state.pop("nodes") == 2
+    layer = pmoe.MoELayer.__new__(pmoe.MoELayer)
+    layer.__setstate__(state)
+    assert layer.layer_modules.nodes is None
 
 
 def test_a_copy_that_stays_without_rows_gets_none() -> None:

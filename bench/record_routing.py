@@ -1,6 +1,6 @@
 """Records what the gates of `make train`'s model choose, for bench/bench_balance_live.py.
 
-    python bench/record_routing.py [--skip 30] [--calls 8] [--out build/routing] [ARGS of train_lm.py]
+    python bench/record_routing.py [--skip 30] [--calls 8] [--out build/bench/routing] [ARGS of train_lm.py]
 
 One process trains the model of examples/train_lm.py, whose data must be there (`make train` fetches it). The
 first steps are not recorded; of the next steps, every MoE layer's choices are written to the folder, with
@@ -32,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--skip", type=int, default=30, help="steps before the recording")
     parser.add_argument("--calls", type=int, default=8, help="steps to record")
-    parser.add_argument("--out", type=Path, default=OUT.parent / "routing")
+    parser.add_argument("--out", type=Path, default=OUT / "routing")
     own, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = ["--out", folder, *rest]

@@ -66,6 +66,7 @@ class BalancedCounts(ExactCounts):
     state       the state of this rank's experts, by which a later call notices a change
     """
 
+    orders: SortedSlots
     copies: HostedCopies | None
     rows_E: Tensor | None
     is_planned: bool

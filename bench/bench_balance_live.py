@@ -1,6 +1,6 @@
 """What do copies of busy experts gain? Measured on 2 ranks behind a modelled link.
 
-    python bench/bench_balance_live.py [--top-k 1] [--rounds 3] [--out build/bench]
+    python bench/bench_balance_live.py [--top-k 1] [--rounds 3] [--trace FOLDER] [--out FILE.json]
 
 Two gloo ranks of one thread each, 16,384 tokens a rank, d_model 256, d_hidden 1024, 8 experts, 4 chunks, in
 float32. `pmoe.gates.forced.ForcedGate` sends 30 to 95 % of the rows to one expert, or to two experts of one
@@ -11,7 +11,12 @@ third of that. Three layers are compared in turns:
     without   the skewed load
     with      the skewed load and balance=True
 
-`bench/bench_balance.py` simulates larger machines.
+With --trace the loads are what the gates of `make train` chose (bench/record_routing.py), layer by layer; the
+number of experts and top-k are those of the trace.
+
+Beside each measured number stands the simulated one, named so. The simulation knows the rate of the products,
+which the balanced forward pass has without a link, and the rate of the link, and nothing else
+(`pmoe.planner.uneven_ranks`). bench/bench_balance.py simulates larger machines in the same way.
 """
 
 from __future__ import annotations
@@ -20,9 +25,11 @@ import argparse
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,9 +39,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.links import INFINITE, Link, launch
 from bench.timing import OUT, interleaved, table, write_json
-from pmoe.gates import TopKGate
+from pmoe.decide import balanced_counts
+from pmoe.gates import ReplayGate, TopKGate
 from pmoe.gates.forced import ForcedGate
 from pmoe.measure.profile import PROFILES
+from pmoe.planner.cluster import Cluster
+from pmoe.planner.copies import CopyPlan, plan_copies
+from pmoe.planner.costs import LineCost
+from pmoe.planner.uneven_ranks import UnevenLayer, uneven_pass_seconds
 
 SHARES = (0.30, 0.50, 0.80, 0.95)
 LINKS = (1.0, 1 / 3)
@@ -53,13 +65,16 @@ class Setting:
     num_experts: int = 8
     n: int = 4
     links: tuple[float, ...] = LINKS
+    trace: str = ""
 
-    def layer(self, busy: tuple[int, ...], share: float | None, balance: bool) -> pmoe.MoELayer:
-        """Returns a layer whose busy experts get a share of the rows; () for an even load."""
+    def layer(self, load: Load, balance: bool) -> pmoe.MoELayer:
+        """Returns a layer that gets a load."""
         torch.manual_seed(0)
-        gate = ForcedGate(
-            TopKGate(self.d_model, self.num_experts, self.top_k), self.num_experts, busy=busy, share=share
-        )
+        gate: torch.nn.Module = TopKGate(self.d_model, self.num_experts, self.top_k)
+        if load.choices_TK is None:
+            gate = ForcedGate(gate, self.num_experts, busy=load.busy, share=load.share)
+        else:
+            gate = ReplayGate(gate, [load.choices_TK])
         return pmoe.MoELayer(
             self.d_model,
             self.d_hidden,
@@ -70,16 +85,75 @@ class Setting:
             balance=balance,
         )
 
-    @property
-    def loads(self) -> list[tuple[str, tuple[int, ...], float | None]]:
-        """The skewed loads: a name, the busy experts and their share. The last load is even."""
-        loads: list[tuple[str, tuple[int, ...], float | None]] = []
+    def loads(self, rank: int) -> list[Load]:
+        """Returns the skewed loads, and at last an even one; with a trace one load for each of its layers.
+
+        rank: the rank. Rank 0 has the first tokens of a trace, rank 1 the next.
+        """
+        if self.trace:
+            tokens = slice(rank * self.tokens, (rank + 1) * self.tokens)
+            trace = pmoe.read_routing(self.trace)
+            return [Load(name, choices_TK=torch.cat(calls)[tokens]) for name, calls in trace.items()]
+        loads = []
         for share in SHARES:
             if share * self.top_k <= 1:  # a token's experts are distinct
-                loads.append((f"{share:.0%} to one expert", (0,), share))
+                loads.append(Load(f"{share:.0%} to one expert", (0,), share))
             if share > 0.5:
-                loads.append((f"{share:.0%} to two experts", (0, 1), share))
-        return [*loads, ("even", (), None)]
+                loads.append(Load(f"{share:.0%} to two experts", (0, 1), share))
+        return [*loads, Load("even")]
+
+    def simulated(self, computing: float, rate: float, loads: Sequence[int], plan: CopyPlan) -> Simulated:
+        """Returns the simulated seconds of a step with an even load, with the loads, and with copies.
+
+        computing: seconds of a balanced forward pass without a link.
+        rate: bytes a second of the link.
+        loads: rows of each expert, from both ranks.
+        plan: the copies.
+        """
+        parameters = 2 * self.d_model * self.d_hidden
+        row_seconds = computing / (self.tokens * self.top_k)
+        line = LineCost(0.0, 1 / rate)
+        cluster = Cluster(
+            machines=1,
+            ranks_per_machine=2,
+            device_type="cpu",
+            memory_bytes=1e12,
+            compute=LineCost(0.0, row_seconds / parameters),
+            copy=line,
+            inside=line,
+            outside=line,
+        )
+
+        def seconds(rows: Sequence[int], of_plan: CopyPlan | None = None) -> float:
+            layer = UnevenLayer(
+                loads=rows, row_bytes=4 * self.d_model, multiply_adds=parameters, expert_bytes=4 * parameters
+            )
+            ways = ("forward", "backward")
+            return sum(uneven_pass_seconds(layer, cluster, self.n, way, of_plan) for way in ways)
+
+        even = [sum(loads) // len(loads)] * len(loads)
+        return Simulated(seconds(even), seconds(loads), seconds(loads, plan))
+
+
+class Simulated(NamedTuple):
+    """Simulated seconds of a step: with an even load, and with a skewed load without and with copies."""
+
+    balanced: float
+    without: float
+    with_copies: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load of the experts: busy experts and their share of the rows, or recorded choices.
+
+    Without busy experts and choices, all experts get equally many rows.
+    """
+
+    name: str
+    busy: tuple[int, ...] = ()
+    share: float | None = None
+    choices_TK: torch.Tensor | None = None
 
 
 def step(layer: pmoe.MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -94,7 +168,7 @@ def run_rank(link: Link, setting: Setting, cache: str) -> list[dict[str, Any]]:
     torch.manual_seed(1 + dist.get_rank())
     x, dy = torch.randn(2, setting.tokens, setting.d_model)
     x.requires_grad_()
-    balanced = setting.layer((), None, balance=False)
+    balanced = setting.layer(Load("even"), balance=False)
     link.set_rate(INFINITE)
 
     def forward() -> None:
@@ -108,15 +182,23 @@ def run_rank(link: Link, setting: Setting, cache: str) -> list[dict[str, Any]]:
         rate = 2 * setting.tokens * setting.top_k / 2 * row_bytes / (relative * computing)
         link.set_rate(rate)
         PROFILES.clear()
-        for name, busy, share in setting.loads:
+        for load in setting.loads(dist.get_rank()):
             layers = {
                 "balanced": balanced,
-                "without": setting.layer(busy, share, balance=False),
-                "with": setting.layer(busy, share, balance=True),
+                "without": setting.layer(load, balance=False),
+                "with": setting.layer(load, balance=True),
             }
             runs = {of: (lambda layer=layer: step(layer, x, dy)) for of, layer in layers.items()}
             timings = interleaved(runs, rounds=setting.rounds)
             seconds = {of: timing.median for of, timing in timings.items()}
+            plans: list[CopyPlan] = []
+
+            def planned(*arguments: Any, plans: list[CopyPlan] = plans) -> CopyPlan:
+                plans.append(plan_copies(*arguments))
+                return plans[-1]
+
+            with mock.patch.object(balanced_counts, "plan_copies", planned):
+                step(layers["with"], x, dy)
             ran = layers["with"].ran
             assert ran is not None and ran.balance is not None
             counts = layers["with"].row_counts
@@ -124,13 +206,19 @@ def run_rank(link: Link, setting: Setting, cache: str) -> list[dict[str, Any]]:
             rows = torch.zeros(2)
             rows[dist.get_rank()] = counts.recv.sum()
             dist.all_reduce(rows)
+            shared = counts.loads
+            copies = plans[-1] if ran.balance.copies else CopyPlan(hosts={}, before=0, after=0)
+            simulated = setting.simulated(computing, rate, shared, copies)
             results.append(
                 {
                     "link": round(relative, 2),
-                    "load": name,
+                    "load": load.name,
                     **{f"{of}_s": value for of, value in seconds.items()},
                     "with_over_balanced": seconds["with"] / seconds["balanced"],
+                    "simulated_with_over_balanced": simulated.with_copies / simulated.balanced,
                     "without_over_with": timings["with"].speedup_over(timings["without"]),
+                    "simulated_without_over_with": simulated.without / simulated.with_copies,
+                    "simulated_over_measured": simulated.with_copies / seconds["with"],
                     "rows_max_over_mean": float(rows.max() / rows.mean()),
                     "copies": ran.balance.copies,
                     "before": ran.balance.before,
@@ -153,12 +241,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=Setting.rounds)
     parser.add_argument("--link", type=float, help="one of the two links, 1 or 0.33; without it both")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of each rank")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--trace", type=Path, help="folder of a recorded trace, in place of forced loads")
+    parser.add_argument("--out", type=Path, default=OUT, help="a .json file, or a folder")
     arguments = parser.parse_args()
     links = [link for link in LINKS if arguments.link in (None, round(link, 2))]
     setting = Setting(
         top_k=arguments.top_k, rounds=arguments.rounds, tokens=arguments.tokens, links=tuple(links)
     )
+    if arguments.trace is not None:
+        recorded = torch.cat(
+            [call for calls in pmoe.read_routing(arguments.trace).values() for call in calls]
+        )
+        num_experts = 2 * -(-(int(recorded.max()) + 1) // 2)
+        setting = replace(
+            setting, trace=str(arguments.trace), top_k=recorded.shape[1], num_experts=num_experts
+        )
     with tempfile.TemporaryDirectory() as cache:  # profiles of the modelled link are no one else's
         results, _ = launch(
             2, run_rank, link="modelled", rate=INFINITE, args=(setting, cache), timeout_seconds=1800
@@ -166,11 +263,11 @@ def main() -> None:
     shown = [{key: value for key, value in result.items() if key != "samples"} for result in results]
     print(table(shown))
     of_link = "" if arguments.link is None else f"_link_{arguments.link:g}".replace(".", "")
-    write_json(
-        arguments.out / f"balance_live_top{setting.top_k}{of_link}.json",
-        setting=asdict(setting),
-        results=results,
-    )
+    of_load = "trace" if setting.trace else f"top{setting.top_k}"
+    path = arguments.out
+    if path.suffix != ".json":
+        path = path / f"balance_live_{of_load}{of_link}.json"
+    write_json(path, setting=asdict(setting), results=results)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import io
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from pmoe import Restore, cli
 from pmoe.cli.arguments import byte_count
 from pmoe.cli.plan import time_over_memory
 from pmoe.measure.profile import save_profile
+from pmoe.planner.cluster import Cluster
+from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import all_choices
@@ -34,7 +37,8 @@ from pmoe.planner.drawing import LIGHT, SERIES
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.priced_choices import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.planner.timeline import TEXT_SIZE, draw
+from pmoe.planner.timeline import TEXT_SIZE, Span, draw, simulated_bars
+from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, uneven_pass
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
 MACHINE = (
@@ -64,7 +68,9 @@ PLAN = [
     *("--d-model", "2048", "--d-hidden", "8192", "--num-experts", "64", "--top-k", "2"),
     *("--tokens", str(TOKENS), "--ranks", "8", "--dtype", "bfloat16", "--budget", BUDGET),
 ]
-NAMES = ("chunks.png", "pairs.png", "plan.png", "scale.png")
+NAMES = ("chunks.png", "pairs.png", "copies.png", "plan.png", "scale.png")
+SHARE = 0.5
+"""Share of all rows that goes to one expert in the picture of copies."""
 NUM_COLOURS = 64
 """Of a picture: a third of the bytes, and nothing that an eye would miss."""
 
@@ -81,6 +87,52 @@ def candidates(degrees: tuple[int, ...], pairs: tuple[Restore, ...]) -> list[Pri
 def draw_steps(path: Path, drawn: dict[str, PricedChoice]) -> None:
     panels = {name: step_bars(shape(), PROFILE, TOKENS, each) for name, each in drawn.items()}
     draw(path, panels, f"One step of {LAYER}, simulated")
+
+
+def draw_copies(path: Path) -> None:
+    """A step in which one expert gets half of all rows, without and with copies, and an even one."""
+    num_ranks, num_experts, parameters = 8, 64, 2 * 2048 * 8192
+    rows = TOKENS * 2 * num_ranks
+    even = [rows // num_experts] * num_experts
+    busy = [int(rows * SHARE), *[int(rows * (1 - SHARE)) // (num_experts - 1)] * (num_experts - 1)]
+    cluster = Cluster(
+        machines=1,
+        ranks_per_machine=num_ranks,
+        device_type="cuda",
+        memory_bytes=141e9,
+        compute=PROFILE.compute,
+        copy=PROFILE.copy_out,
+        inside=LineCost(PROFILE.message.alpha_seconds / (num_ranks - 1), PROFILE.message.beta_seconds),
+        outside=PROFILE.message,
+    )
+
+    def layer(loads: list[int]) -> UnevenLayer:
+        return UnevenLayer(
+            loads=loads, row_bytes=2 * 2048, multiply_adds=parameters, expert_bytes=2 * parameters
+        )
+
+    def bars(loads: list[int], plan: CopyPlan | None) -> list[Span]:
+        drawn: list[Span] = []
+        for direction in ("forward", "backward"):
+            origin = max((span.end for span in drawn), default=0.0)
+            for item in uneven_pass(layer(loads), cluster, 4, direction, plan):
+                if item.task.rank in (-1, 0, 1):
+                    of_rank = item.task.rank
+                    lane = "communicate" if of_rank < 0 else f"compute, rank {of_rank}"
+                    [span] = simulated_bars(direction, [replace(item, task=item.task.task)], origin)
+                    drawn.append(replace(span, lane=lane))
+        return drawn
+
+    near, far = copy_prices(layer(busy), cluster, trains=True)
+    limits = CopyLimits(per_rank=1, near=near // 4, far=far // 4)
+    owners = layer(busy).owners(num_ranks)
+    plan = plan_copies(busy, owners, [0] * num_ranks, limits)
+    panels = {
+        f"one expert of rank 0 gets {SHARE:.0%} of the rows": bars(busy, None),
+        f"the same with {len(plan.pairs)} copies": bars(busy, plan),
+        "an even load": bars(even, None),
+    }
+    draw(path, panels, f"One step of {LAYER}, n = 4, simulated")
 
 
 def printed(*argv: str) -> str:
@@ -140,6 +192,7 @@ def write(folder: Path) -> None:
     told = {str(each.restore): each.restore.strategy for each in pairs}
     named = {" ".join(filter(None, (pair, told[pair]))): each for pair, each in zip(told, pairs, strict=True)}
     draw_steps(folder / "pairs.png", {f"n = 4, {name}": each for name, each in named.items()})
+    draw_copies(folder / "copies.png")
     budget = byte_count(BUDGET)
     advice = advise(shape(), PROFILE, TOKENS, budget=budget)
     time_over_memory(advice, budget).savefig(folder / "plan.png", dpi=130)

@@ -27,6 +27,7 @@ from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
+    from pmoe.engine.plan.copies import HostedCopies
     from pmoe.kernels.comet.backend import Steps
 
 
@@ -79,6 +80,7 @@ class AgreedChoice:
         choice   the numbers of chunks of both passes and the restore pair (how backward gets the experts'
                  input and hidden activation); None if neither pass is cut into chunks
         steps    the operators of the fused kernels; None if fused kernels compute neither pass
+        copies   the copies of busy experts, as this rank sees them; None for none
 
     The second pass of activation checkpointing takes this record and the routing from the first pass. All
     other decisions follow from these two without communication.
@@ -87,6 +89,7 @@ class AgreedChoice:
     counts: RankCounts | None = None
     choice: Choice | None = None
     steps: Steps | None = None
+    copies: HostedCopies | None = None
 
 
 class CountsSource(Protocol):
@@ -171,8 +174,9 @@ class BalanceReport:
     before        rows of the busiest rank over the mean of all ranks, without copies
     after         the same with the copies, as planned; equal to ``before`` if there are none
     copies        number of copies, all ranks together
-    weight_bytes  bytes of the copies' weights. If gradients are wanted, as many bytes of gradients go
-                  home, and the weights are sent a second time if memory_reuse sends T_DI again
+    weight_bytes  bytes of the copies' weights; 0 if the ranks have them from an earlier call. If gradients
+                  are wanted, as many bytes of gradients go home, and the weights are sent a second time if
+                  memory_reuse sends T_DI again
     """
 
     before: float

@@ -25,6 +25,7 @@ from pmoe.schedule.tasks import Stages
 from pmoe.schedule.wire import AS_THEY_ARE, Wires
 
 if TYPE_CHECKING:
+    from pmoe.engine.plan.copies import KeptCopies
     from pmoe.engine.variants.padding import PaddedCallKey
     from pmoe.runners.features import Feature
 
@@ -43,6 +44,11 @@ class LayerCache:
                    measurements. Each key holds everything on which its value depends
     counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
                    rows for them. Empty before the first call
+    had_copies     whether busy experts had copies in the last call
+    kept_copies    copies of busy experts that this rank keeps for the next calls; None for none
+    experts_state  the state of this rank's experts in the last call, by which a change is noticed
+    calls_alike    numbers of calls between two changes of the experts: since the last change, and before it
+    node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     """
 
     differed: bool | None = None
@@ -51,16 +57,25 @@ class LayerCache:
     padded_kinds: set[PaddedCallKey] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
     counted: tuple[int, ...] = ()
+    had_copies: bool = False
+    node_of_ranks: tuple[int, ...] = ()
+    kept_copies: KeptCopies | None = None
+    experts_state: object = None
+    calls_alike: tuple[int, int] = (0, 0)
 
     def forget_ranks(self) -> None:
         """Forgets what was found out together with the ranks, because the ranks have a new process group.
 
         In the next calls the ranks compare their experts again, and compare their calls that have padded rows
-        again. Rows are no longer counted for the numbers of chunks of the last call.
+        again. Rows are no longer counted for the numbers of chunks of the last call. The nodes of the ranks
+        are found again. Copies of busy experts are not kept.
         """
         self.differed = None
         self.padded_kinds.clear()
         self.counted = ()
+        self.node_of_ranks = ()
+        self.kept_copies = None
+        self.calls_alike = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +97,7 @@ class LayerModules(PassModules):
         trusts_gate        whether the layer itself made the gate. Only a user's gate is checked in each call
         callback_modules   the callbacks that are modules
         cache              what the layer has found out in its calls
+        nodes              which ranks share a node (`pmoe.comm.topology.Nodes`), for copies of busy experts
     """
 
     options: LayerOptions
@@ -93,6 +109,7 @@ class LayerModules(PassModules):
     shared_gate: nn.Module | None
     callback_modules: Iterable[nn.Module]
     cache: LayerCache
+    nodes: int | Sequence[Any] | None = None
 
     @functools.cached_property
     def without_shared_expert(self) -> LayerModules:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from pmoe.call.modules import LayerModules
+from pmoe.call.sizes import memory_shape
 from pmoe.choose.part_of_batch import measure_in_little_memory, part_for_trial
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
@@ -31,7 +34,8 @@ from pmoe.measure.profile import PROFILES
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice, all_choices
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.planner.priced_choices import Chooser, Measured
+from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
+from pmoe.planner.priced_choices import Chooser, Measured, rounded_up, without_offload
 from pmoe.planner.timed_rounds import OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
@@ -149,6 +153,51 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     if not measured:
         return None
     return [measured.get(choice, OUT_OF_MEMORY) for choice in choices]
+
+
+def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int, per_rank: int) -> int:
+    """Returns the most copies of busy experts that a rank may host within the memory budget.
+
+    With so many copies and any routing, some n and restore pair stay within the budget, also if no host
+    memory is left to offload T_DI. The number of tokens is rounded up, so that similar batches share the
+    result.
+
+    modules: the modules and options of the layer, which has a budget.
+    rows_TM: (T, M), the rows, of which the dtype and the device count.
+    max_tokens: tokens of the rank with most tokens.
+    per_rank: the most copies that the options allow. The result is not larger.
+    """
+    options = modules.options
+    tokens = rounded_up(max_tokens)
+    key = ("copies", options, rows_TM.dtype, tokens)
+    known = modules.cache.choosers
+    if key not in known:
+        known[key] = _copies_that_fit(modules, memory_shape(modules, rows_TM), tokens, per_rank)
+    return int(known[key])
+
+
+def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_rank: int) -> int:
+    """Returns the most copies that a rank may host within the budget (`copies_within_budget`).
+
+    sizes: sizes of the layer.
+    tokens: tokens of the rank with most tokens.
+    per_rank: the most copies that the options allow.
+    """
+    options = modules.options
+    budget = options.budget
+    assert budget is not None
+    candidates = DEGREES if options.fixed_degree is None else (options.fixed_degree,)
+    degrees = [(n, options.pipeline_backward or n) for n in candidates]
+    any_host = all_choices(degrees, modules.pairs)
+    chooser = Chooser(
+        pairs=modules.pairs, budget=budget, slack=options.slack, bins=modules.bins_for(options.degrees)
+    )
+    num_local = modules.experts.num_local_experts
+    for copies in range(per_rank, 0, -1):
+        with_copies = replace(sizes, copies=CopyNumbers.at_most(copies, num_local, modules.ranks.size))
+        if all(chooser.fits(with_copies, tokens, some) for some in (any_host, without_offload(any_host))):
+            return copies
+    return 0
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:

@@ -63,11 +63,12 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     modules = batch.modules
     options = batch.modules.options
     learned = learned_degrees(modules) if batch.trials_allowed else modules.cache.choosers.get(_name(modules))
-    table = GranularityTable() if learned is None else learned.table(batch.inputs.x_TM.dtype)
+    hosted = batch.hosted_copies
+    table = GranularityTable() if learned is None else learned.table(batch.inputs.x_TM.dtype, hosted)
     degrees = table.lookup(batch.counts.max_tokens)
     if learned is None or not batch.trials_allowed:
         return degrees or degrees_by_rule(batch)
-    tested = (str(batch.inputs.x_TM.dtype), rounded(batch.counts.max_tokens), restore)
+    tested = (str(batch.inputs.x_TM.dtype), hosted, rounded(batch.counts.max_tokens), restore)
     if degrees is None:
         degrees = search(
             table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
@@ -254,7 +255,8 @@ def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
 
     Layers with equal keys share the results of trials. Two things change the seconds but are not in the key:
 
-    - the dtype of the rows, because there is a table of results for each dtype (`LearnedDegrees.table`);
+    - the dtype of the rows, and how many copies of busy experts a rank hosts: there is a table of results for
+      each of them (`LearnedDegrees.table`);
     - the restore pair that ``memory_reuse=True`` chooses. `LearnedDegrees.table` says why.
     """
     reference = torch.empty(0) if modules.reference_parameter is None else modules.reference_parameter
@@ -280,11 +282,11 @@ Files of all versions are read:
 
     1   one table of measured points; a key that did not hold everything that changes the seconds
     2   a table of measured points for each restore pair and dtype of the rows
-    3   a table of ranges for each dtype of the rows
+    3   a table of ranges for each dtype of the rows, and for each number of copies on a rank
 """
 
 Tables = dict[str, GranularityTable]
-"""Type of the tables of results, by the dtype of the rows as a text."""
+"""Type of the tables of results, by the dtype of the rows and the number of copies as a text."""
 
 
 def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
@@ -453,9 +455,9 @@ class LearnedDegrees:
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
-    with_room: results of earlier memory tests (`n_with_room`). A key is (dtype of the rows, rounded number of
-        tokens, restore pair, n of both passes from the table). The value is this n if every rank had enough
-        memory for it, otherwise the larger n that is used instead.
+    with_room: results of earlier memory tests (`n_with_room`). A key is (dtype of the rows, copies on a rank,
+        rounded number of tokens, restore pair, n of both passes from the table). The value is this n if every
+        rank had enough memory for it, otherwise the larger n that is used instead.
     """
 
     key: Mapping[str, Any]
@@ -463,11 +465,15 @@ class LearnedDegrees:
     path: Path | None = None
     with_room: dict[tuple[object, ...], PassDegrees] = field(default_factory=dict)
 
-    def table(self, dtype: torch.dtype) -> GranularityTable:
+    def table(self, dtype: torch.dtype, hosted_copies: int = 0) -> GranularityTable:
         """Returns the table with the fastest number of chunks by number of tokens, at first an empty one.
 
         There is one table for each dtype of the rows, because the dtype changes the seconds of messages and
-        of matrix products by different factors.
+        of matrix products by different factors. Calls in which ranks host copies of busy experts have tables
+        of their own, because their chunks are even and weights travel beside them.
+
+        dtype: dtype of the rows.
+        hosted_copies: the most copies of busy experts that a rank hosts in the call.
 
         All restore pairs share a table. (The restore pair says whether dispatched rows and hidden activation
         are kept, offloaded or made again for backward.) With ``memory_reuse=True`` the pair follows from the
@@ -476,7 +482,8 @@ class LearnedDegrees:
         best n of its own pair (bench/bench_search.py). Searching for each pair would need several times as
         many trials.
         """
-        return self.tables.setdefault(str(dtype), GranularityTable())
+        name = f"{dtype}, {hosted_copies} copies" if hosted_copies else str(dtype)
+        return self.tables.setdefault(name, GranularityTable())
 
     def keep(self) -> None:
         """Writes the tables to the file `path`, if this rank has one. Warns if the tables cannot be written.

@@ -30,7 +30,7 @@ from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_me
 from pmoe.measure.profile import profile_of, stored_profile_of
 from pmoe.measure.timing import begin_together, clock_of, in_turns
 from pmoe.planner.degree import DEGREES, MAX_DEGREE, TRIED, Choice, all_choices
-from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import counted_rows
@@ -89,8 +89,20 @@ class TrialBatch:
 
     @property
     def sizes(self) -> LayerSizes:
-        """Sizes of the layer (widths, experts, ranks), and bytes of an element of the experts' rows."""
-        return memory_shape(self.modules, self.inputs.x_TM)
+        """Sizes of the layer (widths, experts, ranks), and bytes of an element of the experts' rows.
+
+        Of copies of busy experts, they have as many as the batch has, and not as many as the layer may have.
+        """
+        sizes = memory_shape(self.modules, self.inputs.x_TM)
+        num_local = self.modules.experts.num_local_experts
+        copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.ranks.size)
+        return replace(sizes, copies=copies)
+
+    @property
+    def hosted_copies(self) -> int:
+        """The most copies of busy experts that any rank hosts for this batch; 0 without copies."""
+        copies = self.orders.modules.copies
+        return 0 if copies is None else copies.per_rank
 
     def profile(self) -> Profile:
         """Returns the profile of this device and group: measured rates of products and messages.

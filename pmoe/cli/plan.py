@@ -16,13 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pmoe.arguments import check_int
 from pmoe.cli import layer_arguments as layer
 from pmoe.cli.arguments import byte_count, refused_as
 from pmoe.cli.cluster import load_cluster
 from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
-from pmoe.planner.cluster import Cluster
+from pmoe.planner.cluster import Cluster, links_of
 from pmoe.planner.cluster_candidates import plan_combinations, sensitivity
+from pmoe.planner.copy_price import prices_of_copy
 from pmoe.planner.drawing import Point, inline_svg, part, scatter_figure, template
 from pmoe.planner.priced_choices import Advice, PricedChoice, step_bars
 from pmoe.planner.profile import Profile
@@ -39,6 +41,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     layer.add_layer_sizes(command)
     add = command.add_argument
     add("--budget", type=byte_count, help="limit of bytes on the device, such as 2GiB or '500 MB'")
+    add("--balance", type=int, default=0, metavar="K", help="copies of busy experts on a rank (default 0)")
     add("--profile", type=Path, metavar="FILE", help="profile to use (default: the stored one that fits)")
     add("--folder", type=Path, help="folder of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
     described = "machines that you do not have (docs/cluster.md); --profile fills in what it leaves out"
@@ -55,9 +58,15 @@ def run_command(args: argparse.Namespace) -> Output:
     or higher.
     """
     layer.layer_shape(args, "cpu")  # called for its error about wrong sizes, before any file is read
+    check_int(0, **{"--balance": args.balance})
     path, rates = _rates(args)
+    others = args.num_experts - args.num_experts // args.ranks
+    if args.balance > others:
+        raise ValueError(
+            f"--balance ({args.balance}) must be at most {others}, the number of experts of the other ranks"
+        )
     options = {"layer": layer.constructor_arguments(args), "num_tokens": args.tokens}
-    options |= {"budget": args.budget, "slack": args.slack}
+    options |= {"budget": args.budget, "slack": args.slack, "copies": args.balance}
     try:
         plans = plan_combinations(rates, **options)
     except ValueError as error:
@@ -68,6 +77,8 @@ def run_command(args: argparse.Namespace) -> Output:
         "slack": args.slack,
         "device": advice.profile.device_type,
         "budget_bytes": args.budget,
+        "balance": args.balance,
+        "copy_price_rows": _copy_prices(advice, rates) if args.balance else None,
         "profile": {"path": str(path), **asdict(advice.profile.identity), "when": advice.profile.when},
         "ways": [*map(_advice_fields, plans)],
         "sensitivity": list(sensitivity(rates, plans, **options)) if isinstance(rates, Cluster) else [],
@@ -79,6 +90,31 @@ def run_command(args: argparse.Namespace) -> Output:
     if args.html is not None:
         _write_page(args, advice, fields)
     return Output(fields, _lines(args, advice, fields))
+
+
+def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
+    """Returns the prices of a copy of a busy expert on its owner's node and on another node, in rows.
+
+    A copy pays if it saves the busiest rank more rows than this.
+
+    advice: the sizes of the layer, and the profile.
+    rates: the measured profile, or the described cluster.
+    """
+    sizes = advice.sizes
+    if isinstance(rates, Cluster):
+        links = {"inside": rates.inside, "outside": rates.outside}
+        links = links if min(rates.machines, rates.ranks_per_machine) > 1 else {}
+    else:
+        links = links_of(rates)
+    return prices_of_copy(
+        advice.profile,
+        links,
+        expert_elements=sizes.d_model * (sizes.columns.hidden + sizes.columns.scratch),
+        d_model=sizes.d_model,
+        element_size=sizes.element_size,
+        num_ranks=sizes.num_ranks,
+        trains=True,
+    )
 
 
 def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
@@ -132,6 +168,7 @@ def _python(args: argparse.Namespace, advice: Advice) -> str:
     options: dict[str, Any] = {"memory_reuse": restore.strategy or restore}
     if advice.dispatch != "flat":
         options |= {"dispatch": advice.dispatch, "nodes": profile.num_ranks // profile.num_nodes}
+    options["balance"] = args.balance or None
     line = layer.python_line(args, pipeline=advice.decision.forward, **options)
     if esp == 1:
         return line
@@ -165,6 +202,7 @@ def _lines(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) 
     for rows, marked in _tables(advice, fields):
         yield table([[*row, "<-" * (i - 1 == marked)] for i, row in enumerate(rows)]) + "\n"
     yield from _conclusions(advice)
+    yield from _about_copies(fields)
     if args.html is not None:
         yield f"wrote {args.html}"
     yield fields["python"]
@@ -183,6 +221,21 @@ def _conclusions(advice: Advice) -> list[str]:
     return lines + [f"fastest of all: {advice.fastest}"] * (advice.fastest is not advice.decision)
 
 
+def _about_copies(fields: Mapping[str, Any]) -> list[str]:
+    """Returns the line of text that says when a copy of a busy expert pays; none without --balance.
+
+    fields: the JSON output.
+    """
+    if not fields["balance"]:
+        return []
+    near, far = fields["copy_price_rows"]
+    elsewhere = f" ({far} on another node)" if far != near else ""
+    return [
+        f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows{elsewhere}; the "
+        f"bytes count {fields['balance']} on each rank"
+    ]
+
+
 def _write_page(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) -> None:
     """Writes the HTML page of --html: the output with pictures.
 
@@ -198,7 +251,8 @@ def _write_page(args: argparse.Namespace, advice: Advice, fields: Mapping[str, A
         part("table", head, rows, [marked], words=1) for (head, *rows), marked in _tables(advice, fields)
     ]
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
-    sentences = [f"{line[:1].upper()}{line[1:]}." for line in _conclusions(advice)]
+    lines = [*_conclusions(advice), *_about_copies(fields)]
+    sentences = [f"{line[:1].upper()}{line[1:]}." for line in lines]
     described = layer.describe_layer(args, fields["device"]) + budget
     code = part("code", "In Python:", fields["python"])
     parts = [described, f"Profile: {advice.profile}.", *sentences, *pictures, *tables, code]

@@ -13,10 +13,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from pmoe.comm.failures import at_stage, reduce_to_largest, wait_for
-from pmoe.comm.group_record import collectives
+from pmoe.comm.failures import at_stage, reduce_to_largest
 from pmoe.comm.ranks import Ranks
 
 T = TypeVar("T")
@@ -54,24 +52,6 @@ def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stag
         agreed = torch.tensor(values, dtype=torch.float64, device=device)
         reduce_to_largest(agreed, ranks.group)
         return [float(value) for value in agreed.tolist()]
-
-
-def summed(ranks: Ranks, values: Tensor, *, stage: str) -> list[int]:
-    """Returns the sum of each value over all ranks.
-
-    Costs one all-reduce of ``values``, and the host waits for the result.
-
-    values: (X,) int64, equally many on every rank. The tensor is overwritten.
-    stage: what the values are for, in words of an error message.
-
-    Example: ranks with (1, 5) and (3, 4) -> [4, 9].
-    """
-    if ranks.size > 1:
-        with at_stage(stage, ranks):
-            collectives.begun += 1
-            work = dist.all_reduce(values, group=ranks.group, async_op=True)
-            wait_for(work, ranks.group, values.is_cuda)
-    return [int(value) for value in values.tolist()]
 
 
 def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[bool]:

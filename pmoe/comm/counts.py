@@ -9,9 +9,10 @@
        n = 4 chunks   |   0   |   1   |   2   |   3   |
        n = 2 chunks   |       0       |       1       |
 
-2. One max-reduction of a few numbers follows in two cases. If chunks take turns in buffers of fixed size
+2. One max-reduction of a few numbers follows in three cases. If chunks take turns in buffers of fixed size
    (ring slots), all ranks must cut their batches finely enough for the fullest slot of any rank. If one
    buffer must hold all rows of a rank, all ranks must know the largest number of rows that any rank receives.
+   If busy experts may have copies, all ranks must know the load of each expert: its rows from all ranks.
 
 No rank ever holds the counts of all pairs of ranks.
 
@@ -142,6 +143,8 @@ class RankCounts:
         max_rows         largest number of rows that any rank receives, rows from itself included; None if
                          not asked for, or if some rank does not have exactly one row for each choice of its
                          tokens
+        loads            (E,) load of each of the E experts, its rows from all ranks; () if not asked for
+        marks            largest value of each of the numbers that ranks sent for the loads (`Loads.marks`)
     """
 
     send: Tensor
@@ -160,6 +163,8 @@ class RankCounts:
     hosted_copies: int = 0
     copied_experts: int = 0
     relays_copies: bool = False
+    loads: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
 
     @property
     def sent_rows(self) -> Tensor:
@@ -290,6 +295,53 @@ class Slots:
                 depth = overflows if depth is None else depth + overflows
             depths.append(torch.zeros_like(max_tokens) if depth is None else depth)
         return depths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """The request that all ranks get the load of each expert, and the largest of some other numbers.
+
+    Each rank knows the loads of its own experts when the row counts have arrived. It contributes these, and 0
+    for the experts of other ranks, to a max-reduction.
+
+    own_rank: this rank.
+    num_experts: E, the experts of all ranks.
+    marks: non-negative numbers of this rank, equally many on every rank.
+
+    Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7) -> (max of (5, 3, 0, 0) and (0, 0, 0, 7)).
+    """
+
+    own_rank: int
+    num_experts: int
+    marks: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of values that the request adds to the max-reduction."""
+        return self.num_experts + len(self.marks)
+
+    def write(self, recv_FWE: Tensor, out: Tensor) -> None:
+        """Writes what this rank contributes to the max-reduction.
+
+        recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
+            this rank.
+        out: (size,) int64 zeros, where the numbers are written.
+        """
+        num_local = recv_FWE.shape[2]
+        first = self.own_rank * num_local
+        out[first : first + num_local] = recv_FWE.sum((0, 1))
+        for at, mark in enumerate(self.marks, start=self.num_experts):
+            out[at] = mark
+
+    def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
+        """Returns row counts with the loads and the largest marks.
+
+        agreed: the result of the max-reduction, which ends with the numbers of this request.
+        """
+        numbers = agreed[len(agreed) - self.size :]
+        return replace(
+            counts, loads=tuple(numbers[: self.num_experts]), marks=tuple(numbers[self.num_experts :])
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -424,9 +476,12 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
+    num_staying: with bypass_local, for how many of its own experts a rank's rows are not sent
+        (`without_own`); None for all. The caller may set it before `finish`.
     """
 
     tokens_W: Tensor
+    num_staying: int | None = None
 
     def __init__(
         self,
@@ -445,6 +500,7 @@ class CountsExchange:
         bypass_local: bool = False,
         asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
+        loads: Loads | None = None,
     ) -> None:
         """Sends this rank's row counts to all ranks, without waiting for theirs. A collective.
 
@@ -469,6 +525,8 @@ class CountsExchange:
         asks_max_rows: whether `RankCounts.max_rows` is computed; the same on all ranks.
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If some rank
             has not, `RankCounts.max_rows` is None on all ranks.
+        loads: asks for the loads of all experts. It must be None on all ranks or on none. Experts must not be
+            split over ranks.
         """
         counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
         self._counted_once = once_FP is not None
@@ -484,6 +542,7 @@ class CountsExchange:
         self._traffic = traffic
         self._asks_max_rows = asks_max_rows
         self._one_row_a_choice = one_row_a_choice
+        self._loads = loads
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
         kind += ranks.number * LAYER
         fault_number = 0 if isinstance(fault, Tensor) else fault.value
@@ -524,33 +583,33 @@ class CountsExchange:
         if self._work is None:  # a single rank, which waits for no other
             device_FWX, on_host = self._to_host()
         else:
-            with at_stage("the exchange of row counts", self._ranks):
+            stage = "the exchange of row counts"
+            with at_stage(stage, self._ranks):
                 wait_for(self._work, self._ranks.group, self._own_FPX.is_cuda)
+            # Ranks in different layers would reduce different numbers in `_agree`, so all ranks raise their
+            # error before that. On a GPU the host would have to wait for the headers.
+            assert self._received is not None
+            if not self._received.is_cuda:
+                self._check(self._received[:, :HEADER])
+            with at_stage(stage, self._ranks):
                 device_FWX, on_host = self._to_host()
         own, arrived, headers, numbers, *counts = on_host
-        max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
-        if fault:
-            codes = enumerate(headers[:, 1].tolist())
-            faults = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
-            raise FaultError(Fault(fault), "; ".join(faults))
-        if self._ranks.size > 1:
-            modes, kinds = headers[:, 2:].t().tolist()
-            self._ranks.any_trains = any(mode & TRAINING for mode in modes)
-            if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
-                compare_headers(modes, kinds, self._ranks)
-            if not self._ranks.number:
-                self._ranks.take_number()
+        max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *others = numbers.tolist()
+        if fault or device_FWX.is_cuda:  # on the CPU several ranks have compared their headers before
+            self._check(headers)
+        if self._ranks.size > 1 and not self._ranks.number:
+            self._ranks.take_number()
         self.tokens_W = headers[:, 0]
         send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)
         recv_device, received_once = self._split(device_FWX)
-        return RankCounts(
+        shared = RankCounts(
             send=send,
             recv=recv,
             recv_device=recv_device,
             max_tokens=max_tokens,
             needs_grad=mode >= WANTS_GRADIENTS,
-            depth={} if self._slots is None else dict(zip(self._slots.degrees, depths, strict=True)),
+            depth={} if self._slots is None else dict(zip(self._slots.degrees, others, strict=False)),
             host_shortage=bool(host_shortage),
             max_rows=max_rows if self._asks_max_rows and not irregular else None,
             sent_once=sent_once,
@@ -559,6 +618,22 @@ class CountsExchange:
             messages=self._messages,
             relayed=(counts[0], counts[1]) if counts else (None, None),
         )
+        return shared if self._loads is None else self._loads.read(shared, others)
+
+    def _check(self, headers: Tensor) -> None:
+        """Raises FaultError on every rank if any rank has a fault, or if the ranks do not make the same call.
+
+        headers: (W, HEADER) on the host, the headers of all ranks.
+        """
+        codes = headers[:, 1].tolist()
+        if any(codes):
+            faults = [f"rank {rank}: {Fault(code).text}" for rank, code in enumerate(codes) if code]
+            raise FaultError(Fault(max(codes)), "; ".join(faults))
+        if self._ranks.size > 1:
+            modes, kinds = headers[:, 2:].t().tolist()
+            self._ranks.any_trains = any(mode & TRAINING for mode in modes)
+            if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
+                compare_headers(modes, kinds, self._ranks)
 
     def _to_host(self) -> tuple[Tensor, list[Tensor]]:
         """Computes on the device all numbers that the host needs, and copies them to the host from a GPU.
@@ -620,9 +695,9 @@ class CountsExchange:
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
-        rows = [counts[..., -1].contiguous() if self._counted_once else counts.sum(2) for counts in rows]
         if self._bypass_local:
-            rows = [without_own(counts, self._ranks.rank) for counts in rows]
+            rows = [without_own(counts, self._ranks.rank, self.num_staying) for counts in rows]
+        rows = [counts[..., -1].contiguous() if self._counted_once else counts.sum(2) for counts in rows]
         send_FP, recv_FP = rows
         dispatch, combine = self._exchanges
         # Results travel the other way: combine sends the rows that dispatch received.
@@ -633,7 +708,7 @@ class CountsExchange:
         """Returns these numbers on the device, each as its maximum over all ranks:
 
             index   0 .. 3    4               5               6            7, 8, ...
-            number  header    host shortage   rows received   irregular    depth of each degree
+            number  header    host shortage   rows received   irregular    depth of each degree, then `Loads`
 
         host shortage: 1 if host memory lacks for the received rows.
         irregular: 1 if a rank does not have exactly one row for each choice of its tokens.
@@ -641,7 +716,7 @@ class CountsExchange:
 
         Every rank has received all headers, so their maximum needs no communication. The other numbers follow
         from the counts, so a reduction must come after the counts; it is left out if neither `Slots` nor
-        `RankCounts.max_rows` is asked for, and the numbers are 0.
+        `RankCounts.max_rows` nor `Loads` is asked for, and the numbers are 0.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
@@ -649,10 +724,14 @@ class CountsExchange:
         """
         header = headers.amax(0)
         slots = self._slots
-        if slots is None and not self._asks_max_rows:
+        loads = self._loads
+        if slots is None and loads is None and not self._asks_max_rows:
             return F.pad(header, (0, 3))
-        agreed = recv_FWE.new_zeros(HEADER + 3 + (0 if slots is None else len(slots.degrees)))
+        first_load = HEADER + 3 + (0 if slots is None else len(slots.degrees))
+        agreed = recv_FWE.new_zeros(first_load + (0 if loads is None else loads.size))
         agreed[:HEADER] = header
+        if loads is not None:
+            loads.write(recv_FWE, agreed[first_load:])
         if self._asks_max_rows:
             agreed[HEADER + 1] = recv_FWE.sum()
             agreed[HEADER + 2] = not self._one_row_a_choice
@@ -671,13 +750,15 @@ class CountsExchange:
     def _packed(self, header: list[int], fault: Tensor | Fault) -> Messages | None:
         """Launches the kernel that writes this rank's messages; None if kernels do not take these counts.
 
-        They take plain row counts: experts are not sharded, each row is sent for one expert, and no rank
-        passes on rows of others.
+        They take plain row counts: experts are not sharded, each row is sent for one expert, no rank passes
+        on rows of others, and nobody asks for the loads of experts.
 
         header: the numbers in front of the counts.
         fault: the argument of the constructor.
         """
         if self._counted_once or self._grid.is_sharded or any(each.in_steps for each in self._exchanges):
+            return None
+        if self._loads is not None:
             return None
         counts_FE = self._own_FPX.flatten(1)
         size = self._ranks.size

@@ -1,12 +1,13 @@
 """Row counts of a layer with ``balance``, in which other ranks compute a part of busy experts' rows.
 
     1. the gate routes the rank's tokens
-    2. the ranks sum the loads of all experts: one reduction of E + 4 numbers
+    2. row counts are exchanged, as in any call. The exchange compares the ranks' calls, and brings the loads
+       of all experts: E numbers more in its reduction
     3. each rank makes the same plan of copies (`pmoe.planner.copies`)
     4. rows of an expert with copies are divided among its hosts, and experts and copies get new numbers
-    5. row counts are exchanged, as in any call, for the new numbers
+    5. row counts are exchanged once more, for the new numbers
 
-If no copy pays in a call, steps 4 and 5 are those of a layer without ``balance``.
+If no copy pays in a call, steps 4 and 5 are left out.
 
 The new numbers of a rank are those of its own experts, then those of its copies. Example: 2 ranks with 2
 experts each; expert 0 has a copy on rank 1:
@@ -21,9 +22,10 @@ Letters: T tokens, K choices, E experts of all ranks, W ranks.
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,21 +34,23 @@ from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice, BalanceReport, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
-from pmoe.checkpointing.replay import hidden_from_checkpoints
-from pmoe.comm.agreement import summed
-from pmoe.comm.counts import TYPES, RankCounts
+from pmoe.choose.choose import choose
+from pmoe.comm.counts import CountsExchange, Fault, Loads, RankCounts
 from pmoe.comm.failures import publishing_failures
+from pmoe.comm.topology import find_topology
 from pmoe.decide.exact_counts import ExactCounts, in_chunks
-from pmoe.decide.route import route_batch
+from pmoe.decide.solver_counts import SolverCounts
+from pmoe.decide.unchanged_experts import ExpertsState, state_of, sums_of_bits
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.copies import HostedCopies
+from pmoe.engine.plan.copies import HostedCopies, KeptCopies
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.measure.profile import profile_of
-from pmoe.ordering.sorted import Tokens, count_rows
+from pmoe.planner.cluster import links_of
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
+from pmoe.planner.copy_price import prices_of_copy
 from pmoe.planner.degree import Choice
-from pmoe.planner.profile import Profile
+from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
@@ -56,53 +60,118 @@ LEAST_GAIN = 0.03
 class BalancedCounts(ExactCounts):
     """The source of a call's row counts that gives busy experts copies on other ranks.
 
-    agreed_plan  the plan of copies and the numbers from which all ranks have made it
-    copies       the copies of the call, as this rank sees them; None if there are none
-    counts_E     (E,) int64 on the device, how many rows of this rank's tokens go to each expert
+    copies      the copies of the call, as this rank sees them; None if there are none, or before `agree`
+    rows_E      (E,) on the device, how many rows of this rank's tokens go to each expert; None without copies
+    is_planned  whether the copies of the call are planned
+    state       the state of this rank's experts, by which a later call notices a change
     """
 
-    agreed_plan: AgreedPlan
+    orders: SortedSlots
     copies: HostedCopies | None
-    counts_E: Tensor
+    rows_E: Tensor | None
+    is_planned: bool
+    state: ExpertsState | None
 
     def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
-        """Routes the call, sums the loads of experts, plans copies, and starts the exchange of row counts.
+        """Routes the call, and starts the exchange of row counts, which also brings the loads of experts.
 
         call, degrees: as in `ExactCounts`.
         """
-        routed = route_batch(call)
-        routing = routed.gated.routing
-        num_experts = call.modules.options.num_experts
-        with hidden_from_checkpoints(), publishing_failures(call.modules.ranks, "the loads of experts"):
-            count = routing.expert.shape[0] if routing.token is None else routed.num_tokens
-            tokens = Tokens(count, routing.token)
-            self.counts_E = count_rows(routing.expert, routing.keep, 1, num_experts, tokens)[0]
-            self.agreed_plan = call.replay.once(lambda: agreed_plan(call, routed, self.counts_E), "copies")
-            self.copies = hosted_copies(call.modules, self.agreed_plan)
-            orders = None
-            if self.copies is not None:
-                expert_TK = numbered(self.copies, routing.expert, routing.keep, self.counts_E)
-                orders = SlotsOfHosts(self.with_copies(call.scheduled), expert_TK, routing.keep, tokens)
-        super().__init__(call, degrees, routed, orders)
+        self.copies = None
+        self.rows_E = None
+        self.is_planned = False
+        self.state = None
+        super().__init__(call, degrees)
 
-    def with_copies(self, modules: LayerModules) -> LayerModules:
-        """Returns the modules of the layer with the copies of the call, if it has any."""
-        return modules if self.copies is None else replace(modules, copies=self.copies)
+    def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
+        """Starts the exchange of row counts. The first one of a call asks for the loads of experts.
 
-    def finish_exchange(self) -> RankCounts:
-        counts = super().finish_exchange()
-        copies = self.copies
-        if copies is None:
-            return counts
-        return replace(
-            counts,
-            hosted_copies=len(copies.hosted),
-            copied_experts=len(copies.sent_experts),
-            relays_copies=copies.relays,
-        )
+        Its marks say whether any rank needs gradients of experts, whether any rank's experts have changed
+        since the last call, and whether any rank cannot use the copies that it has kept.
+        """
+        modules = self.call.modules
+        cache = modules.cache
+        self.loads = None
+        if not self.is_planned:
+            self.state = state_of(modules)
+            kept = cache.kept_copies
+            has_changed = self.state is None or self.state != cache.experts_state
+            is_useless = (
+                has_changed
+                or kept is None
+                or kept.weights is None
+                or kept.weights.is_inference() > torch.is_inference_mode_enabled()
+                or kept.dtype != (self.routed.autocast or self.routed.x_TM.dtype)
+                or kept.state != sums_of_bits(modules, own_places(modules, kept.sent_experts))
+            )
+            marks = (int(learns(modules)), int(has_changed), int(is_useless))
+            self.loads = Loads(
+                own_rank=modules.ranks.rank, num_experts=modules.options.num_experts, marks=marks
+            )
+        exchange = super()._begin_exchange(fault)
+        if self.copies is not None:  # rows for copies are sent, also to their own rank
+            exchange.num_staying = modules.experts.num_local_experts
+        return exchange
+
+    def sort_early(self) -> None:
+        """Sorts the rows while the counts are exchanged, unless copies will probably change their order."""
+        if not self.call.modules.cache.had_copies or self.copies is not None:
+            super().sort_early()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        return super().agree(self.with_copies(modules), inputs)
+        """Waits for the loads of experts, plans copies, and chooses n for both passes and the restore pair.
+
+        If there are copies, row counts are exchanged once more, for the experts and the copies.
+
+        modules, inputs: as in `ExactCounts.agree`.
+        """
+        own_modules = self.call.modules
+        self.orders.modules = modules
+        counts = self.finish_exchange()
+        self.is_planned = True
+        own_modules.cache.experts_state = self.state
+        copies = planned_copies(own_modules, self.routed, counts)
+        own_modules.cache.had_copies = copies is not None
+        if copies is not None:
+            with publishing_failures(own_modules.ranks, "the exchange of row counts with copies"):
+                self.use_copies(modules, copies)
+                self._counts_FE = self.orders.count(self._counts_FE.shape[0])
+                exchange = self._begin_exchange(Fault.NONE)
+                self.sort_early()
+            loads = counts.loads
+            counts = replace(exchange.finish(), loads=loads)
+        agreed = self.chosen(counts, inputs)
+        if copies is not None:
+            assert agreed.counts is not None
+            counts = replace(
+                agreed.counts,
+                loads=loads,
+                hosted_copies=len(copies.hosted),
+                copied_experts=len(copies.sent_experts),
+                relays_copies=copies.relays,
+            )
+            agreed = replace(agreed, counts=counts, copies=copies)
+        return agreed
+
+    def chosen(self, counts: RankCounts, inputs: Inputs) -> AgreedChoice:
+        """Chooses n for both passes and the restore pair, and returns them with the row counts.
+
+        counts: the row counts, those of copies included.
+        inputs: the rows and parameters of the call.
+        """
+        return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
+
+    def use_copies(self, modules: LayerModules, copies: HostedCopies) -> None:
+        """Divides the rows of experts with copies among their hosts.
+
+        modules: the modules that the schedule computes, without the copies.
+        copies: the copies of the call.
+        """
+        self.copies = copies
+        orders = self.orders
+        self.rows_E = orders.count(1)[0]
+        host_TK = numbered(copies, orders.expert_TK, orders.keep_TK, self.rows_E)
+        self.orders = SlotsOfHosts(replace(modules, copies=copies), host_TK, orders.keep_TK, orders.tokens)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
@@ -111,7 +180,9 @@ class BalancedCounts(ExactCounts):
         """
         counts = agreed.counts
         assert counts is not None and agreed.choice is not None
-        self.orders.modules = self.with_copies(modules)
+        if agreed.copies is not None and self.copies is None:  # the second pass of a checkpoint
+            self.use_copies(modules, agreed.copies)
+        self.orders.modules = replace(modules, copies=agreed.copies)
         decision = in_chunks(
             self,
             inputs,
@@ -119,42 +190,56 @@ class BalancedCounts(ExactCounts):
             counts,
             agreed.choice,
             max_tokens=counts.max_tokens,
-            kept_device_E=self.counts_E,
+            kept_device_E=self.rows_E,
         )
         expert_bytes = sum(parameter[:1].nbytes for parameter in inputs.parameters)
-        return replace(decision, balance=self.agreed_plan.report(modules, expert_bytes))
+        return replace(decision, balance=balance_report(modules, counts.loads, agreed.copies, expert_bytes))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgreedPlan:
-    """The plan of copies of a call, and the numbers that the ranks have summed. It is the same on all ranks.
+class BalancedSolverCounts(BalancedCounts, SolverCounts):
+    """The source of row counts with copies of busy experts if the solver may take other numbers of chunks."""
 
-    loads      rows of each of the E experts, from all ranks together
-    plan       the copies; without hosts if none pays
-    is_frozen  whether no rank needs gradients of the experts' parameters
+    def __init__(self, call: Call) -> None:
+        super().__init__(call, call.modules.counted_degrees)
+
+    def chosen(self, counts: RankCounts, inputs: Inputs) -> AgreedChoice:
+        self._counts = counts
+        choice = choose(self.call.modules, counts, inputs, self.orders, rows_for=self.rows_for)
+        agreed = self.counted(AgreedChoice(choice=choice))
+        assert agreed.counts is not None
+        return replace(agreed, counts=replace(agreed.counts, loads=counts.loads))
+
+
+def learns(modules: LayerModules) -> bool:
+    """Returns whether this rank needs gradients of the experts' parameters."""
+    return torch.is_grad_enabled() and (
+        any(parameter.requires_grad for parameter in modules.experts_module.parameters())
+        or modules.experts.asks_for_gradients()
+    )
+
+
+def balance_report(
+    modules: LayerModules, loads: Sequence[int], copies: HostedCopies | None, expert_bytes: int
+) -> BalanceReport:
+    """Returns how uneven the ranks' rows are without and with the copies, and what the copies cost.
+
+    modules: the layer's modules and options.
+    loads: (E,) rows of each expert, from all ranks together.
+    copies: the copies of the call; None for none.
+    expert_bytes: bytes of one expert's parameters.
     """
-
-    loads: tuple[int, ...]
-    plan: CopyPlan
-    is_frozen: bool
-
-    def report(self, modules: LayerModules, expert_bytes: int) -> BalanceReport:
-        """Returns how uneven the ranks' rows are without and with the copies, and what the copies cost.
-
-        modules: the layer's modules and options.
-        expert_bytes: bytes of one expert's parameters.
-        """
-        num_ranks = modules.ranks.size
-        owners = owners_of(modules)
-        without = CopyPlan(hosts={}, before=0, after=0)
-        before, after = (plan.rows_of_ranks(self.loads, owners, num_ranks) for plan in (without, self.plan))
-        num_copies = len(self.plan.pairs)
-        return BalanceReport(
-            before=_imbalance(before),
-            after=_imbalance(after),
-            copies=num_copies,
-            weight_bytes=num_copies * expert_bytes,
-        )
+    owners = owners_of(modules)
+    without = CopyPlan(hosts={}, before=0, after=0)
+    plan = without if copies is None else copies.plan
+    before, after = (each.rows_of_ranks(loads, owners, modules.ranks.size) for each in (without, plan))
+    used = [expert for expert, hosts in plan.hosts.items() for _, rows in hosts[1:] if rows]
+    is_sent = copies is not None and copies.fate != "present"
+    return BalanceReport(
+        before=_imbalance(before),
+        after=_imbalance(after),
+        copies=len(used),
+        weight_bytes=is_sent * len(plan.pairs) * expert_bytes,
+    )
 
 
 def _imbalance(rows: Sequence[int]) -> float:
@@ -169,17 +254,87 @@ def owners_of(modules: LayerModules) -> list[int]:
     return [expert // num_local for expert in range(modules.options.num_experts)]
 
 
-def hosted_copies(modules: LayerModules, agreed: AgreedPlan) -> HostedCopies | None:
-    """Returns the copies of a call as this rank sees them; None for none."""
-    if not agreed.plan.hosts:
+def planned_copies(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) -> HostedCopies | None:
+    """Plans the copies of a call, and returns them as this rank sees them; None for none.
+
+    All ranks make the same plan. Collective if the rates of products and messages were never measured.
+
+    modules: the modules and options of the layer.
+    routed: the routed tokens, of which the dtype and the device count.
+    counts: the row counts of the exchange, with the loads of experts.
+    """
+    loads = counts.loads
+    limits = limits_of(modules, routed, counts)
+    learning, has_changed, are_useless = counts.marks
+    cache = modules.cache
+    # The first pass of a reentrant checkpoint, without gradients in training, is not counted.
+    is_counted = counts.needs_grad or not modules.ranks.any_trains
+    since, before = cache.calls_alike
+    cache.calls_alike = (is_counted, since) if has_changed else (since + is_counted, before)
+    kept = cache.kept_copies
+    if kept is not None and (are_useless or kept.per_rank > limits.per_rank or modules.options.budget):
+        kept = cache.kept_copies = None
+    if not limits.per_rank:
         return None
-    return HostedCopies(
-        plan=agreed.plan,
+    owners = owners_of(modules)
+    nodes = node_of_ranks(modules)
+    copies = functools.partial(
+        HostedCopies,
         rank=modules.ranks.rank,
         num_ranks=modules.ranks.size,
         num_local=modules.experts.num_local_experts,
-        are_frozen=agreed.is_frozen,
+        are_frozen=not learning,
     )
+    if kept is not None:
+        # Other copies are made only if they gain more than the fraction that copies must gain at all.
+        margin = math.ceil(LEAST_GAIN * sum(loads) / modules.ranks.size)
+        sticky = replace(limits, near=limits.near + margin, far=limits.far + margin)
+        plan = plan_copies(loads, owners, nodes, sticky, kept.pairs)
+        if plan.pairs <= kept.pairs:
+            if not pays(plan):
+                return None
+            return copies(plan=with_pairs(plan, loads, owners, kept.pairs), fate="present", kept=kept)
+    plan = plan_copies(loads, owners, nodes, limits)
+    if not pays(plan):
+        return None
+    hosted: HostedCopies = copies(plan=plan)
+    cache.kept_copies = None
+    evaluates = not (counts.needs_grad or modules.ranks.any_trains)
+    if modules.options.budget is None and (evaluates or max(cache.calls_alike) > 1):
+        cache.kept_copies = KeptCopies(
+            pairs=plan.pairs,
+            sent_experts=hosted.sent_experts,
+            dtype=routed.autocast or routed.x_TM.dtype,
+            state=sums_of_bits(modules, own_places(modules, hosted.sent_experts)),
+        )
+    return replace(hosted, kept=cache.kept_copies)
+
+
+def pays(plan: CopyPlan) -> bool:
+    """Returns whether a plan has copies that gain enough (`LEAST_GAIN`)."""
+    return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
+
+
+def own_places(modules: LayerModules, experts: Sequence[int]) -> list[int]:
+    """Returns the places of this rank's experts among its own, by their numbers among all experts."""
+    return [expert % modules.experts.num_local_experts for expert in experts]
+
+
+def with_pairs(
+    plan: CopyPlan, loads: Sequence[int], owners: Sequence[int], pairs: Collection[tuple[int, int]]
+) -> CopyPlan:
+    """Returns a plan with some copies more, which compute no rows.
+
+    A rank that has kept its copies hosts all of them, so that their weights stay as they are.
+
+    loads: (E,) rows of each expert, from all ranks together.
+    owners: (E,) rank of each expert's parameters.
+    pairs: the copies that the plan must have, as pairs (expert, rank).
+    """
+    hosts = dict(plan.hosts)
+    for expert, rank in sorted(set(pairs) - plan.pairs):
+        hosts[expert] = (*hosts.get(expert, ((owners[expert], loads[expert]),)), (rank, 0))
+    return replace(plan, hosts=hosts)
 
 
 class SlotsOfHosts(SortedSlots):
@@ -190,18 +345,25 @@ class SlotsOfHosts(SortedSlots):
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
-        """Returns the plan of the call. The copies' weights are kept until backward if T_DI is kept.
+        """Returns the plan of the call, with what becomes of the copies' weights (`with_fate`).
 
         counts, choice: as in `SortedSlots.plan`.
         """
         copies = self.modules.copies
         assert copies is not None
-        fate = choice.restore.dispatched
         orders = copy.copy(self)
-        orders.modules = replace(
-            self.modules, copies=replace(copies, fate="communicate" if fate == "communicate" else "keep")
-        )
+        orders.modules = replace(self.modules, copies=with_fate(copies, choice.restore))
         return SortedSlots.plan(orders, counts, choice)
+
+
+def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
+    """Returns copies that are kept until backward, or sent again if the restore pair sends T_DI again.
+
+    Copies that stay for later calls are kept in any case.
+    """
+    if copies.kept is not None or restore.dispatched != "communicate":
+        return copies
+    return replace(copies, fate="communicate")
 
 
 def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:
@@ -231,87 +393,58 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
     return numbers_H[host].view_as(expert_TK)
 
 
-def agreed_plan(call: Call, routed: RoutedBatch, counts_E: Tensor) -> AgreedPlan:
-    """Sums the loads of experts over the ranks, and returns the plan of copies. Collective.
+def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
+    """Returns the number of the node that each rank is on. Collective the first time for a layer.
 
-    call: the call.
-    routed: its routed tokens.
-    counts_E: (E,) int64, the rows of this rank for each expert.
+    Raises ValueError or TypeError on every rank if ``nodes`` is invalid, or differs between ranks.
+
+    modules: the modules of the layer, and its argument ``nodes``.
     """
-    modules = call.modules
-    ranks = modules.ranks
-    learns = torch.is_grad_enabled() and (
-        any(parameter.requires_grad for parameter in modules.experts_module.parameters())
-        or modules.experts.asks_for_gradients()
-    )
-    # n numbers are all equal if and only if n * sum(x**2) = sum(x)**2.
-    kind = TYPES.index(routed.dtype) if routed.dtype in TYPES else len(TYPES)
-    flags = torch.tensor([learns, routed.needs_grad, kind, kind**2], device=counts_E.device)
-    numbers = torch.cat([counts_E, flags])
-    modules.traffic.counts += numbers.nbytes
-    *loads, num_learning, num_training, kinds, squares = summed(
-        ranks, numbers, stage="summing the loads of experts"
-    )
-    plan = CopyPlan(hosts={}, before=0, after=0)
-    if ranks.size * squares == kinds**2:  # else the exchange of row counts raises an error on all ranks
-        limits = limits_of(modules, routed, num_rows=sum(loads), trains=num_training > 0)
-        planned = plan_copies(loads, owners_of(modules), [0] * ranks.size, limits)
-        plan = planned if planned.before > (1 + LEAST_GAIN) * planned.after else plan
-    return AgreedPlan(loads=tuple(loads), plan=plan, is_frozen=num_learning == 0)
+    cache = modules.cache
+    if not cache.node_of_ranks:
+        topology = find_topology(modules.ranks, modules.nodes)
+        cache.node_of_ranks = tuple(topology.node(rank) for rank in range(modules.ranks.size))
+    return cache.node_of_ranks
 
 
-def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trains: bool) -> CopyLimits:
+def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) -> CopyLimits:
     """Returns how many copies a rank may host, and the price of a copy in rows, the same on all ranks.
 
-    A number in ``balance`` asks for copies at any price: it is 0. With ``balance=True`` the
-    price follows from the profile, the measured rates of products and messages.
+    With a memory budget, there are only as many copies as stay within it. A number in ``balance`` asks for
+    copies at any price: it is 0. With ``balance=True`` the price follows from the profile, the measured rates
+    of products and messages. If the profile has the rates inside and between nodes, there are two prices.
 
     modules: the modules and options of the layer.
     routed: the routed tokens, of which the dtype and the device count.
-    num_rows: rows of all ranks together.
-    trains: whether a backward pass follows.
+    counts: the row counts of the exchange, with the loads of experts.
     """
     options = modules.options
     if routed.x_TM.is_cuda:
         warn_once(f"balance ({options.balance}) makes no copies of busy experts on a GPU yet")
         return CopyLimits(per_rank=0)
     per_rank = options.most_copies(modules.ranks.size)
-    if options.balance is not True:
+    if options.budget is not None and per_rank:
+        from pmoe.choose.open_choice import copies_within_budget
+
+        per_rank = copies_within_budget(modules, routed.x_TM, counts.max_tokens, per_rank)
+        if not per_rank:
+            warn_once(
+                f"memory_budget ({options.memory_budget!r}) leaves no room for copies of busy experts "
+                f"(balance={options.balance}) in calls of {counts.max_tokens} tokens: they have none"
+            )
+    if options.balance is not True or not per_rank:
         return CopyLimits(per_rank=per_rank)
     # A measurement takes no more memory than a pass, whose buffers hold these rows more than twice.
-    most_bytes = 2 * num_rows / modules.ranks.size * options.d_model * routed.dtype.itemsize
+    most_bytes = 2 * sum(counts.loads) / modules.ranks.size * options.d_model * routed.dtype.itemsize
     profile = profile_of(modules.ranks, routed.x_TM.device, routed.dtype, most_bytes)
     columns = modules.experts.columns(routed.x_TM.device.type)
-    price = copy_price(
+    near, far = prices_of_copy(
         profile,
+        links_of(profile),
         expert_elements=options.d_model * (columns.hidden + columns.scratch),
         d_model=options.d_model,
         element_size=routed.dtype.itemsize,
         num_ranks=modules.ranks.size,
-        trains=trains,
+        trains=counts.needs_grad,
     )
-    return CopyLimits(per_rank=per_rank, near=price, far=price)
-
-
-def copy_price(
-    profile: Profile, *, expert_elements: int, d_model: int, element_size: int, num_ranks: int, trains: bool
-) -> int:
-    """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
-
-    A row takes the time of its products, or that of its messages if they take longer. Gradients of weights
-    count as a second message. The time of a copy is that of its messages alone, as if nothing hid them.
-
-    profile: measured rates.
-    expert_elements: elements of an expert's weights: a row has as many multiply-adds.
-    d_model: M, the columns of a row.
-    element_size: bytes of an element.
-    num_ranks: number of ranks. A row stays on its rank in one of so many cases.
-    trains: whether a backward pass follows.
-    """
-    passes = 2 if trains else 1
-    products = expert_elements * profile.compute.beta_seconds * (3 if trains else 1)
-    crossing = (num_ranks - 1) / num_ranks
-    messages = 2 * passes * d_model * element_size * profile.message.beta_seconds * crossing
-    copy_seconds = passes * profile.message(expert_elements * element_size)
-    row_seconds = max(products, messages)
-    return math.ceil(copy_seconds / row_seconds) if row_seconds else 0
+    return CopyLimits(per_rank=per_rank, near=near, far=far)

@@ -17,7 +17,7 @@ from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
-from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, Loads, RankCounts
 from pmoe.comm.failures import publishing_failures
 from pmoe.decide.route import route_batch
 from pmoe.decide.stored_state import check_loaded
@@ -39,8 +39,10 @@ class ExactCounts:
     routed   the call's tokens with their routing
     orders   sorts the (token, choice) slots of the call by chunk and expert, for each number of chunks
     fuses    whether fused kernels may compute the call (`kernels_may_take_it`)
+    loads    asks all ranks for the loads of experts with the exchange; None if nobody needs them
     """
 
+    loads: Loads | None = None
     call: Call
     routed: RoutedBatch
     orders: SortedSlots
@@ -54,22 +56,18 @@ class ExactCounts:
         self,
         call: Call,
         degrees: tuple[int, ...] | None = None,
-        routed: RoutedBatch | None = None,
-        orders: SortedSlots | None = None,
     ) -> None:
         """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
 
         call: the call.
         degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all numbers
             that the options allow.
-        routed: the routed tokens, if the caller has routed them.
-        orders: sorts the slots of the call; None if they have the numbers of the experts that the gate chose.
 
         n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
         uses the counts of the first pass.
         """
         self.call = call
-        self.routed = routed or route_batch(call)
+        self.routed = route_batch(call)
         modules = call.modules
         routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
@@ -79,11 +77,11 @@ class ExactCounts:
         # A checkpoint expects its two passes to save the same tensors, but only the first pass has an
         # exchange. So the exchange is hidden from the checkpoint.
         with hidden_from_checkpoints(), publishing_failures(modules.ranks, "the exchange of row counts"):
-            self.orders = orders or orders_type(
+            self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
             routes = self.routed.gated.kernel_routes
-            if routes is not None and orders is None:
+            if routes is not None:
                 self.orders.take_routes(routes, self.routed.gated.sorted_for)
             if not call.replay.is_replay:
                 self._degrees = degrees or modules.options.degrees
@@ -129,6 +127,7 @@ class ExactCounts:
             bypass_local=modules.stages.local,
             asks_max_rows=self.fuses,
             one_row_a_choice=has_k_choices and routing.mix is None and routing.token is None,
+            loads=self.loads,
         )
 
     def sort_early(self) -> None:

@@ -16,7 +16,8 @@ def counts_source(call: Call) -> CountsSource:
                         device
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
-        BalancedCounts  the layer has balance: ranks first agree on copies of busy experts
+        BalancedCounts  the layer has balance: ranks agree on copies of busy experts, and exchange counts a
+                        second time if there are any
         SolverCounts    the layer has pipeline="solve": ranks exchange counts, and a second time if the solver
                         takes other numbers of chunks than those for which rows were counted
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
@@ -42,9 +43,9 @@ def counts_source(call: Call) -> CountsSource:
 def _special_source(call: Call) -> CountsSource:
     """Returns the source of row counts of a layer with `LayerOptions.has_own_source`."""
     if call.modules.options.balance and call.modules.ranks.size > 1:
-        from pmoe.decide.balanced_counts import BalancedCounts
+        from pmoe.decide.balanced_counts import BalancedCounts, BalancedSolverCounts
 
-        return BalancedCounts(call)
+        return (BalancedSolverCounts if call.modules.options.solves else BalancedCounts)(call)
     if call.modules.options.fused:
         from pmoe.decide.fused_counts import FusedCounts, FusedSolverCounts
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, fresh
+from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, fresh
 from pmoe.experts.products import GradientSum, RowGroups
 
 
@@ -127,6 +127,37 @@ class ExpertsWithCopies:
             ]
         )
 
+    def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate) -> Hidden:
+        """Assembles the hidden activation of a backward chunk from those of forward chunks.
+
+        See `Experts.join`. In the chunks of both passes, the rows of own experts come first.
+        """
+        separated: list[tuple[Hidden | None, Hidden | None, Runs]] = []
+        for hidden, runs in parts:
+            own, copied = _separated(hidden)
+            separated.append((own, copied, runs))
+        own_runs = [_within(runs, 0, _num_rows(own)) for own, _, runs in separated]
+        num_own = sum(rows.stop - rows.start for of_part in own_runs for rows, _ in of_part)
+        shared = _SharedSpace(space, num_rows, num_rows)
+        joined: list[Hidden | None] = [None, None]
+        if num_own or not num_rows:
+            own_parts = [
+                (own, of_part)
+                for (own, _, _), of_part in zip(separated, own_runs, strict=True)
+                if own is not None
+            ]
+            joined[0] = self._experts.join(own_parts, num_own, space=shared.of(slice(0, num_own)))
+        if num_own < num_rows:
+            copied_parts = [
+                (copied, _within(runs, _num_rows(own), _num_rows(own) + _num_rows(copied), num_own))
+                for own, copied, runs in separated
+                if copied is not None
+            ]
+            joined[1] = self._experts.join(
+                copied_parts, num_rows - num_own, space=shared.of(slice(num_own, num_rows))
+            )
+        return _joined(joined)
+
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
@@ -196,6 +227,28 @@ class _SharedSpace:
             return whole[:rows] if is_block else whole[part_rows]
 
         return take
+
+
+def _num_rows(hidden: Hidden | None) -> int:
+    """Returns the number of rows of a hidden activation; 0 for None."""
+    return 0 if hidden is None else hidden.tensors[0].shape[0]
+
+
+def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tuple[slice, slice]]:
+    """Returns the part of ``runs`` that reads the rows from ``start`` to ``stop`` of a forward chunk.
+
+    The rows are counted from these bounds, and the rows of the backward chunk from ``target_start``.
+
+    Example: rows 4 to 9 of forward are rows 0 to 5 of backward; from 6 to 20, target 2 -> (0 to 3, 0 to 3).
+    """
+    within = []
+    for forward, backward in runs:
+        first = max(forward.start, start)
+        end = min(forward.stop, stop)
+        if first < end:
+            shift = backward.start - forward.start - target_start
+            within.append((slice(first - start, end - start), slice(first + shift, end + shift)))
+    return within
 
 
 def _joined(parts: Sequence[Hidden | None]) -> Hidden:

@@ -121,10 +121,6 @@ def check_balance(modules: LayerModules) -> None:
     reason = modules.refusal("copies")
     if reason is None and not isinstance(modules.experts, StackedExperts):
         reason = f"experts ({type(modules.experts).__name__}) are no pmoe.experts.StackedExperts"
-    if reason is None and options.solves:
-        reason = 'n is chosen by the solver (pipeline="solve")'
-    if reason is None and options.pipeline_backward not in (None, options.fixed_degree):
-        reason = f"passes have other chunks (pipeline_backward={options.pipeline_backward})"
     if reason is not None:
         raise ValueError(f"balance ({balance}) must be False where {reason}")
     others = options.num_experts - modules.experts.num_local_experts

@@ -104,7 +104,7 @@ class MoELayer(OldAttributes, nn.Module):
         dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes
             the fastest of them), or a `pmoe.Dispatch`.
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
-        nodes: if hierarchical, a node's number of ranks, or each rank's node; None reads LOCAL_WORLD_SIZE.
+        nodes: if hierarchical or with balance, ranks a node, or each rank's node; None: LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
         wire, wire_backward: send rows, and backward's gradients, to experts as "e4m3" or "bfloat16".
         order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
@@ -134,6 +134,7 @@ class MoELayer(OldAttributes, nn.Module):
     shared_gate: nn.Linear | None
     grid: Grid
     cache: LayerCache
+    nodes: int | Sequence[int] | None = None  # layers that were pickled before lack it
 
     d_model: int = option("d_model")
     d_hidden: int = option("d_hidden")
@@ -229,6 +230,7 @@ class MoELayer(OldAttributes, nn.Module):
             from pmoe.choose.dispatch import fastest_dispatch
 
             dispatch = fastest_dispatch(self.options, self.grid, nodes, device, dtype)
+        self.nodes = nodes
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
         self.scalars = FlatAllToAll()
         self._bind_to_ranks()
@@ -294,6 +296,7 @@ class MoELayer(OldAttributes, nn.Module):
         stored_state.watch(experts, self.grid, self.num_experts)
         return LayerModules(
             grid=self.grid,
+            nodes=self.nodes,
             experts=experts,
             shared_expert=shared_expert,
             order=self.order,

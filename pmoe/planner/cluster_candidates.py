@@ -14,7 +14,7 @@ from typing import Any
 
 from pmoe.comm import NAMES, ExchangeName
 from pmoe.planner.cluster import Cluster
-from pmoe.planner.layer_sizes import sizes_from_options
+from pmoe.planner.layer_sizes import CopyNumbers, sizes_from_options
 from pmoe.planner.priced_choices import Advice, advise
 from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
@@ -66,6 +66,7 @@ def plan_combinations(
     budget: int | None = None,
     slack: float = 1.25,
     pairs: Sequence[Restore] = ALL_PAIRS,
+    copies: int = 0,
 ) -> list[Advice]:
     """Returns the best n and restore pair for each all-to-all and ESP degree, the fastest first.
 
@@ -83,6 +84,8 @@ def plan_combinations(
             routing.
         pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the
             passes.
+        copies: the most copies of busy experts that a rank hosts (``balance``). Rows then go by flat
+            all-to-alls to experts that are not shared, and the copies count in the bytes.
 
     Raises ValueError if there is no combination, if no choice of any combination stays within the budget, or
     if a rank's experts exceed the memory of the cluster's ranks.
@@ -91,8 +94,13 @@ def plan_combinations(
     refused: list[ValueError] = []
     place: dict[str, Any] = {"num_ranks": rates.num_ranks, "device_type": rates.device_type}
     dtype = str(layer["dtype"]).removeprefix("torch.")
-    for dispatch, esp in candidate_combinations(rates, layer) if among is None else among:
+    combinations = candidate_combinations(rates, layer) if among is None else among
+    if copies:
+        combinations = [("flat", 1)]
+    for dispatch, esp in combinations:
         sizes = sizes_from_options(**layer, **place, esp_size=esp)
+        num_local = sizes.num_experts // sizes.ep_size
+        sizes = replace(sizes, copies=CopyNumbers.at_most(copies, num_local, sizes.num_ranks))
         if isinstance(rates, Profile):
             profile = rates
         else:

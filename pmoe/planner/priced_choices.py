@@ -366,10 +366,7 @@ class Chooser:
         budget.
         """
         if host_is_full:
-            choices = [candidate for candidate in choices if candidate.restore.dispatched != "offload"] or [
-                replace(candidate, restore=Restore("communicate", candidate.restore.hidden))
-                for candidate in choices
-            ]
+            choices = without_offload(choices)
         # A choice that stays within the budget for more tokens also stays within it for fewer tokens. So the
         # number of tokens is rounded up, and decisions are needed for few numbers only. If no choice is
         # within the budget for the rounded number (None), one may be within it for the exact number.
@@ -385,6 +382,17 @@ class Chooser:
             if (choice := self._known[case]) is not None:
                 return choice
         raise AssertionError("unreachable: the last number of tokens fits or raises")
+
+    def fits(self, sizes: LayerSizes, tokens: int, choices: Sequence[Choice]) -> bool:
+        """Returns whether any choice stays within the memory budget for any routing.
+
+        sizes, tokens, choices: as in `fitting`; tokens of the rank with most tokens.
+        """
+        budget = self.budget
+        assert budget is not None
+        call = sizes.call(tokens)
+        peaks = (bound(sizes, call, choice, self.slack, self.bins).promised for choice in choices)
+        return any(peak <= budget for peak in peaks)
 
     def _fit(
         self,
@@ -415,6 +423,16 @@ class Chooser:
             best = _fastest_tried(shortlist, tried) or best
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
         return best
+
+
+def without_offload(choices: Sequence[Choice]) -> list[Choice]:
+    """Returns the choices that do not offload T_DI, the rows that experts received, to the host.
+
+    If all choices offload it, they are changed: T_DI is sent again in backward instead.
+    """
+    return [choice for choice in choices if choice.restore.dispatched != "offload"] or [
+        replace(choice, restore=Restore("communicate", choice.restore.hidden)) for choice in choices
+    ]
 
 
 def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:

@@ -116,7 +116,9 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         that bring more rows than a slot holds are cut finer, again and again, down to one of the ``bins``
         parts. Without ring slots chunks are not cut.
     """
-    sources = sizes.num_ranks - 1 if sizes.bypass_local else sizes.num_ranks
+    # Rows for a copy on the tokens' own rank count as received.
+    own_rows_arrive = not sizes.bypass_local or sizes.copies.hosted > 0
+    sources = sizes.num_ranks if own_rows_arrive else sizes.num_ranks - 1
     own = _most_of_chunk(call, n)
     finest = bins if bins % n == 0 else n
     received = sources * own

@@ -170,10 +170,13 @@ def _fused(content: Sequence[Span]) -> bool:
 
 
 def _lanes(content: Sequence[Span]) -> list[str]:
-    """Returns the lanes to draw, from top to bottom."""
+    """Returns the lanes to draw, from top to bottom. Lanes of single ranks come last, in order of name."""
     used = {bar.lane for bar in content}
     if _fused(content):
         return [lane for lane in FUSED_LANES if lane in used]
+    of_ranks = sorted(used - set(LANES))
+    if of_ranks:
+        return [*(lane for lane in LANES if lane in used), *of_ranks]
     return [lane for lane in LANES if lane in used | {"communicate", "compute"}]
 
 

@@ -117,6 +117,17 @@ def uneven_pass_seconds(
 ) -> float:
     """Returns the simulated seconds of a pass of n chunks, from its start until all ranks have finished.
 
+    direction: "forward" or "backward".
+    plan: copies of busy experts; None if no expert has copies.
+    """
+    return makespan(uneven_pass(layer, cluster, n, direction, plan))
+
+
+def uneven_pass(
+    layer: UnevenLayer, cluster: Cluster, n: int, direction: str, plan: CopyPlan | None = None
+) -> list[Simulated[RankTask]]:
+    """Returns the tasks of all ranks in a pass of n chunks, with their simulated start and end.
+
     Chunks do not share buffers (no ring slots), and copies stay on their ranks between the passes.
 
     direction: "forward" or "backward".
@@ -125,8 +136,7 @@ def uneven_pass_seconds(
     stages = Stages(local=True, remote=True, copies="keep" if plan is not None and plan.hosts else None)
     schedule = forward_schedule(n, stages) if direction == "forward" else backward_schedule(n, stages)
     costs = _task_costs(layer, cluster, n, plan)
-    done: list[Simulated[RankTask]] = simulate(tasks_of_ranks(schedule, cluster.num_ranks), costs)
-    return makespan(done)
+    return simulate(tasks_of_ranks(schedule, cluster.num_ranks), costs)
 
 
 def _task_costs(

@@ -41,10 +41,11 @@ HiddenFate = Literal["keep", "offload", "recompute"]
 "keep": it stays on the device. "offload": it goes to the host and back. "recompute": it is computed again.
 """
 
-CopiesFate = Literal["keep", "communicate"]
+CopiesFate = Literal["keep", "communicate", "present"]
 """What becomes of the weights of busy experts' copies until backward.
 
-"keep": they stay on the ranks of the copies. "communicate": they are sent again.
+"keep": they stay on the ranks of the copies. "communicate": they are sent again. "present": they are on these
+ranks from an earlier call, and are not sent at all.
 """
 
 StrategyName = Literal["S1", "S2", "S3", "S4"]

@@ -267,8 +267,9 @@ class Stages:
     one_lane: whether collectives inside a node and between nodes share one lane, so that they wait for each
         other. This is the baseline that FSMoE is measured against.
     copies: whether ranks host copies of busy experts, and what becomes of the copies' weights until backward:
-        None for no copies, "keep", or "communicate", which sends them again. Copies compute received rows
-        (C), and rows for a copy on the tokens' own rank count as received.
+        None for no copies, "keep", "communicate", which sends them again, or "present", if they are there
+        from an earlier call. Copies compute received rows (C), and rows for a copy on the tokens' own rank
+        count as received.
     relays_copies: whether some expert has several copies. V then brings each of their ranks another part of
         the weights, and these ranks pass the parts on to each other (VR). Gradients go the opposite way.
     frozen_copies: whether no gradients of copies are computed, because the experts are frozen on all ranks.
@@ -564,7 +565,7 @@ class PassBuilder:
         """Appends V, which sends the weights of busy experts to the ranks of their copies.
 
         It comes first in the pass: rows that stay, and gathering the first chunk, hide it. It appends nothing
-        without copies, or in backward if they were kept.
+        without copies, in backward if they were kept, or if they are there from an earlier call.
         """
         if self.sends_weights:
             self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_V" if self.stages.relays_copies else "w_K"])

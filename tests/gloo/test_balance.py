@@ -6,8 +6,11 @@ Output and every gradient are those of the same layer without copies, to the ord
 from __future__ import annotations
 
 import io
+import os
 import re
+import warnings
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +23,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
+from pmoe import warn
 from pmoe.call.decision import BalanceReport
+from pmoe.choose.search import learned_degrees
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.operands import local_part
-from pmoe.gates import TopKGate
+from pmoe.gates import ReplayGate, TopKGate
 from pmoe.gates.forced import ForcedGate
 from pmoe.measure.profile import PROFILES
 from pmoe.planner import timeline
+from pmoe.planner.copies import CopyPlan, plan_copies
 from pmoe.planner.costs import LineCost
 from tests.gloo.kit import counted_collectives, error_of
 from tests.gloo.test_faults_everywhere import LAYERS, what_is_wrong
@@ -83,9 +89,11 @@ def differences(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None],
 def compared_job(
     rank: int, world: int, balance: int, case: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[list[str], BalanceReport | None]:
-    without = step(build(*case, **options), rank, world)
-    layer = build(*case, balance=balance, **options)
-    wrong = differences(step(layer, rank, world), without, 1e-12)
+    key = (Ranks().name, torch.device("cpu"), torch.float64)
+    with mock.patch.dict(PROFILES, {key: MADE}):
+        without = step(build(*case, **options), rank, world)
+        layer = build(*case, balance=balance, **options)
+        wrong = differences(step(layer, rank, world), without, 1e-12)
     assert layer.ran is not None
     return wrong, layer.ran.balance
 
@@ -110,7 +118,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "capacity": {"capacity_factor": 1.5, "pipeline": 2},
     "shared expert": {"shared_expert": 4, "pipeline": 2},
     "all rows travel": {"bypass_local": False},
+    "S1": {"pipeline": 2, "memory_reuse": "S1"},
+    "S2": {"pipeline": 4, "memory_reuse": "S2"},
+    "S3": {"memory_reuse": "S3", "expert": "swiglu"},
+    "T_DI offloaded": {"pipeline": 2, "memory_reuse": pmoe.Restore("offload", "keep")},
+    "T_M offloaded": {"pipeline": 2, "memory_reuse": pmoe.Restore("keep", "offload")},
+    "n by rule": {"pipeline": True},
+    "pair by rates": {"pipeline": 2, "memory_reuse": True},
+    "n and pair": {"pipeline": True, "memory_reuse": True},
+    "solver": {"pipeline": "solve"},
+    "more chunks in backward": {"pipeline": 2, "pipeline_backward": 4, "memory_reuse": "S4"},
+    "fewer chunks in backward": {"pipeline": 4, "pipeline_backward": 2},
+    "unlike chunks": {"pipeline": 2, "pipeline_backward": 3, "memory_reuse": "S1"},
+    "unlike chunks, kept": {"pipeline": 3, "pipeline_backward": 2, "expert": "swiglu"},
 }
+
+
+HIERARCHICAL: dict[str, dict[str, Any]] = {
+    "1D": {"dispatch": "hierarchical_1d", "nodes": 2, "pipeline": 2},
+    "2D": {"dispatch": "hierarchical_2d", "nodes": 2, "pipeline": 2, "memory_reuse": "S4"},
+    "one way": {"dispatch": "hierarchical_2d", "combine": "flat", "nodes": 2, "pipeline": 2},
+    "uneven nodes": {"dispatch": "hierarchical_1d", "nodes": [0, 0, 0, 1], "pipeline": 3},
+    "all rows travel": {"dispatch": "hierarchical_2d", "nodes": [0, 1, 0, 1], "bypass_local": False},
+}
+
+
+@pytest.mark.parametrize("name", HIERARCHICAL)
+def test_rows_may_travel_in_steps_to_copies(name: str) -> None:
+    for balance, case in ((2, (8, 2, 0.8, (0, 1))), (1, (4, 1, 0.9, (2,)))):
+        for wrong, report in ranks(4).run(compared_job, balance, case, HIERARCHICAL[name]):
+            assert not wrong and report is not None and report.copies > 0
 
 
 @pytest.mark.sampled(12)
@@ -139,6 +176,127 @@ def test_every_chunk_of_every_rank_has_equally_many_rows(world: int) -> None:
     for rows in ranks(world).run(rows_job, 3, n):
         for of_chunk in rows:
             assert abs(of_chunk - 2000 * 2 / n) < 0.05 * 2000 * 2 / n
+
+
+def learnt_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Steps that search n by trials, under a skewed and an even load; the tables of n that they learnt."""
+    found = []
+    key = (Ranks().name, torch.device("cpu"), torch.float64)
+    with (
+        mock.patch.dict(PROFILES, {key: MADE}),
+        mock.patch("pmoe.choose.trials.MIN_ROWS", 8),
+        mock.patch("pmoe.choose.part_of_batch.MIN_TOKENS", 8),
+    ):
+        for balance in (0, 1):
+            layer = build(4, 1, 0.8, (0,), balance=balance, pipeline=True, **options)
+            found.append(step(layer, rank, world))
+        assert layer.ran is not None and layer.ran.balance is not None and layer.ran.balance.copies
+        layer.gate.share = Fraction(1, 4)
+        step(layer, rank, world)
+        assert layer.ran.balance.copies == 0
+        tables = learned_degrees(layer.layer_modules).tables
+    return differences(found[1], found[0], 1e-12), sorted(name for name in tables if tables[name].ranges)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_reuse": "S4"}], ids=str)
+def test_n_is_learnt_apart_for_calls_with_copies(options: dict[str, Any]) -> None:
+    for wrong, tables in ranks(2).run(learnt_job, options):
+        assert not wrong
+        assert tables == ["torch.float64", "torch.float64, 1 copies"]
+
+
+def skewed_step(options: dict[str, Any], rank: int, world: int) -> tuple[Any, pmoe.MoELayer]:
+    """A step of a layer with a gate of its own, as a budget needs it; four of five rows go to expert 0."""
+    torch.manual_seed(7)
+    layer = pmoe.MoELayer(M, H, 4, 1, dtype=torch.float64, **options)
+    count = TOKENS[world][rank]
+    x = tokens(count, 10 + rank)
+    x[:, 0] = torch.where(torch.arange(count) % 5 > 0, 1.0, -1.0)
+    with torch.no_grad():
+        layer.gate.weight[0, 0] = 50
+    x.requires_grad_()
+    y = layer(x)
+    (y * tokens(count, 20 + rank)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients}, layer
+
+
+def budget_job(
+    rank: int, world: int, options: dict[str, Any], margin: float
+) -> tuple[list[int], list[str], list[str]]:
+    """Copies with a budget of what a layer needs without them, and of ``margin`` times the need with them.
+
+    Also the names of wrong values, and the warnings.
+    """
+    warn.GIVEN.clear()
+    key = (Ranks().name, torch.device("cpu"), torch.float64)
+    copies = []
+    wrong = []
+    with mock.patch.dict(PROFILES, {key: MADE}), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        without, plain = skewed_step({"pipeline": 2, "memory_reuse": "S4"}, rank, world)
+        tight = plain.predict_memory(80).promised
+        plain.balance = 1
+        for budget in (tight, int(margin * plain.predict_memory(80).promised)):
+            for _ in range(2):
+                found, layer = skewed_step({**options, "balance": 1, "memory_budget": budget}, rank, world)
+                wrong += differences(found, without, 1e-12)
+            assert layer.ran is not None and layer.ran.balance is not None
+            copies.append(layer.ran.balance.copies)
+    return copies, wrong, [str(each.message) for each in caught if "no room" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "options, margin",
+    [({"pipeline": 2, "memory_reuse": "S4"}, 1.0), ({"pipeline": True, "memory_reuse": True}, 1.5)],
+    ids=["pair is given", "pair is chosen"],
+)
+def test_a_budget_without_room_for_a_copy_has_none_and_says_so_once(
+    options: dict[str, Any], margin: float
+) -> None:
+    for copies, wrong, messages in ranks(2).run(budget_job, options, margin):
+        assert not wrong and copies[1] == 1
+        if options["pipeline"] == 2:  # with other n and pairs there may be room
+            assert copies[0] == 0 and len(messages) == 1
+            assert re.search(r"memory_budget \(\d+\) leaves no room for copies of busy", messages[0])
+
+
+def nodes_job(rank: int, world: int) -> list[list[tuple[int, int]]]:
+    """The copies, as pairs (expert, rank), with the nodes from the option and from the environment."""
+    found = []
+    plans: list[CopyPlan] = []
+
+    def recorded(*args: Any) -> CopyPlan:
+        plans.append(plan_copies(*args))
+        return plans[-1]
+
+    with mock.patch("pmoe.decide.balanced_counts.plan_copies", recorded):
+        for nodes, local in (([0, 1, 0, 1], ""), (2, ""), (None, "2"), (None, "")):
+            with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": local} if local else {}):
+                layer = build(4, 1, 0.8, (0, 3), balance=1, nodes=nodes)
+                layer(tokens(200, rank))
+            found.append(sorted(plans[-1].pairs))
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+    return found
+
+
+def test_copies_are_on_the_own_node_first() -> None:
+    for apart, beside, by_variable, _ in ranks(4).run(nodes_job):
+        assert apart == [(0, 2), (3, 1)]
+        assert beside == by_variable == [(0, 1), (3, 2)]
+
+
+def unequal_nodes_job(rank: int, world: int) -> str:
+    layer = build(4, 1, 0.8, (0,), balance=1, nodes=1 + rank)
+    return error_of(lambda: layer(tokens(20, rank)))
+
+
+def test_nodes_that_differ_between_ranks_are_named() -> None:
+    for message in ranks(2).run(unequal_nodes_job):
+        assert (
+            message
+            == "ValueError: nodes (1) must be the same on every rank of the group: rank 1 has nodes (2)"
+        )
 
 
 # ---- values and gradients that are not wanted
@@ -236,8 +394,9 @@ def test_collectives_are_the_same_on_every_rank_also_without_tokens() -> None:
     found = ranks(4).run(collectives_job)
     assert all(each == found[0] for each in found)
     with_copies, even = found[0]
-    # V, VR, VGR and VG of the step, V and VR of the call without gradients
+    # V, VR, VGR and VG of the step, and the second row counts of both calls: the other call has the copies
     assert with_copies.count("all_to_all_single") == even.count("all_to_all_single") + 6
+    assert with_copies.count("all_reduce") == even.count("all_reduce") == 2
 
 
 def replayed_job(rank: int, world: int, way: str) -> list[str]:
@@ -336,6 +495,181 @@ def test_true_makes_copies_where_they_are_predicted_to_pay() -> None:
         assert cheap == 1 and dear == 0
 
 
+# ---- copies that stay
+
+
+EXPERT_BYTES = 8 * (H * M + M * H + H + M)
+
+
+def sent_in(layer: pmoe.MoELayer, call: Any) -> int:
+    """How many experts' weights this rank sends in a call. On 2 ranks, gradients go the other way."""
+    before = layer.traffic.weights
+    call()
+    return (layer.traffic.weights - before) // EXPERT_BYTES
+
+
+def accumulated_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Two SGD steps of three micro-batches each; the weights that are sent in each forward pass."""
+    found = []
+    sent: list[list[int]] = []
+    for balance in (0, 1):
+        layer = build(4, 1, 0.8, (0,), balance=balance, **options)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        sent = []
+        values: dict[str, Tensor | None] = {}
+        for seed in range(2):
+            optimizer.zero_grad()
+            losses = []
+
+            def forward(seed: int, layer: pmoe.MoELayer = layer, losses: list[Tensor] = losses) -> None:
+                losses.append(layer(tokens(TOKENS[world][rank], seed)).square().sum())
+
+            sent.append([])
+            for micro_batch in range(3):
+                seed_of_call = 100 * seed + 10 * rank + micro_batch
+                sent[-1].append(sent_in(layer, lambda seed=seed_of_call, run=forward: run(seed)))
+                if micro_batch:  # the first backward pass comes after the second forward pass
+                    losses.pop(0).backward()
+            losses.pop(0).backward()
+            optimizer.step()
+        values = {name: value.detach().clone() for name, value in layer.named_parameters()}
+        found.append(values)
+    return sent, differences(found[1], found[0], 1e-12)
+
+
+@pytest.mark.parametrize("options", [{"pipeline": 2}, {"memory_reuse": "S4"}], ids=str)
+def test_copies_stay_from_one_micro_batch_of_a_step_to_the_next(options: dict[str, Any]) -> None:
+    (sent, wrong), (of_host, other_wrong) = ranks(2).run(accumulated_job, options)
+    assert not wrong and not other_wrong
+    # The layer learns in the first step that several calls have the same weights.
+    assert sent == [[1, 1, 0], [1, 0, 0]]
+    assert of_host == [[0] * 3] * 2
+
+
+def single_steps_job(rank: int, world: int) -> tuple[list[int], bool]:
+    layer = build(4, 1, 0.8, (0,), balance=1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    sent = []
+    for _ in range(3):
+        sent.append(sent_in(layer, lambda: step(layer, rank, world)))
+        optimizer.step()
+    return sent, layer.cache.kept_copies is None
+
+
+def test_nothing_stays_where_every_step_has_one_call() -> None:
+    (_, first_is_free), (sent_by_host, host_is_free) = ranks(2).run(single_steps_job)
+    assert first_is_free and host_is_free
+    assert sent_by_host == [1, 1, 1]  # gradients
+
+
+def evaluated_job(rank: int, world: int) -> tuple[list[int], list[bool], list[int]]:
+    """Calls in evaluation, between which something changes: what is sent, and whether results are right."""
+    layer = build(4, 1, 0.8, (0,), balance=1).eval()
+    plain = build(4, 1, 0.8, (0,)).eval()
+    sent = []
+    right = []
+    bytes_told = []
+
+    def change(what: str) -> None:
+        for each in (layer, plain):
+            experts = each.experts
+            if what == "in place" and rank == 1:
+                experts.w2.mul_(2)
+            elif what == "by data" and rank == 0:
+                experts.w1.data[0] *= 3
+            elif what == "rows swapped" and rank == 0:
+                experts.w1.data[0] = experts.w1.data[0].flip(0)
+            elif what == "replaced" and rank == 0:
+                experts.w1 = torch.nn.Parameter(2 * experts.w1.detach())
+            elif what == "even":
+                each.gate.share = Fraction(1, 4)
+            elif what == "less":
+                each.gate.share = Fraction(7, 10)
+
+    changes = ("", "", "in place", "", "by data", "", "rows swapped", "", "replaced", "", "even", "less")
+    for what in changes:
+        with torch.no_grad():
+            change(what)
+            x = tokens(TOKENS[world][rank], 10 + rank)
+            outputs: list[Tensor] = []
+            sent.append(sent_in(layer, lambda x=x, outputs=outputs: outputs.append(layer(x))))
+            right.append(relative_error(outputs[0], plain(x)) <= 1e-12)
+        assert layer.ran is not None and layer.ran.balance is not None
+        bytes_told.append(layer.ran.balance.weight_bytes // EXPERT_BYTES)
+    with torch.inference_mode():
+        layer(tokens(7, rank))
+    step(layer, rank, world)
+    return sent, right, bytes_told
+
+
+def test_copies_stay_in_evaluation_until_any_rank_changes_its_experts() -> None:
+    (sent, right, told), (_, also_right, _) = ranks(2).run(evaluated_job)
+    assert all(right) and all(also_right)
+    assert sent == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0]
+    assert told == sent
+
+
+def unsteady_job(rank: int, world: int) -> tuple[list[int], list[int], bool]:
+    """Calls with changing loads; the copies of each call and the weights that all ranks send."""
+    gate = ForcedGate(TopKGate(M, 8, 1, dtype=torch.float64), 8, busy=(0,), share=0.5)
+    layers = []
+    for balance in (0, 1):
+        torch.manual_seed(7)
+        layers.append(switched_layer(M, H, 8, 1, gate=gate, dtype=torch.float64, balance=balance).eval())
+    copies, sent, right = [], [], True
+    for share in (Fraction(1, 2), Fraction(4, 10), Fraction(1, 8), Fraction(45, 100)):
+        gate.share = share
+        x = tokens(40, rank)
+        outputs: list[Tensor] = []
+        with torch.no_grad():
+            sent.append(sent_in(layers[1], lambda x=x, outputs=outputs: outputs.append(layers[1](x))))
+            right = right and relative_error(outputs[0], layers[0](x)) <= 1e-12
+        assert layers[1].ran is not None and layers[1].ran.balance is not None
+        copies.append(layers[1].ran.balance.copies)
+    return copies, sent, right
+
+
+def test_copies_that_stay_may_have_no_rows() -> None:
+    found = ranks(4).run(unsteady_job)
+    assert all(right for _, _, right in found)
+    copies, sent, _ = found[0]
+    assert copies[0] >= 2 and sent[0] == 1
+    assert sent[1:] == [0, 0, 0]  # fewer rows of expert 0 need no other copies
+    assert copies[2] == 0
+
+
+TWENTIES = ((17, 1, 1, 1), (17, 1, 1, 1), (7, 5, 5, 3), (11, 3, 3, 3))
+"""Rows of each of 4 experts, of 20, in four calls. The third call needs one of the copies of the first."""
+
+
+def unsteady_steps_job(rank: int, world: int, n: int) -> tuple[list[str], list[int]]:
+    """Gradients of several micro-batches in one step, which do not all need the same copies."""
+    count = (40, 0, 60, 20)[rank]
+    pattern = [torch.arange(4).repeat_interleave(torch.tensor(rows)) for rows in TWENTIES]
+    calls = [choices.repeat(count // 20).view(-1, 1) for choices in pattern]
+    found = []
+    copies: list[int] = []
+    for balance in (0, 1):
+        torch.manual_seed(7)
+        gate = ReplayGate(TopKGate(M, 4, 1, dtype=torch.float64), calls)
+        layer = switched_layer(M, H, 4, 1, gate=gate, dtype=torch.float64, balance=balance, pipeline=n)
+        copies = []
+        for seed in range(len(calls)):
+            layer(tokens(count, 10 * rank + seed)).square().sum().backward()
+            if balance:
+                assert layer.ran is not None and layer.ran.balance is not None
+                copies.append(layer.ran.balance.copies)
+        found.append({name: value.grad for name, value in layer.named_parameters()})
+    return differences(found[1], found[0], 1e-12), copies
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_are_right_where_copies_that_stay_have_no_rows(n: int) -> None:
+    for wrong, copies in ranks(4).run(unsteady_steps_job, n):
+        assert not wrong
+        assert copies == [3, 3, 1, 3]
+
+
 # ---- faults and refusals
 
 
@@ -347,15 +681,36 @@ def test_a_rank_that_ends_while_weights_travel_is_named_in_time(
     assert what_is_wrong(2, LAYERS["copies"], direction, task, ending) == ""
 
 
+OTHER_LAYERS: dict[str, dict[str, Any]] = {
+    "without balance": {"pipeline": 4},
+    "with more copies": {"pipeline": 4, "balance": 2},
+    "with slots": {"pipeline": 2, "memory_reuse": "S4"},
+    "with slots and copies": {"pipeline": 2, "memory_reuse": "S4", "balance": 1},
+}
+
+
+def other_layer_job(rank: int, world: int, options: dict[str, Any]) -> tuple[str, bool]:
+    """Calls two layers in turns. In one call the ranks are in different layers with equal messages."""
+    layers = [build(4, 1, 0.8, (0,), **options) for options in ({"balance": 1, "pipeline": 4}, options)]
+    for layer in layers:
+        step(layer, rank, world)
+    message = error_of(lambda: layers[rank](tokens(TOKENS[world][rank], rank)))
+    step(layers[0], rank, world)  # the group is whole
+    return message, layers[0].ran is not None
+
+
+@pytest.mark.parametrize("name", OTHER_LAYERS)
+def test_a_rank_in_another_layer_is_named_before_loads_are_summed(name: str) -> None:
+    for message, is_whole in ranks(2).run(other_layer_job, OTHER_LAYERS[name]):
+        assert message.startswith("FaultError: every rank must call the layers of a group in the same order")
+        assert "rank 0: number" in message and is_whole
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fused": ({"fused": True}, r"kernels are fused \(fused=True\)"),
     "persistent": ({"fused": "persistent"}, "a pass is one persistent kernel"),
     "padded": ({"pad_to_capacity": True, "capacity_factor": 1.0}, "rows are padded to capacity"),
     "once": ({"send_once": True}, r"rows travel once \(send_once=True\)"),
-    "offload": ({"memory_reuse": "S1"}, r"memory_reuse \(offload/offload\) may offload"),
-    "solver": ({"pipeline": "solve"}, r'n is chosen by the solver \(pipeline="solve"\)'),
-    "other chunks": ({"pipeline": 2, "pipeline_backward": 4}, r"other chunks \(pipeline_backward=4\)"),
-    "hierarchical": ({"dispatch": "hierarchical_1d", "nodes": 1}, "rows do not travel by flat all-to-alls"),
     "modules": ({"expert": lambda: torch.nn.Linear(M, M).double()}, "modules of one's own"),
 }
 
@@ -365,9 +720,8 @@ def refused_job(rank: int, world: int) -> dict[str, str]:
         name: error_of(lambda options=options: pmoe.MoELayer(M, H, 4, 2, balance=1, **options))
         for name, (options, _) in REFUSED.items()
     }
-    found["budget"] = error_of(lambda: pmoe.MoELayer(M, H, 4, 2, balance=1, memory_budget="1MiB"))
     found["too many"] = error_of(lambda: pmoe.MoELayer(M, H, 4, 2, balance=3))
-    layer = pmoe.MoELayer(M, H, 4, 2, memory_reuse="S1")
+    layer = pmoe.MoELayer(M, H, 4, 2, send_once=True)
     found["set later"] = error_of(lambda: setattr(layer, "balance", 1))
     assert layer.balance is False
     return found
@@ -379,11 +733,8 @@ def test_what_copies_do_not_support_is_refused_by_name() -> None:
             assert re.match(rf"ValueError: .*balance \(1\) must be False where .*{sentence}", found[name]), (
                 name
             )
-        assert re.search(r"memory_budget .*busy experts may have copies \(balance=1\)", found["budget"])
         assert "balance (3) must be at most 2, the number of experts of the other ranks" in found["too many"]
-        assert (
-            "balance (1) must be False where memory_reuse (offload/offload) may offload" in found["set later"]
-        )
+        assert "balance (1) must be False where rows travel once (send_once=True)" in found["set later"]
 
 
 # ---- many calls

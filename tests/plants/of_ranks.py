@@ -62,7 +62,7 @@ RANKS = (
         name="own-rows-relayed",
         breaks="rows that stay are counted among those that pass through",
         file=COUNTS,
-        old="[without_own(counts, self._ranks.rank) for counts in rows]",
+        old="[without_own(counts, self._ranks.rank, self.num_staying) for counts in rows]",
         new="rows",
         tests="tests/gloo/test_flexible.py -k hierarchical",
     ),

@@ -39,6 +39,7 @@ TAKEN: dict[str, dict[str, set[str]]] = {
     },
     "plan": {
         **dict.fromkeys((*SIZES, *WIRES, "--slack", "--budget", "--profile", "--cluster"), set()),
+        "--balance": set(),
         "--folder": set(),  # where nothing is stored
         "--html": set(),
     },

@@ -212,6 +212,27 @@ def test_plan_without_a_budget_takes_a_strategy_by_eq_10(
     assert out.splitlines()[-1].strip() == found["python"] and found["device"] == "cpu"
 
 
+def test_plan_counts_copies_of_busy_experts_and_says_when_they_pay(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["plan", *LAYER, "--ranks", "4", "--folder", str(folder)]
+    plain = printed(capsys, *common)
+    found = printed(capsys, *common, "--balance", "2")
+    assert (plain["balance"], plain["copy_price_rows"]) == (0, None)
+    for with_copies, without in zip(found["candidates"], plain["candidates"], strict=True):
+        assert with_copies["promised_bytes"] > without["promised_bytes"]
+    near, far = found["copy_price_rows"]
+    assert near == far > 0
+    assert "balance=2" in found["python"] and "balance" not in plain["python"]
+    run(*common, "--balance", "2")
+    assert f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows;" in (
+        capsys.readouterr().out
+    )
+    message = refused(capsys, *common, "--balance", "7")
+    assert "--balance (7) must be at most 6, the number of experts of the other ranks" in message
+    assert "--balance (-1) must be" in refused(capsys, *common, "--balance", "-1")
+
+
 def test_plan_within_a_budget_takes_the_fastest_that_holds_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

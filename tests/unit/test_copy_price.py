@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pmoe.decide.balanced_counts import copy_price
+from pmoe.planner.copy_price import copy_price, prices_of_copy
 from pmoe.planner.costs import LineCost
 from tests.unit.test_profile import MADE
 
@@ -16,7 +16,13 @@ def price(*, compute: float, message: float, alpha: float = 0.0, trains: bool = 
     """Rates are seconds of a multiply-add and of a byte. Rows have elements of 4 bytes, on 2 ranks."""
     profile = replace(MADE, compute=LineCost(0.0, compute), message=LineCost(alpha, message))
     return copy_price(
-        profile, expert_elements=ELEMENTS, d_model=M, element_size=4, num_ranks=2, trains=trains
+        profile,
+        link=profile.message,
+        expert_elements=ELEMENTS,
+        d_model=M,
+        element_size=4,
+        num_ranks=2,
+        trains=trains,
     )
 
 
@@ -31,6 +37,15 @@ def test_behind_a_fast_link_a_copy_is_priced_by_the_products_of_rows() -> None:
     assert price(compute=1e-11, message=3e-10) == 80
     assert price(compute=1e-11, message=3e-11) == 8
     assert price(compute=1e-11, message=3e-11, trains=False) == 12
+
+
+def test_a_copy_on_another_node_is_priced_by_the_link_between_nodes() -> None:
+    links = {"inside": LineCost(0.0, 1e-11), "outside": LineCost(0.0, 3e-11)}
+    layer = {"expert_elements": ELEMENTS, "d_model": M, "element_size": 4, "num_ranks": 2, "trains": True}
+    profile = replace(MADE, compute=LineCost(0.0, 1e-11), message=LineCost(0.0, 2e-11))
+    near, far = prices_of_copy(profile, links, **layer)
+    assert (near, far) == (3, 8)
+    assert prices_of_copy(profile, {"outside": LineCost(0.0, 1.0)}, **layer) == (6, 6)
 
 
 def test_the_fixed_time_of_a_message_counts() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pmoe
 from pmoe.decide.balanced_counts import numbered
 from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.experts import FFNExperts, make_stacked
@@ -43,6 +44,28 @@ def test_experts_and_copies_are_numbered_rank_by_rank() -> None:
         *((4, 8), (5, 9), (6, 12), (7, 13)),
     ]
     assert bounds == sorted(bounds)
+
+
+def test_a_layer_that_was_pickled_without_nodes_finds_them_by_the_launcher() -> None:
+    state = pmoe.MoELayer(4, 4, 2, nodes=2).__getstate__()
+    assert state.pop("nodes") == 2
+    layer = pmoe.MoELayer.__new__(pmoe.MoELayer)
+    layer.__setstate__(state)
+    assert layer.layer_modules.nodes is None
+
+
+def test_a_copy_that_stays_without_rows_gets_none() -> None:
+    unused = CopyPlan(
+        hosts={1: ((0, 0), (1, 0)), 2: ((1, 6), (3, 0)), 3: ((1, 4), (0, 4))}, before=0, after=0
+    )
+    [copies, *_] = of_ranks(unused, 4, 2)
+    loads = torch.tensor([0, 3, 50, 50, 0, 0, 0, 0])  # some rows of expert 1, though none were planned
+    expert_TK = torch.arange(8).repeat_interleave(loads).view(-1, 1)
+    numbers = numbered(copies, expert_TK, None, loads).view(-1)
+    width = 2 + copies.per_rank
+    ranks_of_rows = [Counter((numbers[expert_TK[:, 0] == expert] // width).tolist()) for expert in (1, 2, 3)]
+    assert ranks_of_rows[0] == {0: 3} and ranks_of_rows[1] == {1: 50}
+    assert abs(ranks_of_rows[2][0] - 25) <= 1 and ranks_of_rows[2].total() == 50
 
 
 def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whole_expert() -> None:

@@ -55,6 +55,15 @@ def test_gradients_of_copies_go_home_beside_the_last_gradients_of_parameters() -
     assert waits(schedule)["VA"] == ("VG", "W1")
 
 
+@pytest.mark.parametrize("restore", [None, KEEP, Restore("communicate", "recompute")], ids=str)
+def test_copies_from_an_earlier_call_are_not_sent_but_their_gradients_are(restore: Restore | None) -> None:
+    stages = Stages(local=True, remote=True, copies="present", relays_copies=True)
+    forward, backward = both_ways(2, stages, restore)
+    kinds = {task.kind for schedule in (forward, backward) for task in schedule.tasks}
+    assert kinds & NEW == NEW - {Kind.COPY_WEIGHTS, Kind.RELAY_WEIGHTS}
+    assert any(name.startswith("KW") for name in waits(backward)["VGR"])
+
+
 def test_ring_slots_change_nothing_of_the_order_of_copies() -> None:
     forward, backward = both_ways(2, AGAIN, Restore("communicate", "recompute"))
     assert names(forward, Lane.COMMUNICATE).startswith("V S0")

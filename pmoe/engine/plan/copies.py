@@ -17,9 +17,13 @@ Letters: W ranks, E_local experts that a rank owns, P parameters of an expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from pmoe.planner.copies import CopyPlan, row_cuts
 from pmoe.schedule.restore import CopiesFate
@@ -47,6 +51,31 @@ class ExpertPart(NamedTuple):
         return slice(start, num_elements * (self.number + 1) // self.of_all)
 
 
+@dataclass(kw_only=True)
+class KeptCopies:
+    """The weights of the copies that a rank hosts, kept from one call to the next.
+
+    They are used as long as no rank's experts change (`pmoe.decide.unchanged_experts`).
+
+    pairs: all copies of all ranks, as pairs (expert, rank). They are the same on every rank.
+    sent_experts: this rank's experts that have copies on other ranks.
+    dtype: dtype of the copies.
+    state: the state of this rank's experts when their weights were sent.
+    weights: (C, P), the weights of the C copies that this rank hosts; None before they have arrived.
+    """
+
+    pairs: frozenset[tuple[int, int]]
+    sent_experts: list[int]
+    dtype: torch.dtype
+    state: Hashable
+    weights: Tensor | None = None
+
+    @property
+    def per_rank(self) -> int:
+        """The most copies that any rank hosts."""
+        return max(Counter(rank for _, rank in self.pairs).values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostedCopies:
     """The copies of busy experts in one call, as one rank sees them. All ranks have the same plan.
@@ -57,6 +86,8 @@ class HostedCopies:
     num_local: E_local, the experts that each rank owns.
     are_frozen: whether no rank needs gradients of the experts' parameters.
     fate: what becomes of the copies' weights until backward.
+    kept: where the copies' weights are kept for later calls; None if they are not. With the fate "present" it
+        has them already.
 
     Experts have new numbers in a call with copies. Each rank has E_local + `per_rank` numbers: those of its
     own experts, then those of its copies, sorted by expert. Some of the last may stand for no copy.
@@ -68,6 +99,7 @@ class HostedCopies:
     num_local: int
     are_frozen: bool = False
     fate: CopiesFate = "keep"
+    kept: KeptCopies | None = field(default=None, compare=False)
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
@@ -171,7 +203,9 @@ class HostedCopies:
             bounds.append(expert << 32)
             numbers.append(owner * width + place)
             hosts = self.plan.hosts.get(expert, ())
-            cuts = row_cuts([rows for _, rows in hosts]) if hosts else ()
+            # A copy that stays from an earlier call may have no rows, and its expert none either.
+            shares = [rows for _, rows in hosts] if any(rows for _, rows in hosts) else [1] * bool(hosts)
+            cuts = row_cuts([*shares, *[0] * (len(hosts) - len(shares))]) if hosts else ()
             for (rank, _), cut in zip(hosts[1:], cuts[1:], strict=False):
                 bounds.append((expert << 32) + cut)
                 numbers.append(rank * width + self.num_local + self.hosted_by[rank].index(expert))

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from pmoe.comm.base import all_to_all
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import ForwardState, Inputs, Pass
+from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.engine.plan.plan import Plan
+from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
 from pmoe.experts.with_copies import ExpertsWithCopies
 
@@ -190,13 +191,21 @@ class CopiesForward(_WithCopies, Forward):
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)
-        self.use_copies(self.pool.new(self.parameters[0], len(self.hosted.hosted), self.expert_elements))
-        self.messages: _Messages | None = self.new_messages()
-        if keep and self.stages.copies == "keep":
+        hosted = self.hosted
+        if self.stages.copies == "present":
+            assert hosted.kept is not None and hosted.kept.weights is not None
+            self.use_copies(hosted.kept.weights)
+            self.experts.take_copies()
+        else:
+            self.use_copies(self.pool.new(self.parameters[0], len(hosted.hosted), self.expert_elements))
+            self.messages: _Messages | None = self.new_messages()
+        if keep and self.stages.copies != "communicate":
             self.saved.inputs = replace(inputs, parameters=[*inputs.parameters, self.copied])
 
     def compute(self, i: int) -> None:
         self.complete_copies()
+        if self.hosted.kept is not None:
+            self.hosted.kept.weights = self.copied
         super().compute(i)
 
 
@@ -221,7 +230,7 @@ class CopiesBackward(_WithCopies, Backward):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         # Forward has put the copies' weights behind the parameters, so that autograd keeps and checks them.
-        is_kept = plan.modules.stages.copies == "keep"
+        is_kept = plan.modules.stages.copies != "communicate"
         *parameters, copied = saved.inputs.parameters
         if is_kept:
             saved.inputs = replace(saved.inputs, parameters=parameters)
@@ -256,6 +265,10 @@ class CopiesBackward(_WithCopies, Backward):
         if not place:
             self.complete_copies()
         super().recompute(i, place)
+
+    def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
+        """Returns the hidden activation T_M of one task (`OffloadingBackward.joined`)."""
+        return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
     def copy_wgrad(self, i: int) -> None:
         """Computes the gradients of the copies' parameters from the rows of chunk i, and adds them (task KW).

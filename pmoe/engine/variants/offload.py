@@ -187,10 +187,18 @@ class OffloadingBackward(Backward):
         saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
         if not saved or len(saved) < len(parts):
             return  # a part did not fit on the host: `hidden_of` recomputes T_M when it is needed
-        hidden = experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
+        hidden = self.joined(saved, unit)
         if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
             hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
         self.hidden[unit] = hidden
+
+    def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
+        """Returns the hidden activation T_M of one task, copied from forward's chunks (`Experts.join`).
+
+        saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent.
+        """
+        return self.plan.modules.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
     def _fetched(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a host tensor in new device memory."""

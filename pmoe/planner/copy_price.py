@@ -1,0 +1,61 @@
+"""The price of a copy of a busy expert: how many rows a rank could compute while the copy is sent.
+
+A copy pays if it saves the busiest rank more rows than its price (`pmoe.planner.copies`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pmoe.planner.costs import LineCost
+from pmoe.planner.profile import Profile
+
+
+def prices_of_copy(profile: Profile, links: Mapping[str, LineCost], **layer: Any) -> tuple[int, int]:
+    """Returns the price of a copy on the node of its owner, and of a copy on another node, in rows.
+
+    profile: measured rates.
+    links: the costs of a message inside a node ("inside") and between nodes ("outside"). Unless both are
+        there, both prices are those of the profile's messages.
+    layer: the other arguments of `copy_price`.
+    """
+    has_both = {"inside", "outside"} <= set(links)
+    near, far = (
+        copy_price(profile, link=links[name] if has_both else profile.message, **layer)
+        for name in ("inside", "outside")
+    )
+    return min(near, far), far
+
+
+def copy_price(
+    profile: Profile,
+    *,
+    link: LineCost,
+    expert_elements: int,
+    d_model: int,
+    element_size: int,
+    num_ranks: int,
+    trains: bool,
+) -> int:
+    """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
+
+    A row takes the time of its products, or that of its messages if they take longer. Gradients of weights
+    count as a second message. The time of a copy is that of its messages alone, as if nothing hid them.
+
+    profile: measured rates.
+    link: the cost of a message on the link that the weights take.
+    expert_elements: elements of an expert's weights: a row has as many multiply-adds.
+    d_model: M, the columns of a row.
+    element_size: bytes of an element.
+    num_ranks: number of ranks. A row stays on its rank in one of so many cases.
+    trains: whether a backward pass follows.
+    """
+    passes = 2 if trains else 1
+    products = expert_elements * profile.compute.beta_seconds * (3 if trains else 1)
+    crossing = (num_ranks - 1) / num_ranks
+    messages = 2 * passes * d_model * element_size * profile.message.beta_seconds * crossing
+    copy_seconds = passes * link(expert_elements * element_size)
+    row_seconds = max(products, messages)
+    return math.ceil(copy_seconds / row_seconds) if row_seconds else 0

@@ -1,12 +1,17 @@
 """Row counts of a layer with ``balance``, in which other ranks compute a part of busy experts' rows.
 
-    1. the gate routes the rank's tokens
-    2. the ranks sum the loads of all experts: one reduction of E + 4 numbers
-    3. each rank makes the same plan of copies (`pmoe.planner.copies`)
-    4. rows of an expert with copies are divided among its hosts, and experts and copies get new numbers
-    5. row counts are exchanged, as in any call, for the new numbers
+For one call, a busy expert gets copies on other ranks. The ranks that compute its rows, its own rank and
+those with copies, are its hosts.
 
-If no copy pays in a call, steps 4 and 5 are those of a layer without ``balance``.
+    1. the gate routes the rank's tokens
+    2. the ranks sum the loads (numbers of rows) of all experts: one reduction of E + 4 numbers
+    3. each rank makes the same plan of copies (`pmoe.planner.copies`)
+    4. the rows of an expert with copies are divided among its hosts. For this, experts and copies are
+       numbered together
+    5. the ranks exchange row counts by these numbers, as in any call by the numbers of experts
+
+If copies would not make a call faster, there are none, and steps 4 and 5 are those of a layer without
+``balance``.
 
 The new numbers of a rank are those of its own experts, then those of its copies. Example: 2 ranks with 2
 experts each; expert 0 has a copy on rank 1:
@@ -50,14 +55,18 @@ from pmoe.planner.profile import Profile
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
-"""Copies are made if the largest time of a rank is predicted to be less by more than this fraction."""
+"""Least gain for which copies are made, as a fraction.
+
+The largest predicted time of a rank without copies must be more than (1 + `LEAST_GAIN`) times that with
+copies.
+"""
 
 
 class BalancedCounts(ExactCounts):
-    """The source of a call's row counts that gives busy experts copies on other ranks.
+    """Routes a call, decides which busy experts get copies on other ranks, and exchanges the row counts.
 
-    agreed_plan  the plan of copies and the numbers from which all ranks have made it
-    copies       the copies of the call, as this rank sees them; None if there are none
+    agreed_plan  the plan of copies, and the loads from which all ranks have made it
+    copies       the copies of the call: what this rank hosts, sends and receives; None if there are none
     counts_E     (E,) int64 on the device, how many rows of this rank's tokens go to each expert
     """
 
@@ -68,7 +77,8 @@ class BalancedCounts(ExactCounts):
     def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
         """Routes the call, sums the loads of experts, plans copies, and starts the exchange of row counts.
 
-        call, degrees: as in `ExactCounts`.
+        call: the call: the layer's modules and the input.
+        degrees: the numbers of chunks that may be chosen for the call; None for those that the options allow.
         """
         routed = route_batch(call)
         routing = routed.gated.routing
@@ -86,7 +96,7 @@ class BalancedCounts(ExactCounts):
         super().__init__(call, degrees, routed, orders)
 
     def with_copies(self, modules: LayerModules) -> LayerModules:
-        """Returns the modules of the layer with the copies of the call, if it has any."""
+        """Returns the layer's modules with the copies of the call added; unchanged if there are no copies."""
         return modules if self.copies is None else replace(modules, copies=self.copies)
 
     def finish_exchange(self) -> RankCounts:
@@ -107,7 +117,9 @@ class BalancedCounts(ExactCounts):
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
 
-        modules, inputs, agreed: as in `ExactCounts.decision`.
+        modules: the modules and options of the layer.
+        inputs: the rows and parameters of the call.
+        agreed: the row counts and the choice (numbers of chunks, restore pair) on which the ranks agreed.
         """
         counts = agreed.counts
         assert counts is not None and agreed.choice is not None
@@ -127,10 +139,10 @@ class BalancedCounts(ExactCounts):
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedPlan:
-    """The plan of copies of a call, and the numbers that the ranks have summed. It is the same on all ranks.
+    """The plan of copies of a call, and the numbers on which it depends. It is the same on all ranks.
 
     loads      rows of each of the E experts, from all ranks together
-    plan       the copies; without hosts if none pays
+    plan       which ranks host copies of which experts; empty if copies would not make the call faster
     is_frozen  whether no rank needs gradients of the experts' parameters
     """
 
@@ -139,7 +151,7 @@ class AgreedPlan:
     is_frozen: bool
 
     def report(self, modules: LayerModules, expert_bytes: int) -> BalanceReport:
-        """Returns how uneven the ranks' rows are without and with the copies, and what the copies cost.
+        """Returns how unevenly rows are spread over ranks without and with copies, and the copies' bytes.
 
         modules: the layer's modules and options.
         expert_bytes: bytes of one expert's parameters.
@@ -158,19 +170,26 @@ class AgreedPlan:
 
 
 def _imbalance(rows: Sequence[int]) -> float:
-    """Returns the largest number over the mean; 1 if all are 0. Example: (3, 1) -> 1.5."""
+    """Returns the largest number divided by the mean; 1 if all are 0. Example: (3, 1) -> 1.5.
+
+    rows: the number of rows of each rank.
+    """
     total = sum(rows)
     return max(rows) * len(rows) / total if total else 1.0
 
 
 def owners_of(modules: LayerModules) -> list[int]:
-    """Returns the rank of each of the E experts."""
+    """Returns for each of the E experts the rank to which it belongs."""
     num_local = modules.experts.num_local_experts
     return [expert // num_local for expert in range(modules.options.num_experts)]
 
 
 def hosted_copies(modules: LayerModules, agreed: AgreedPlan) -> HostedCopies | None:
-    """Returns the copies of a call as this rank sees them; None for none."""
+    """Returns what this rank hosts, sends and receives by the plan of copies; None if there are no copies.
+
+    modules: the modules and options of the layer.
+    agreed: the plan of copies.
+    """
     if not agreed.plan.hosts:
         return None
     return HostedCopies(
@@ -183,16 +202,20 @@ def hosted_copies(modules: LayerModules, agreed: AgreedPlan) -> HostedCopies | N
 
 
 class SlotsOfHosts(SortedSlots):
-    """The routing of a call with copies, in which each (token, choice) slot has the number of a host.
+    """The routing of a call with copies: each (token, choice) slot has the number of an expert or of a copy.
 
-    The number stands for an expert or for a copy. Kernels that route and sort know only experts, so their
-    order is not taken.
+    The order in which kernels that route have sorted the rows is not used, because these kernels know only
+    experts.
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
-        """Returns the plan of the call. The copies' weights are kept until backward if T_DI is kept.
+        """Returns the plan of the call: how many rows of each chunk go where, and how copies are sent.
 
-        counts, choice: as in `SortedSlots.plan`.
+        If the restore pair sends the dispatched rows (T_DI) again in backward, the weights of copies are sent
+        again too. Otherwise they are kept.
+
+        counts: the row counts of the call.
+        choice: the numbers of chunks and the restore pair.
         """
         copies = self.modules.copies
         assert copies is not None
@@ -205,10 +228,11 @@ class SlotsOfHosts(SortedSlots):
 
 
 def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:
-    """Returns the new number of the host of each (token, choice) slot, of the shape of expert_TK.
+    """Returns for each (token, choice) slot the number of the expert or copy that computes its row, (T, K).
 
-    Rows of one expert are counted in the order of the slots. `pmoe.planner.copies.row_cuts` says which host
-    gets a row of a certain number.
+    This is the step in which the rows of an expert are divided among its hosts. The rows of this rank for
+    one expert are counted in the order of the slots, and `pmoe.planner.copies.row_cuts` says which host gets
+    a row with a given number.
 
     copies: the copies of the call.
     expert_TK: (T, K) int64, the experts that the gate chose.
@@ -220,7 +244,8 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
     expert = expert_TK.reshape(-1)
     key = expert if keep_TK is None else torch.where(keep_TK.reshape(-1), expert, num_experts)
     order = key.argsort(stable=True)
-    # The place of each slot among the kept slots of its expert. That of a dropped slot has no meaning.
+    # The number of each slot's row among this rank's rows for the same expert. Numbers of dropped slots have
+    # no meaning.
     first = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
     row = torch.empty_like(key)
     row[order] = torch.arange(key.numel(), device=key.device) - first[key[order]]
@@ -232,10 +257,10 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
 
 
 def agreed_plan(call: Call, routed: RoutedBatch, counts_E: Tensor) -> AgreedPlan:
-    """Sums the loads of experts over the ranks, and returns the plan of copies. Collective.
+    """Sums the loads of experts over the ranks, and plans copies from them. Collective.
 
-    call: the call.
-    routed: its routed tokens.
+    call: the call: the layer's modules and the input.
+    routed: the routed tokens of the call.
     counts_E: (E,) int64, the rows of this rank for each expert.
     """
     modules = call.modules
@@ -253,7 +278,9 @@ def agreed_plan(call: Call, routed: RoutedBatch, counts_E: Tensor) -> AgreedPlan
         ranks, numbers, stage="summing the loads of experts"
     )
     plan = CopyPlan(hosts={}, before=0, after=0)
-    if ranks.size * squares == kinds**2:  # else the exchange of row counts raises an error on all ranks
+    # If the dtypes differ between ranks, no copies are planned: the exchange of row counts will raise an
+    # error on all ranks.
+    if ranks.size * squares == kinds**2:
         limits = limits_of(modules, routed, num_rows=sum(loads), trains=num_training > 0)
         planned = plan_copies(loads, owners_of(modules), [0] * ranks.size, limits)
         plan = planned if planned.before > (1 + LEAST_GAIN) * planned.after else plan
@@ -261,13 +288,14 @@ def agreed_plan(call: Call, routed: RoutedBatch, counts_E: Tensor) -> AgreedPlan
 
 
 def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trains: bool) -> CopyLimits:
-    """Returns how many copies a rank may host, and the price of a copy in rows, the same on all ranks.
+    """Returns the limits of copies: how many a rank may host, and how many rows one must save to be made.
 
-    A number in ``balance`` asks for copies at any price: it is 0. With ``balance=True`` the
-    price follows from the profile, the measured rates of products and messages.
+    The second number is the price of a copy (`copy_price`). With ``balance=True`` it is computed from a
+    profile, the measured rates of products and messages. If ``balance`` is a number, the price is 0, so that
+    copies are made even if they save little. The limits are equal on all ranks.
 
     modules: the modules and options of the layer.
-    routed: the routed tokens, of which the dtype and the device count.
+    routed: the routed tokens. Only their dtype and device are used.
     num_rows: rows of all ranks together.
     trains: whether a backward pass follows.
     """
@@ -296,16 +324,19 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trai
 def copy_price(
     profile: Profile, *, expert_elements: int, d_model: int, element_size: int, num_ranks: int, trains: bool
 ) -> int:
-    """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
+    """Returns the price of a copy: the number of rows that a rank could compute while its weights are sent.
 
-    A row takes the time of its products, or that of its messages if they take longer. Gradients of weights
-    count as a second message. The time of a copy is that of its messages alone, as if nothing hid them.
+        price = seconds of a copy / seconds of a row, rounded up
 
-    profile: measured rates.
-    expert_elements: elements of an expert's weights: a row has as many multiply-adds.
+    The seconds of a copy are those of sending its weights and, if a backward pass follows, its gradients. It
+    is assumed that no computation hides them. The seconds of a row are those of its matrix products, or of
+    its messages if these take longer.
+
+    profile: measured rates of products and messages.
+    expert_elements: elements of an expert's weights. A row needs as many multiply-adds.
     d_model: M, the columns of a row.
     element_size: bytes of an element.
-    num_ranks: number of ranks. A row stays on its rank in one of so many cases.
+    num_ranks: number of ranks. One of ``num_ranks`` rows is taken to stay on its rank, without a message.
     trains: whether a backward pass follows.
     """
     passes = 2 if trains else 1

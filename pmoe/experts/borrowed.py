@@ -101,7 +101,7 @@ class BorrowedExperts(StackedExperts):
     hidden_factor: int
     activation: str
 
-    # `pmoe.parallelize` has not laid these parameters out: the module that owns them decides how their
+    # pmoe must not mark the parameters as expert-parallel: the module that owns them decides how their
     # gradients are reduced.
     is_parallel = False
     stacks: Stacks

@@ -78,8 +78,9 @@ def measure_in_stages(
     The caller takes one of the choices for the layer's steps.
 
     A trial must not need more memory than the steps of the choice that is taken in the end. If all choices
-    need about as much memory as the layer's smallest step, all are tried together
-    (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the batch:
+    need about as much memory as the layer's smallest step (the step with the lowest predicted peak), all are
+    tried together (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the
+    batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
        least memory, on as many tokens as fit. Among them is the next larger number of chunks after those in
@@ -240,8 +241,8 @@ def _part_with_room(
 ) -> tuple[float, TrialBatch] | None:
     """Returns a batch of only as many first tokens as fit into the allowed memory. Collective.
 
-    The result is (fraction of the tokens, batch of these tokens), or None if ``share`` are fewer than
-    `MIN_TOKENS` tokens.
+    The result is (fraction of the tokens, batch of these tokens), or None if the fraction ``share`` has fewer
+    than `MIN_TOKENS` tokens.
 
     The first tokens may be routed less evenly than all tokens, and then they need more memory than their
     share. So their peak is predicted from their own row counts. If it is above the allowed memory, fewer

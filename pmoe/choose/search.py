@@ -45,6 +45,8 @@ from pmoe.warn import log
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     """Returns the number of chunks n of each pass: by earlier trials, new trials, or the number of rows.
 
+    Trials are timed runs of both passes with several n.
+
     1. If earlier trials found the fastest n for this number of tokens, this n is returned. But those trials
        may have run on batches of other sizes, so a step of this batch with n might need too much memory. So
        the memory is tested first, and if it is not enough, a larger n is returned (`n_with_room`).
@@ -129,10 +131,11 @@ def search(
 ) -> PassDegrees | None:
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
-    A trial must not need more memory than the layer's steps will need with the numbers that are chosen in the
-    end, and these may be the numbers that need the least memory. So trials run on only as many tokens (the
-    first of the batch) as fit into the memory of a step with those. Returns None if too few tokens fit for a
-    meaningful measurement (`has_enough_tokens`).
+    A trial is a timed run of both passes with some numbers of chunks. It must not need more memory than the
+    layer's steps will need with the numbers that are chosen in the end, and these may be the numbers that
+    need the least memory. So trials run on only as many tokens (the first of the batch) as fit into the
+    memory of a step with those. Returns None if too few tokens fit for a meaningful measurement
+    (`has_enough_tokens`).
 
     If all trials run out of memory, larger numbers of chunks are tried, because they need less memory. If
     these run out of memory too, the number that needs the least is taken without a trial and without being
@@ -223,8 +226,8 @@ def learned_degrees(
 ) -> LearnedDegrees:
     """Returns the results of trials for this layer: the fastest numbers of chunks by number of tokens.
 
-    Layers on one process group share the results if everything that changes the seconds of a step is equal:
-    their keys (`key_of_degrees`).
+    Trials are timed runs of both passes. Layers on one process group share the results if they have equal
+    keys. A key contains everything that changes the seconds of a step (`key_of_degrees`).
 
     modules: the modules and options of the layer.
     path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). If it is None, the
@@ -253,10 +256,10 @@ def _name(modules: LayerModules) -> tuple[object, ...]:
 
 
 def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
-    """Returns a layer's key for results of trials: everything that changes the seconds of a step.
+    """Returns everything that changes the seconds of a layer's step, as a key for the results of trials.
 
-    Layers with equal keys share the results. The values can be written as JSON. Two things change the seconds
-    but are not in the key:
+    Trials are timed runs that find the fastest numbers of chunks. Layers with equal keys share their results.
+    The values can be written as JSON. Two things change the seconds but are not in the key:
 
     - the dtype of the rows, because each dtype has a table of its own;
     - the restore pair that ``memory_reuse=True`` chooses, because all pairs share a table.
@@ -297,7 +300,8 @@ Tables = dict[str, GranularityTable]
 def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
     """Returns the path of the file that keeps the results of trials with this key between runs.
 
-    The file is in the folder $PMOE_CACHE. Returns None if $PMOE_CACHE is not set.
+    Trials are timed runs that find the fastest numbers of chunks. The file is in the folder $PMOE_CACHE.
+    Returns None if $PMOE_CACHE is not set.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
     version: version of the file's format, 2 or 3. $PMOE_CACHE never has files of version 1; users may have
@@ -318,7 +322,8 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
     """Writes results of trials and their key to a file. Leaves out empty tables.
 
-    If writing fails, an older file at this path stays unchanged.
+    Trials are timed runs that find the fastest numbers of chunks. If writing fails, an older file at this
+    path stays unchanged.
 
     tables: for each dtype of rows, the fastest numbers of chunks by tokens.
     path: the file.
@@ -334,6 +339,8 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
 def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) -> dict[str, Any]:
     """Returns results of trials and their key as data for JSON. Leaves out empty tables.
 
+    Trials are timed runs that find the fastest numbers of chunks.
+
     tables: for each dtype of rows, the fastest numbers of chunks by tokens.
     key: everything that changes the seconds of trials (`key_of_degrees`).
     """
@@ -343,6 +350,8 @@ def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) ->
 
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
     """Returns the results of trials that `save_degrees` wrote to ``path``, if the file has the same key.
+
+    The results are the fastest numbers of chunks by tokens, a table for each dtype of rows.
 
     path: the file, of any version of the format.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -361,6 +370,8 @@ def from_fields(
     fields: Mapping[str, Any], key: Mapping[str, Any], candidates: Sequence[int] | None = None
 ) -> Tables:
     """Returns the results of trials from data that `to_fields` of this or an older pmoe has made.
+
+    The results are the fastest numbers of chunks by tokens, a table for each dtype of rows.
 
     fields: the data.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -514,9 +525,9 @@ def load_learned(
 ) -> LearnedDegrees:
     """Returns rank 0's results of trials for layers with this key, the same on every rank. Collective.
 
-    The results come from ``path`` if it is a file. If ``path`` is None, they come from the first of these
-    that has any: the memory of rank 0's process, the file in $PMOE_CACHE (`stored_path`), ``saved``. If none
-    has any, the tables are empty.
+    Trials are timed runs that find the fastest numbers of chunks. The results come from ``path`` if it is a
+    file. If ``path`` is None, they come from the first of these that has any: the memory of rank 0's process,
+    the file in $PMOE_CACHE (`stored_path`), ``saved``. If none has any, the tables are empty.
 
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
@@ -554,7 +565,8 @@ def load_learned(
 def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
     """Returns this process's results of trials for layers with this key. Not collective.
 
-    If the process has none, an object without results is made, and returned by later calls too.
+    Trials are timed runs that find the fastest numbers of chunks. If the process has none, an object without
+    results is made, and returned by later calls too.
 
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -567,7 +579,8 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
 def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
     """Returns the results of trials from the file in $PMOE_CACHE; an empty dict if there is no such file.
 
-    If the file cannot be used, warns and returns an empty dict.
+    Trials are timed runs that find the fastest numbers of chunks. If the file cannot be used, warns and
+    returns an empty dict.
 
     path: the file in the present format (`stored_path`); None if $PMOE_CACHE is not set. If this file does
         not exist, the file that an older pmoe wrote for the same key (format version 2) is read.
@@ -589,8 +602,9 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any]]:
     """Returns the results of trials of some layers, to be saved in a training checkpoint. Not collective.
 
-    The results are data for JSON, one entry for each key (`key_of_degrees`). `take_results` gives them to the
-    layers when the training is resumed.
+    Trials are timed runs that find the fastest numbers of chunks. Their results are returned as data for
+    JSON, one entry for each key (`key_of_degrees`). `take_results` gives them to the layers when the training
+    is resumed.
 
     layers: the modules and options of each layer. Layers without results are left out.
     """
@@ -602,10 +616,10 @@ def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any
 def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, Any]]) -> None:
     """Gives layers the results of trials from a training checkpoint, so that they need no trials. Collective.
 
-    A layer takes the entry with its own key (`key_of_degrees`). If the checkpoint has no such entry, for
-    example because it is from another machine or number of ranks, the layer's next steps run trials. If this
-    process or the file in $PMOE_CACHE has results already, those stay, because they are at least as new as
-    the checkpoint's.
+    Trials are timed runs that find the fastest numbers of chunks. A layer takes the entry with its own key
+    (`key_of_degrees`). If the checkpoint has no such entry, for example because it is from another machine or
+    number of ranks, the layer's next steps run trials. If this process or the file in $PMOE_CACHE has results
+    already, those stay, because they are at least as new as the checkpoint's.
 
     layers: the modules and options of each layer, the same layers on every rank.
     saved: the data that `results_for_checkpoint` returned. All ranks use the data of rank 0.
@@ -619,6 +633,8 @@ def _saved_tables(
     saved: Sequence[Mapping[str, Any]], key: Mapping[str, Any], candidates: Sequence[int]
 ) -> Tables:
     """Returns the results of trials with this key from a checkpoint; an empty dict if it has none.
+
+    Trials are timed runs that find the fastest numbers of chunks.
 
     saved: the data that `results_for_checkpoint` returned, an entry for each key.
     key: everything that changes the seconds of trials (`key_of_degrees`).

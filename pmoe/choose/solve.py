@@ -123,17 +123,19 @@ def _is_enough(limit: float, most_bytes: float | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLines:
-    """Measured costs of a layer's own modules, as lines alpha + beta * size in seconds, equal on all ranks.
+    """Measured costs of a layer's own modules, each as a line: seconds = alpha + beta * size.
 
-    dispatch, combine: seconds of the layer's all-to-all for this direction, by the bytes that a rank sends to
-        other ranks; None for the flat all-to-all, whose cost is in `Operations`.
-    order: seconds of copying tokens to rows that are sorted by expert, by the number of rows.
-    restore: seconds of summing the rows of each token, by the number of rows.
-    sort: seconds of sorting rows by chunk and expert, by the number of rows.
-    gate: seconds of the gate's forward and backward pass, by the number of tokens; 0 for a gate that cannot
-        be timed outside of a call (`_gate_costs`).
-    expert: seconds of an expert's forward and backward pass by its number of rows, if it is a user's module;
-        None for pmoe's own experts.
+    They are equal on all ranks.
+
+    dispatch, combine: the layer's all-to-all in this direction; size = bytes that a rank sends to other
+        ranks. None for the flat all-to-all, whose cost is in `Operations`.
+    order: copying tokens to rows that are sorted by expert; size = rows.
+    restore: summing the rows of each token; size = rows.
+    sort: sorting rows by chunk and expert; size = rows.
+    gate: the gate's forward and backward pass; size = tokens. The lines are 0 for a gate that cannot be timed
+        outside of a call of the layer (`_gate_costs`).
+    expert: the forward and backward pass of one expert that is a user's module; size = its rows. None for
+        pmoe's own experts.
     """
 
     dispatch: LineCost | None = None
@@ -150,7 +152,9 @@ def module_lines(
 ) -> tuple[Operations, ModuleLines]:
     """Returns the measured costs of products and collectives (`Operations`), and of a layer's own modules.
 
-    Collective the first time for a layer and a dtype of rows, and if costs are measured again.
+    The modules are the gate, the order (which copies tokens to sorted rows), all-to-alls that are not flat,
+    and experts that are a user's modules. Costs are measured if they are not known yet. Collective the first
+    time for a layer and a dtype of rows, and if costs are measured again.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
@@ -243,9 +247,9 @@ def exchange_name(exchange: Exchange) -> str | None:
 
 
 def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
-    """Measures copying tokens to sorted rows, summing the rows of each token, and sorting rows by expert.
+    """Measures the seconds of copying tokens to sorted rows, of summing each token's rows, and of sorting.
 
-    Returns one cost for each of the three: a line alpha + beta * rows, in seconds on this rank.
+    Returns a line alpha + beta * rows for each of the three, in seconds on this rank.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
@@ -459,7 +463,7 @@ def step_costs(
 
 
 def _with_fixed(costs: LayerCosts, seconds: float) -> LayerCosts:
-    """Returns the costs of a pass, with ``seconds`` more for the experts' computation of each chunk."""
+    """Adds a fixed number of seconds to the experts' computation of each chunk. Returns the new costs."""
     return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
 
 
@@ -500,8 +504,8 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
     """Measures the fixed cost of a chunk in both passes, by trials. Collective the first time.
 
     The fixed cost of a chunk is its seconds that do not depend on its number of rows. It is computed from the
-    seconds of trials with two numbers of chunks, `TRIED` (`with_chunk_cost`). The layer remembers the fixed
-    cost for batches of this size, and `step_costs` includes it.
+    seconds of two trials (timed runs), one for each of the numbers of chunks in `TRIED` (`with_chunk_cost`).
+    The layer remembers the fixed cost for batches of this size, and `step_costs` includes it.
 
     Returns whether the layer has a fixed cost for this size of batch now:
 

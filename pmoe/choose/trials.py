@@ -115,12 +115,12 @@ class TrialBatch:
 
     @functools.cached_property
     def measuring_bytes(self) -> float:
-        """Bytes that a measurement of costs may allocate, the same on every rank. Collective the first time.
+        """Bytes that measuring the speed of products and messages may allocate, the same on every rank.
 
         The number is `MEASURING_SHARE` times the lowest predicted peak of a step, so that measuring never
         needs more memory than a step. The step with the most chunks has the lowest peak. With
         ``pipeline="solve"``, rows are counted for this step first, because the prediction needs its row
-        counts.
+        counts. Collective the first time.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
@@ -164,8 +164,9 @@ class TrialBatch:
         """The numbers of chunks into which this batch can be cut without counting its rows again.
 
         Rows are counted in equal parts of the batch. n chunks can be made if n divides the number of parts.
-        Except with ``pipeline="solve"``, these are all numbers of chunks that the options allow. With
-        ``pipeline="solve"`` they are only some, because no number of parts is a multiple of all.
+        With ``pipeline="solve"`` rows are counted for only some of the numbers of chunks that the options
+        allow, because no reasonable number of parts is a multiple of all of them. Otherwise the result has
+        all numbers that the options allow.
         """
         options = self.modules.options
         if not options.solves:
@@ -277,10 +278,10 @@ def measure_trials(
 ) -> dict[Choice, PassTimes]:
     """Runs and times both passes with each choice. Returns the seconds of each choice. Collective.
 
-    First a step runs with each choice and is not timed. Then come timed rounds, each with one step of each
-    choice, until it is clear which choice is the fastest (`pmoe.planner.timed_rounds`). After each round the
-    ranks agree on the seconds of the slowest rank, so all ranks time the same choices in the next round. The
-    bytes that trials send do not count in the layer's statistics of traffic.
+    First a step runs with each choice and is not timed. Then come timed rounds, each with one step of every
+    choice that may still be the fastest, until it is clear which one is (`pmoe.planner.timed_rounds`). After
+    each round the ranks agree on the seconds of the slowest rank, so all ranks time the same choices in the
+    next round. The bytes that trials send do not count in the layer's statistics of traffic.
 
     If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
     warns once.
@@ -453,7 +454,7 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
 
 
 def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
-    """Returns the choice with the lowest predicted peak, after a test that every rank has memory for it.
+    """Returns the choice with the lowest predicted peak, after testing that every rank has memory for it.
 
     The test allocates the memory of a step and frees it again. It is for a layer whose other choices have all
     run out of memory. Collective.

@@ -324,7 +324,9 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, *, num_rows: int, trai
 def copy_price(
     profile: Profile, *, expert_elements: int, d_model: int, element_size: int, num_ranks: int, trains: bool
 ) -> int:
-    """Returns the price of a copy: the number of rows that a rank could compute while its weights are sent.
+    """Returns the price of copying an expert to another rank, as a number of rows.
+
+    A rank could compute so many rows while the expert's weights are sent:
 
         price = seconds of a copy / seconds of a row, rounded up
 

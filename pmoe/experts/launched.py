@@ -272,9 +272,10 @@ class LaunchedExperts:
         return out, Hidden(tensors=[hidden_NG]) if keep and hidden_NG is not None else None
 
     def reads_tokens(self, tokens_TM: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
-        """Returns whether `compute` can, and faster, load rows directly from the tokens, without a copy.
+        """Returns whether `compute` should load rows directly from the tokens, without copying them first.
 
-        Each row is then loaded from the token that ``ExpertRows.slots`` names for it.
+        It should if the kernels can, and if this is faster. Each row is then loaded from the token that
+        ``ExpertRows.slots`` names for it.
 
         tokens_TM: (T, M), the tokens of which the rows are copies.
         out_NM: (N, M), memory for the results.

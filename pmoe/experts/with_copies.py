@@ -61,7 +61,8 @@ class ExpertsWithCopies:
     def _own_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each of this rank's own experts has, without the copies.
 
-        groups: where the rows of each own expert begin and end and, for received rows, those of each copy.
+        groups: where the rows of each own expert begin and end. For rows that other ranks have sent, the rows
+            of each copy follow.
         """
         count = self._experts.num_local_experts
         if len(groups.counts) == count:

@@ -110,7 +110,7 @@ class HostedCopies:
 
     @functools.cached_property
     def scattered(self) -> list[ExpertPart]:
-        """The parts of its experts that this rank, as owner, sends to hosts of copies (task V).
+        """The parts of its experts' weights that this rank, as owner, sends to hosts of copies (task V).
 
         They have the order in which they lie in the message.
         """
@@ -122,7 +122,7 @@ class HostedCopies:
 
     @functools.cached_property
     def gathered(self) -> list[ExpertPart]:
-        """The parts that this rank, as host of copies, receives from the experts' owners (task V).
+        """The parts of weights that this rank, as host of copies, receives from experts' owners (task V).
 
         They have the order in which they lie in the message.
         """
@@ -134,7 +134,7 @@ class HostedCopies:
 
     @functools.cached_property
     def relayed(self) -> list[ExpertPart]:
-        """The parts that this rank, as host of copies, sends on to other hosts of the same experts (VR).
+        """The parts of weights that this rank sends on to other hosts of the same experts (task VR).
 
         They have the order in which they lie in the message.
         """
@@ -147,7 +147,7 @@ class HostedCopies:
 
     @functools.cached_property
     def completed(self) -> list[ExpertPart]:
-        """The parts that this rank, as host of copies, receives from other hosts of the same experts (VR).
+        """The parts of weights that this rank receives from other hosts of the same experts (task VR).
 
         They have the order in which they lie in the message.
         """

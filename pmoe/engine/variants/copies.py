@@ -79,7 +79,7 @@ class _WithCopies(Pass):
         return sum(parameter[:1].numel() for parameter in self.parameters)
 
     def buffer_for(self, parts: Sequence[ExpertPart]) -> Tensor:
-        """Returns new memory for a message that consists of the given parts of experts."""
+        """Allocates the buffer of a message that consists of the given parts of experts' weights."""
         sizes = self.hosted.elements_by_peer(parts, self.expert_elements)
         return self.pool.new(self.parameters[0], sum(sizes))
 
@@ -111,7 +111,9 @@ class _WithCopies(Pass):
         arrived: Tensor,
         recv_parts: Sequence[ExpertPart],
     ) -> dist.Work:
-        """Starts the all-to-all that sends parts of experts. Every rank must call it, even if it sends none.
+        """Starts the all-to-all that sends parts of experts' weights, or of their gradients.
+
+        Every rank must call it, even if it sends none.
 
         sent: the message of this rank, which has ``send_parts`` in their order.
         send_parts: the parts that this rank sends.
@@ -130,10 +132,10 @@ class _WithCopies(Pass):
     def pack(
         self, parts: Sequence[ExpertPart], of_expert: Callable[[int], Sequence[Tensor]], out: Tensor
     ) -> None:
-        """Copies parts of experts, one after the other, to the buffer of a message.
+        """Copies parts of experts' weights, or of gradients, one after the other to the buffer of a message.
 
         parts: the parts.
-        of_expert: function from an expert's number to its P numbers, in one or several tensors.
+        of_expert: function from an expert's number to its P weights or gradients, in one or several tensors.
         out: the buffer of the message.
         """
         pieces: list[Tensor] = []
@@ -149,11 +151,11 @@ class _WithCopies(Pass):
     def unpack(
         self, message: Tensor, parts: Sequence[ExpertPart], of_expert: Callable[[int], Tensor]
     ) -> None:
-        """Copies the parts of a message that has arrived to the memory of their experts.
+        """Copies the parts of experts' weights in a message that has arrived to the memory of these experts.
 
         message: the message, which has ``parts`` in their order.
         parts: the parts.
-        of_expert: function from an expert's number to the memory of its P numbers, (P,).
+        of_expert: function from an expert's number to the memory of its P weights, (P,).
         """
         first = 0
         for part in parts:
@@ -197,7 +199,7 @@ class _WithCopies(Pass):
         )
 
     def complete_copies(self) -> None:
-        """Copies the weights from the messages to the copies, before the first task computes with them.
+        """Copies arrived weights to the copies of busy experts, before the first task computes with them.
 
         Called on the compute lane. Later calls do nothing.
         """

@@ -24,7 +24,7 @@ from pmoe.layer import MoELayer
 MOST_UNREAD = 64
 """Number of a layer's calls after which their row counts are read and added up.
 
-Before, the counts stay on their device, so that no call waits for a GPU.
+Until then the counts stay on their device, so that most calls do not wait for a GPU.
 """
 
 
@@ -138,7 +138,7 @@ class _Rows:
         self._max_vio = 0.0
 
     def add(self, counts: LastRowCounts, num_slots: int | None) -> None:
-        """Adds the row counts of a call, without waiting for the device on which they may still be.
+        """Adds the row counts of a call. They may be on a device, and are read after `MOST_UNREAD` calls.
 
         counts: the row counts.
         num_slots: number of rows before any were dropped; None if it is not known.

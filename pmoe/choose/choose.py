@@ -1,6 +1,6 @@
-"""The choice of a call: the number of chunks (micro-batches) of both passes, and the restore pair.
+"""Chooses how a call runs: the number of chunks (micro-batches) of each pass, and the restore pair.
 
-The choice follows from numbers that all ranks share, so all ranks choose the same.
+The choice depends only on numbers that are equal on all ranks, so all ranks choose the same.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ def choose(
     restore: Restore | None = None,
     rows_for: RowsFor | None = None,
 ) -> Choice:
-    """Returns the numbers of chunks of both passes and the restore pair. Collective if it measures.
+    """Returns the numbers of chunks of both passes and the restore pair of a call.
 
-    The restore pair says what becomes of the dispatched input T_DI and of the hidden activation T_M between
-    forward and backward: kept, offloaded to the host, or made again. If the options fix the numbers of chunks
-    (micro-batches) and the pair, the function returns these without any trial. Otherwise
-    `pmoe.choose.open_choice.choose_among` chooses. On a GPU, the kernels that can compute the experts' matrix
-    products are timed first, unless an earlier call has timed them.
+    The restore pair says how backward gets the experts' inputs (T_DI, the dispatched rows) and their hidden
+    activations (T_M): kept, offloaded to the host, or computed or sent again.
+
+    If the layer's options fix the numbers of chunks and the pair, these are returned. Otherwise
+    `pmoe.choose.open_choice.choose_among` chooses, for example by trials: timed runs of both passes.
+
+    On a GPU, the kernels that can compute the experts' matrix products are timed first, unless an earlier
+    call has timed them. Collective if anything is timed.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
-    inputs: the rows and parameters of the call, with which trials run.
+    inputs: the rows and parameters of the call; trials use them.
     orders: the routing of the call. Trials need it to cut the batch into chunks.
-    restore: the pair, if the caller has chosen it; None if the options decide.
-    rows_for: function that counts the rows again, so that the batch can be cut into given numbers of chunks.
-        It is needed only with ``pipeline="solve"``. If ``rows_for`` is None, rows are not counted again.
+    restore: the pair, if the caller has chosen it; None if the options or this function choose it.
+    rows_for: function that takes numbers of chunks, and returns row counts and routing with which the batch
+        can be cut into each of these numbers. Only ``pipeline="solve"`` needs it. If it is None, the batch
+        can be cut only into the numbers for which ``counts`` were made.
     """
     options = modules.options
     n = options.fixed_degree

@@ -1,4 +1,4 @@
-"""Chooses the all-to-all for dispatch="auto": the fastest by the speeds that `pmoe profile` measured."""
+"""Chooses the all-to-all of dispatch="auto": the fastest by the link speeds that `pmoe profile` measured."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from pmoe.schedule.wire import message_bytes
 from pmoe.warn import log
 
 TOKENS = 4096
-"""Number of tokens of a rank for which the all-to-alls are compared, because the layer has no batch yet.
+"""Number of tokens per rank for which the all-to-alls are compared.
 
-The tokens are cut into as many chunks (micro-batches) as the options fix, or into 4 if the options leave the
-number open. `pmoe plan` compares all-to-alls for any number of tokens."""
+The all-to-all is chosen when the layer is built, before it has a batch, so this number is a guess. The tokens
+are cut into as many chunks (micro-batches) as the options fix, or into 4 if the options leave the number
+open. The command `pmoe plan` compares all-to-alls for any number of tokens."""
 
 ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
-"""Options that need the flat all-to-all, which sends each row straight to its destination."""
+"""Names of layer options that work only with the flat all-to-all: each row goes directly to its rank."""
 
 
 def fastest_dispatch(
     spec: LayerOptions, grid: Grid, nodes: Nodes, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> ExchangeName:
-    """Returns the name of the fastest all-to-all, the same on every rank. Collective.
+    """Returns the name of the fastest all-to-all (flat or hierarchical), the same on every rank. Collective.
 
-    Ranks tell each other on which nodes they are. Rank 0 then chooses by its stored profile (the speeds of
-    links that `pmoe profile` measured), and the reason is logged. The flat all-to-all, in which each row is
-    sent directly to its rank, is taken in these cases:
+    The ranks exchange the names of their nodes. Rank 0 then compares the all-to-alls by its stored profile,
+    the link speeds that `pmoe profile` measured, and logs the reason of its choice. The flat all-to-all, in
+    which each row is sent directly to its rank, is taken without a comparison in these cases:
 
     - there is one node, or each node has one rank, or nodes have different numbers of ranks;
     - an option of the layer works with the flat all-to-all only (`ONLY_FLAT`);
-    - no stored profile has the speeds between nodes and inside them.
+    - no stored profile has both the speed between nodes and the speed inside a node.
 
     spec: the options of the layer.
     grid: the ranks of the layer.
     nodes: the layer's argument ``nodes``, which says on which node each rank is.
-    device, dtype: device and dtype of the rows.
+    device, dtype: device and dtype of the rows that will be sent.
 
     Raises ValueError or TypeError on every rank if ``nodes`` is wrong.
     """
@@ -59,12 +60,15 @@ def fastest_dispatch(
 def _by_profile(
     spec: LayerOptions, grid: Grid, topology: Topology, like: torch.Tensor
 ) -> tuple[ExchangeName, str]:
-    """Returns the name of the fastest all-to-all by this rank's stored profile, and the reason.
+    """Returns the name of the all-to-all that is fastest by this rank's stored profile, and the reason.
+
+    The profile has the link speeds that `pmoe profile` measured. If there is no profile, or no comparison is
+    possible, the name is that of the flat all-to-all (`fastest_dispatch` lists the cases).
 
     spec: the options of the layer.
     grid: the ranks of the layer.
     topology: the node of each rank.
-    like: an empty tensor with device and dtype of the rows.
+    like: an empty tensor with the device and dtype of the rows that will be sent.
     """
     if topology.is_level:
         return NAMES[0], "no machine has several ranks beside other machines"

@@ -1,12 +1,17 @@
 """Chooses the number of chunks n and the restore pair if the options leave them open.
 
 A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_DI) and the experts' hidden
-activation (T_M) are kept, offloaded or made again for backward. With a memory budget, n and the pair are
-chosen together: the fastest choice with which memory stays within the budget for any routing. Without a
-budget, the pair is chosen first, then n:
+activation (T_M) are kept, offloaded or made again for backward.
 
-    pair   memory_reuse=True: the fastest by MPipeMoE's Eq. 10 (`_cheapest_pair`). Other values fix the pair
-    n      pipeline=True: found by trials. pipeline="solve": by FSMoE's solver. A number fixes n
+With a memory budget, n and the pair are chosen together. The result is the fastest choice with which memory
+stays within the budget for any routing. Without a budget, the pair is chosen first, then n:
+
+    option               value     how the pair or n is chosen
+    memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)
+                         others    the value fixes the pair
+    pipeline (n)         True      by trials: timed runs of both passes
+                         "solve"   by FSMoE's solver
+                         a number  the value fixes n
 """
 
 from __future__ import annotations
@@ -43,11 +48,15 @@ from pmoe.warn import warn_once
 WRONG = 2.0
 """Largest factor by which the measured and the predicted seconds of a step may differ, up or down.
 
-If the two differ by a larger factor, rank 0 warns that the profile behind the prediction may be wrong.
+If the two differ by a larger factor, rank 0 warns that the measured rates from which the seconds were
+predicted may be wrong.
 """
 
 HOST_SECONDS = 2e-3
-"""Seconds that a step may take beyond `WRONG` times the prediction, which leaves out the host's work."""
+"""Seconds that a step may take in addition to `WRONG` times its predicted seconds, without a warning.
+
+They allow for the work of the host, which is not predicted.
+"""
 
 PAIR_DEGREE = 4
 """Number of chunks with which restore pairs are compared if the number of chunks is not chosen yet.
@@ -57,14 +66,16 @@ chunks. With two chunks, only about an eighth of the tokens would fit, and their
 """
 
 _compared: set[str] = set()
-"""Profiles that were already compared with a measured step. A profile is named by the time when it was made.
+"""The profiles that were already compared with a measured step.
+
+A profile has the measured rates of a machine. Its name in this set is the time when it was measured.
 """
 
 
 def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
-    """Measures which kernels compute the experts' products fastest, unless an earlier call measured it.
+    """Measures which kernels compute the experts' matrix products fastest, unless an earlier call did.
 
-    Collective if something is measured. Nothing is measured on the CPU, which has only one implementation.
+    Nothing is measured on the CPU, which has only one implementation. Collective if something is measured.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
@@ -72,7 +83,7 @@ def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Input
     """
     device = inputs.x_TM.device
     dtype = inputs.x_TM.dtype
-    if device.type != "cuda":  # the CPU has only one implementation of the products
+    if device.type != "cuda":
         return
     even_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
     for experts, rows in ((modules.experts, even_rows), (modules.shared_expert, counts.max_tokens)):
@@ -81,12 +92,13 @@ def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Input
 
 
 def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
-    """Returns the number of chunks of both passes and the restore pair. Collective.
+    """Chooses the numbers of chunks of both passes and the restore pair, and returns them. Collective.
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
-    again for backward. With a memory budget, this function returns the fastest choice within the budget.
-    Otherwise it chooses the pair first, by a cost model, and then the numbers of chunks, by trials or by
-    FSMoE's solver.
+    again for backward.
+
+    With a memory budget, the result is the fastest choice within the budget. Otherwise the pair is chosen
+    first, by a cost model, and then the numbers of chunks, by trials (timed runs) or by FSMoE's solver.
 
     batch: the routed batch, on which trials run.
     restore: the pair, if the caller has chosen it; None if this function chooses it.
@@ -119,16 +131,17 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """Returns the `Chooser` of the layer, which chooses n and the restore pair by predicted seconds.
+    """Returns the layer's `Chooser`: the object that chooses n and the restore pair by predicted seconds.
 
-    n is the number of chunks. The layer's cache keeps a chooser for each set of options and dtype of rows. It
-    remembers its choices by number of tokens, so a choice is made only once for batches of about the same
-    size.
+    n is the number of chunks. A chooser remembers its choices by number of tokens, so that it chooses only
+    once for batches of about the same size. The layer keeps one chooser for each set of options and dtype of
+    rows.
     """
     modules = batch.modules
     options = modules.options
     # Bins are the equal parts of the batch in which rows are counted; a chunk consists of whole bins. With
-    # the solver, no number of bins suits all numbers of chunks, so each choice is priced with its own bins.
+    # the solver, no number of bins suits all numbers of chunks, so the seconds of each choice are predicted
+    # with a number of bins of its own.
     bins = None if options.solves else modules.bins_for(options.degrees)
     new_chooser = Chooser(pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=bins)
     key = ("predicted", options, batch.inputs.x_TM.dtype)
@@ -137,18 +150,23 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured times of each choice; None if no trials could run.
+    """Returns the measured seconds of each choice; None if nothing could be measured.
 
-    The times are `OUT_OF_MEMORY` for a choice for which any rank has too little memory. The result is None if
-    `TrialBatch.may_try` is False, if too few tokens fit into the memory of the layer's smallest step, which
-    trials must not exceed (`measure_in_little_memory`), or if every choice runs out of memory.
+    The entry is `OUT_OF_MEMORY` for a choice for which any rank has too little memory. The result is None if
+
+    - trials may not run on this batch (`TrialBatch.may_try`);
+    - too few tokens fit into the memory that trials may take (`measure_in_little_memory`);
+    - every choice runs out of memory.
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs to measure.
     """
     if not batch.may_try:
         return None
     batch = batch.counted_for(choices)
     try:
         measured = measure_in_little_memory(batch, choices)
-    except torch.OutOfMemoryError:  # on every rank: the prediction decides
+    except torch.OutOfMemoryError:  # raised on every rank, so all ranks return None
         return None
     if not measured:
         return None
@@ -201,11 +219,14 @@ def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
-    """Compares the predicted and the measured time of a step with ``choice``, and returns ``choice``.
+    """Measures a step with the choice, warns if the predicted seconds differ much, and returns the choice.
 
-    The prediction uses a profile, the measured rates of this machine. If the two times are far apart, rank 0
-    warns that the profile may be wrong. Nothing is compared if there is no profile, if an earlier call has
-    compared with this profile, or if trials may not run. Collective.
+    The prediction uses a profile: the measured rates of this machine. If the measured and the predicted
+    seconds are far apart (`WRONG`), rank 0 warns that the profile may be wrong. Nothing is measured if there
+    is no profile, if this profile was compared before, or if trials may not run. Collective.
+
+    batch: the routed batch, on which the step runs.
+    choice: the numbers of chunks and the restore pair that were chosen.
     """
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
@@ -232,10 +253,11 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
 
 
 def _cheapest_pair(batch: TrialBatch) -> Restore:
-    """Returns the restore pair with the fewest seconds by MPipeMoE's Eq. 10, on measured rates.
+    """Returns the restore pair with which a step takes the fewest predicted seconds (MPipeMoE, Eq. 10).
 
-    By Eq. 10 a pass takes as long as the slowest of its computation, communication and copies to the host. If
-    several pairs take nearly the fewest seconds, trials decide among them (`Chooser.pair`).
+    By Eq. 10 a pass takes as long as the slowest of its computation, communication and copies to the host.
+    The rates of all three are measured on this machine. If several pairs are predicted to take nearly the
+    fewest seconds, trials decide among them (`Chooser.pair`).
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.

@@ -1,14 +1,16 @@
-"""Trials on a part of the batch, for a layer that reuses memory.
+"""Runs trials on only the first tokens of a batch, to save memory. A trial times a step with some choice.
 
-A chunk is a micro-batch, n the number of chunks. The chunks of such a layer take turns in a few buffers, the
-ring slots. A ring slot has room for one chunk, so the step with n = 1 needs the most memory and the step with
-the largest n needs the least. Trials must not raise the layer's peak above that of the n that is chosen in
-the end, and this n is not known yet. A trial on fewer tokens needs less memory. So trials run in stages, each
-on only as many tokens (the first of the batch) as fit into the memory that the stage is allowed.
+A chunk is a micro-batch, n the number of chunks. In a layer that reuses memory, chunks share a few buffers,
+each as large as one chunk. So a step with n = 1 needs the most memory, and a step with the largest n needs
+the least.
+
+A trial must not need more memory than the layer's steps will need with the n that is chosen in the end, and
+this n is not known yet. A trial on fewer tokens needs less memory. So trials run in stages. Each stage is
+allowed a certain memory, and runs on as many tokens (the first of the batch) as fit into it.
 
 If a stage finds that n = 4 is faster than all larger n, later steps will have at most 4 chunks. They will
-need at least the memory of a step with n = 4, so the next stage may take that much memory. More tokens fit
-into it. The stages end when the fastest n of a stage is the one that needs the least memory:
+need at least the memory of a step with n = 4. So the next stage is allowed this memory, and more tokens fit
+into it. The stages end when the fastest n of a stage is also the one that needs the least memory:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  16, 8, 4             4
@@ -45,50 +47,59 @@ from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.schedule.restore import Restore
 
 MIN_TOKENS = 256
-"""Smallest number of tokens of a trial. Seconds of fewer tokens say nothing about the whole batch."""
+"""Smallest number of tokens of a trial. With fewer tokens, the seconds say nothing about the whole batch."""
 
 STAGE = 3
-"""Number of choices that a stage tries. With more choices, a stage would have to run on fewer tokens, because
-the choice that needs the most memory limits the tokens.
+"""Number of choices (number of chunks and restore pair) that a stage of trials tries.
+
+A stage runs on as many tokens as fit for the choice that needs the most memory. With more choices, a stage
+would have to run on fewer tokens.
 """
 
 ALIKE = 1.08
-"""Memory that is at most this many times the allowed memory counts as allowed."""
+"""Factor up to which two amounts of memory count as about equal.
+
+So trials may need up to this many times the allowed memory.
+"""
 
 SHRINKS = 2
-"""How often the part of a batch is made smaller if its predicted peak is above the allowed memory."""
+"""How many times fewer tokens are taken for a trial if its predicted peak is above the allowed memory."""
 
 ROOM = 0.85
-"""Fraction of the allowed memory that a trial may take. The call itself holds the rest (its routing)."""
+"""Fraction of the allowed memory that a trial may take. The rest is for what the call holds (its routing)."""
 
 
 def measure_in_stages(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds that the whole batch takes with each choice that was tried. Collective.
+    """Measures choices by trials on the first tokens. Returns the seconds of the whole batch. Collective.
 
-    The caller then takes one of ``choices`` for the layer's steps.
+    A choice is a number of chunks (micro-batches) and a restore pair. The result is a dict {choice: seconds}.
+    The caller takes one of the choices for the layer's steps.
 
-    If all choices need about as much memory as the layer's smallest step, they are tried at once
-    (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the batch:
+    A trial must not need more memory than the steps of the choice that is taken in the end. If all choices
+    need about as much memory as the layer's smallest step (the step with the lowest predicted peak), all are
+    tried together (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the
+    batch:
 
-    1. The first stage tries the choices that need the least memory, on as many tokens as fit into the memory
-       of the smallest step. The stage also tries the next larger number of chunks that the layer allows. If
-       it is slower, numbers above it are assumed to be slower too, and the next stage may take more memory.
+    1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
+       least memory, on as many tokens as fit. Among them is the next larger number of chunks after those in
+       ``choices``, if the layer allows one: it shows whether still more chunks would be faster.
     2. If a choice is faster than the choices that need less memory, the layer's steps will need at least the
-       memory of that choice. So the next stage may take that much memory. The next stage tries the fastest
-       choice again, and choices that need more memory.
+       memory of this fastest choice. So the next stage may take this much memory. The next stage tries the
+       fastest choice again, and choices that need more memory.
     3. The stages end if the fastest choice of a stage is the one that needs the least memory, or if all
        choices that need more memory were tried and took more than `NEAR` times the seconds of the fastest.
-       They also end, with the results so far, if a later stage cannot run for lack of memory.
+       If a later stage lacks memory, the stages end with the results so far.
 
     batch: the routed batch.
-    choices: the numbers of chunks (micro-batches) to try, with one restore pair, each once.
+    choices: the numbers of chunks to try, with one restore pair, each once.
     most_rounds: largest number of timed rounds of a stage.
 
-    The result has no entry for a choice that no stage tried, nor for one that ran out of memory in a trial on
-    any rank. It is empty if fewer than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if all
-    choices of the first stage run out of memory.
+    The result has no entry for a choice that was not tried, or that ran out of memory in a trial on any rank.
+    The result is empty if fewer than `MIN_TOKENS` tokens fit.
+
+    Raises OutOfMemoryError on every rank if all choices of the first stage run out of memory.
     """
     allowed = smallest_peak(batch, choices)
     all_need_as_much = max(predicted_peaks(batch, choices)) <= ALIKE * allowed
@@ -107,7 +118,7 @@ def measure_in_stages(
             if not parts:
                 raise
             part = None
-        if part is None:  # no choice can run with the tokens of this stage
+        if part is None:  # too few tokens fit, or every choice of this stage ran out of memory
             return times_of_whole(parts)
         parts.append(part)
         times = times_of_whole(parts)
@@ -124,9 +135,12 @@ def measure_in_stages(
 
 
 def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
-    """Returns ``choices``, and a choice with the next larger number of chunks if the layer allows one.
+    """Returns the choices, and one more with the next larger number of chunks, if the layer allows one.
 
-    The additional choice shows whether still more chunks would be faster (`measure_in_stages`).
+    Trials with the additional choice show whether still more chunks would be faster (`measure_in_stages`).
+
+    batch: the routed batch.
+    choices: numbers of chunks with one restore pair.
     """
     most = max(max(choice.degrees) for choice in choices)
     larger = [n for n in batch.degrees if n > most]
@@ -136,16 +150,18 @@ def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choi
 def _choices_of_stage(
     batch: TrialBatch, remaining: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
 ) -> Sequence[Choice]:
-    """Returns the choices that the next stage tries: the first few of ``remaining``.
+    """Returns the choices that the next stage of trials tries: usually the first `STAGE` of ``remaining``.
 
-    These are the first `STAGE` choices, with two exceptions:
+    There are two exceptions:
 
     - If all of ``remaining`` need at most 8 % more memory than the `STAGE`-th choice, the stage tries all of
       them.
     - If a trial of the `STAGE`-th choice could run on fewer than `MIN_TOKENS` tokens, the stage tries only
       the first two choices, which need less memory.
 
-    remaining: the choices that may be the fastest, those that need the least memory first.
+    batch: the routed batch.
+    remaining: the choices (numbers of chunks and restore pair) that may still be the fastest, those that need
+        the least memory first.
     peaks: predicted peak in bytes of each choice with the whole batch.
     allowed: bytes that the trials of the next stage may take.
     """
@@ -160,19 +176,22 @@ def _choices_of_stage(
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds of the whole batch with each choice, from trials in little memory. Collective.
+    """Measures choices by trials in little memory. Returns the seconds of the whole batch. Collective.
 
-    Trials must not raise the layer's peak above that of the choice that is used in the end, and this may be
-    the choice that needs the least memory. So trials run on only as many tokens (the first of the batch) as
-    fit into the memory of the layer's smallest step, the step for which the fewest bytes are predicted. With
-    a memory budget, they run on as many tokens as fit into the budget, because a step may take all of it.
+    The result is a dict {choice: seconds}. A trial must not need more memory than the layer's steps will need
+    with the choice that is taken in the end, and this may be the choice that needs the least. So trials run
+    on only as many tokens (the first of the batch) as fit into the memory of the layer's smallest step, the
+    step with the lowest predicted peak. With a memory budget, trials run on as many tokens as fit into the
+    budget, because a step may take all of it.
 
     batch: the routed batch.
     choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
     most_rounds: largest number of timed rounds.
 
-    The result has no entry for a choice that ran out of memory in a trial on any rank. It is empty if fewer
-    than `MIN_TOKENS` tokens fit. Raises OutOfMemoryError on every rank if all choices run out of memory.
+    The result has no entry for a choice that ran out of memory in a trial on any rank. The result is empty if
+    fewer than `MIN_TOKENS` tokens fit.
+
+    Raises OutOfMemoryError on every rank if all choices run out of memory.
     """
     budget = batch.modules.options.budget
     largest_peak = max(predicted_peaks(batch, choices))
@@ -186,10 +205,10 @@ def measure_in_little_memory(
 
 @dataclass(frozen=True)
 class TrialsOfPart:
-    """Measured seconds of trials on a part of the batch, its first tokens.
+    """Measured seconds of trials that ran only on the first tokens of a batch.
 
-    share: the number of tokens in the trials, divided by the number of tokens of the whole batch.
-    times: the seconds that each choice took for these tokens.
+    share: the number of tokens of a trial, divided by the number of tokens of the whole batch.
+    times: the seconds that these tokens took with each choice (numbers of chunks and restore pair).
     """
 
     share: float
@@ -199,15 +218,17 @@ class TrialsOfPart:
 def _measure_part(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float, most_rounds: int
 ) -> TrialsOfPart | None:
-    """Returns the seconds of trials on the first tokens. Collective.
+    """Runs trials on the first tokens of the batch, and returns their seconds. Collective.
 
-    Returns None for fewer than `MIN_TOKENS` tokens.
+    Returns None if these would be fewer than `MIN_TOKENS` tokens.
 
-    share: the fraction of the batch's tokens on which trials run.
+    batch: the routed batch of all tokens.
+    choices: the numbers of chunks and restore pairs to try, each once.
+    share: the fraction of the batch's tokens on which trials run. Fewer tokens are used if those tokens need
+        more than ``allowed`` bytes.
     allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
         choose.
-
-    `measure_in_little_memory` explains the other arguments.
+    most_rounds: largest number of timed rounds.
     """
     part = _part_with_room(batch, choices, share, allowed)
     if part is None:
@@ -219,15 +240,17 @@ def _measure_part(
 def _part_with_room(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
 ) -> tuple[float, TrialBatch] | None:
-    """Returns the share of first tokens whose predicted peak is within the allowed memory, and the tokens.
+    """Returns a batch of only as many first tokens as fit into the allowed memory. Collective.
 
-    Returns None if the share that is asked for has fewer than `MIN_TOKENS` tokens.
+    The result is (fraction of the tokens, batch of these tokens), or None if the fraction ``share`` has fewer
+    than `MIN_TOKENS` tokens.
 
-    The peak is not proportional to the tokens: the first tokens may be routed less evenly than all tokens. So
-    the peak of the first tokens is predicted from their own row counts, and fewer tokens are taken if the
-    peak is above the allowed memory. Collective.
+    The first tokens may be routed less evenly than all tokens, and then they need more memory than their
+    share. So their peak is predicted from their own row counts. If it is above the allowed memory, fewer
+    tokens are taken.
 
-    choices: the choices that run on the first tokens.
+    batch: the routed batch of all tokens.
+    choices: the numbers of chunks and restore pairs that will be tried on these tokens.
     share: the fraction of the tokens that would fit if the peak were proportional to the number of tokens. If
         it is 1, the whole batch is returned.
     allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
@@ -249,11 +272,11 @@ def _part_with_room(
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
-    """Returns whether every choice can be tried on at least `MIN_TOKENS` tokens. Collective.
+    """Returns whether enough tokens for a trial (`MIN_TOKENS`) fit for every choice. Collective.
 
-    A trial may take the memory of a step with the choice that needs the least. If the result is False, the
-    caller should not search. The search could try only choices with many chunks, which need less memory, and
-    would take one of these even if fewer chunks are faster.
+    A trial may take as much memory as a step with the choice that needs the least memory. If the result is
+    False, the caller should not search by trials. It could try only choices with many chunks, which need less
+    memory, and would take one of these even if fewer chunks are faster.
 
     batch: the routed batch.
     choices: all choices that may be taken, with one restore pair.
@@ -263,15 +286,15 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
 
 
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
-    """Returns ``measured`` without the fastest choices for which a rank lacks memory. Collective.
+    """Removes the fastest choices for which some rank lacks memory, and returns the others. Collective.
 
     A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
     memory of the fastest choice is allocated and freed again. If that fails on any rank, the choice is
-    dropped, and the next fastest choice is tested. The test ends at the first choice with enough memory. The
-    slower choices stay in the result untested, because they will not be taken.
+    removed, and the next fastest choice is tested. The test ends at the first choice with enough memory. The
+    slower choices stay in the result untested, because the caller takes the fastest one.
 
-    batch: the whole batch.
-    measured: the seconds of the choices.
+    batch: the routed batch of all tokens.
+    measured: the seconds of each choice (numbers of chunks and restore pair).
 
     Raises OutOfMemoryError on every rank if no choice is left.
     """
@@ -280,14 +303,13 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
 
 
 def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
-    """Returns ``ordered`` without the first choices for which a rank lacks memory. Collective.
+    """Tests choices in order until every rank has memory for one; returns it and those after it. Collective.
 
-    Choices are tested in order, until every rank has enough memory for one. The result has this choice and
-    all choices after it, which are not tested. To test a choice, its memory is allocated and freed again.
-    Rank 0 warns once of the choices that are left out.
+    To test a choice, the memory of a step with it is allocated and freed again. The choices after the first
+    one with enough memory are returned without a test. Rank 0 warns once of the choices that are left out.
 
-    batch: the whole batch.
-    ordered: the choices, in the order in which they are tested.
+    batch: the routed batch of all tokens.
+    ordered: the choices (numbers of chunks and restore pair), in the order in which they are tested.
 
     Raises OutOfMemoryError on every rank if no choice is left.
     """
@@ -303,18 +325,22 @@ def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequen
 
 
 def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
-    """Computes the seconds of each choice for the whole batch from trials on parts of it.
+    """Computes the seconds of the whole batch with each choice, from trials on parts of the batch.
 
-    For a pass that takes ``seconds`` for n chunks of a share s of the tokens:
+    A choice is a number of chunks of each pass and a restore pair. If a pass takes ``seconds`` for a share s
+    of the tokens in n chunks:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
-    ``chunk`` are the seconds of a chunk that do not depend on its number of rows (`seconds_of_chunk`). They
-    are computed from all trials with the same restore pair on this part and on earlier parts.
+    ``chunk`` stands for the seconds of a chunk that do not depend on its number of rows (`seconds_of_chunk`).
+    They are computed from all trials with the same restore pair on this part and on earlier parts.
 
-    parts: the trials, in the order in which they ran. Each part after the first tries one choice of an
-        earlier part again, because the machine may have become faster or slower. All earlier results are
-        multiplied by (new result of this choice) / (its earlier result).
+    The machine may become faster or slower from part to part. So each part after the first tries one choice
+    of an earlier part again, and all earlier results are multiplied by
+
+        new result of this choice / its earlier result
+
+    parts: the trials, in the order in which they ran.
     """
     times: dict[Choice, PassTimes] = {}
     for number, part in enumerate(parts, 1):
@@ -335,12 +361,12 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 
 
 def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tuple[float, float]:
-    """Returns the seconds of a chunk that do not depend on its rows, for forward and for backward.
+    """Returns the fixed seconds of a chunk, which do not depend on its rows, for forward and for backward.
 
-    `seconds_of_chunk` computes them from the trials.
+    They are computed from trials with several numbers of chunks or tokens (`seconds_of_chunk`).
 
     parts: the trials.
-    pair: the restore pair. Only trials with this pair count.
+    pair: the restore pair. Only trials with this pair are used.
     """
     trials = [
         (part.share, choice, timed)
@@ -356,12 +382,15 @@ def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tupl
 def _of_whole(
     choice: Choice, timed: PassTimes, share: float, chunk_forward: float, chunk_backward: float
 ) -> PassTimes:
-    """Returns the seconds of the whole batch with a choice, from its trial on a part of the batch.
+    """Computes the seconds of the whole batch with a choice, from its trial on a part of the batch.
 
+    The fixed seconds of the chunks stay as they are; the other seconds are divided by ``share``.
+
+    choice: the numbers of chunks and the restore pair of the trial.
     timed: the seconds of the trial.
     share: the number of tokens of the trial, divided by the number of tokens of the whole batch.
-    chunk_forward, chunk_backward: seconds of a chunk that do not depend on its number of rows. Only the other
-        seconds of the trial are divided by ``share`` (`times_of_whole`).
+    chunk_forward, chunk_backward: the fixed seconds of a chunk, which do not depend on its number of rows, in
+        each pass.
     """
 
     def of_whole(seconds: float, of_chunks: float) -> float:
@@ -380,19 +409,20 @@ def _of_whole(
 def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
     """Returns the seconds of a chunk that do not depend on its number of rows: kernel launches, host work.
 
-    The result is the number ``chunk`` of a formula for the seconds of a pass in n chunks on a share s of the
-    tokens. The formula's three numbers, none of them negative, are fitted to the trials:
+    They are found by a fit. A trial runs a pass in n chunks on a share s of the tokens. Its seconds are
+    described by a formula with three unknown numbers, none of them negative:
 
         seconds = s * rows + chunk * n + s * filling / n
 
-        rows      seconds of the products and messages of all tokens
-        filling   seconds of the messages of the first and the last chunk, during which nothing is computed,
-                  if the whole batch is one chunk
+        rows      seconds of the matrix products and messages of all tokens
+        chunk     the result: fixed seconds of a chunk
+        filling   seconds during which nothing is computed, if the whole batch is one chunk: the messages of
+                  the first and the last chunk
 
-    trials: (share of the tokens, number of chunks, seconds of the pass) of each trial.
-
-    With two trials ``filling`` is left out, because a fit needs at least as many trials as numbers.
+    With two trials ``filling`` is left out, because a fit needs at least as many trials as unknown numbers.
     If all trials have the same share and number of chunks, the result is 0.
+
+    trials: (s, n, seconds) of each trial.
     """
     if len({(share, n) for share, n, _ in trials}) < 2:
         return 0.0
@@ -405,10 +435,9 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
 
 
 def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
-    """Returns the predicted peak, in bytes, of the smallest step that the layer may make. Collective.
+    """Returns the lowest predicted peak, in bytes, of the steps that the layer may choose. Collective.
 
-    Every number of chunks that the layer may choose is combined with every restore pair of ``choices``. The
-    result is the smallest predicted peak of these combinations.
+    Every number of chunks that the layer may choose is combined with every restore pair of ``choices``.
 
     batch: the routed batch.
     choices: only their restore pairs are used, not their numbers of chunks.
@@ -418,7 +447,7 @@ def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
 
 
 def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
-    """Returns the fraction of the tokens with which trials need no more than the allowed memory.
+    """Returns the fraction of the tokens on which trials may run, so that the allowed memory is enough.
 
     batch: the routed batch.
     peak: the predicted peak in bytes with all tokens, the largest of all choices that will be tried.
@@ -434,10 +463,12 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
 def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
     """Returns the fraction of a batch's tokens with which the peak of a step is ``most`` bytes.
 
-    The gradients of the experts' parameters do not depend on the number of tokens; all other memory is
-    proportional to that number. The result is 0 if the gradients alone need more than ``most`` bytes.
+    The gradients of the experts' parameters do not depend on the number of tokens; all other memory is taken
+    to be proportional to this number. The result is 0 if the gradients alone need more than ``most`` bytes.
 
+    batch: the routed batch of all tokens.
     peak: the predicted peak in bytes with all tokens of the batch.
+    most: bytes that the fraction of the tokens should need.
     """
     gradients = batch.sizes.expert_parameters * batch.sizes.element_size
     return max(most - gradients, 0.0) / (peak - gradients)
@@ -446,15 +477,15 @@ def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
 def _output_bytes(batch: TrialBatch) -> int:
     """Returns the bytes of the layer's output on the rank that has most tokens.
 
-    A trial holds the output until its end, but a model may free it before backward. So callers subtract these
-    bytes from the predicted peak of a step, to get the memory that a step needs in any case.
+    A trial keeps the output until its end, but a model may free the output before backward. So callers
+    subtract these bytes from the predicted peak of a step, to get the memory that a step needs in any case.
     """
     sizes = batch.sizes
     return batch.counts.max_tokens * sizes.d_model * sizes.element_size
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
-    """Returns the first tokens of the batch, as many as a trial may use. Collective.
+    """Returns a batch of only as many first tokens as a trial with this choice may use. Collective.
 
     The trial may take no more memory than the smallest step that the layer may choose (`smallest_peak`).
 
@@ -474,7 +505,7 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
 
 
 def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
-    """Returns a routed batch that has only the first tokens of each rank. Collective.
+    """Returns a routed batch with only the first tokens of each rank, and new row counts. Collective.
 
     batch: the routed batch of all tokens.
     share: the fraction of each rank's tokens to take, between 0 and 1, the same on every rank.
@@ -518,5 +549,5 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:
-    """Returns the first ``count`` rows of a tensor, detached, with the tensor's ``requires_grad``."""
+    """Returns the first ``count`` rows of a tensor, detached, but with the tensor's ``requires_grad``."""
     return tensor.detach()[:count].requires_grad_(tensor.requires_grad)

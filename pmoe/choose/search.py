@@ -1,8 +1,8 @@
-"""The search by trials for the number of chunks n (MPipeMoE, Algorithm 1), used by ``pipeline=True``.
+"""Chooses the number of chunks n for ``pipeline=True`` by trials: timed runs (MPipeMoE, Algorithm 1).
 
-A chunk is a micro-batch. Layers on one process group share the results of their trials if everything that
-changes the seconds of a step is equal (`key_of_degrees`). If $PMOE_CACHE is set, rank 0 also keeps the
-results in a file for later runs.
+A chunk is a micro-batch. The results of trials are kept in tables: the fastest n by number of tokens. Layers
+on one process group share a table if everything that changes the seconds of a step is equal
+(`key_of_degrees`). If $PMOE_CACHE is set, rank 0 also keeps the tables in a file for later runs.
 """
 
 from __future__ import annotations
@@ -45,20 +45,22 @@ from pmoe.warn import log
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     """Returns the number of chunks n of each pass: by earlier trials, new trials, or the number of rows.
 
-    1. If earlier trials give n for this number of tokens, this n is returned. If those trials ran on batches
-       of other sizes, a step of this batch with n may need too much memory. So its memory is tested first,
-       and a larger n is returned if the memory is not enough (`n_with_room`).
+    Trials are timed runs of both passes with several n.
+
+    1. If earlier trials found the fastest n for this number of tokens, this n is returned. But those trials
+       may have run on batches of other sizes, so a step of this batch with n might need too much memory. So
+       the memory is tested first, and if it is not enough, a larger n is returned (`n_with_room`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and kept in a file if $PMOE_CACHE is set.
-    3. If no trials run, `adaptive_degree` gives n from the number of rows, the same for both passes. If
-       trials are allowed but could not run, this n is remembered, so that no trials are attempted for later
-       batches of this size.
+    3. If no trials run, `adaptive_degree` computes n from the number of rows, the same for both passes. If
+       trials are allowed but too little memory was free for them, this n is recorded too, so that no trials
+       are attempted for later batches of this size.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
 
-    Collective if trials run, and the first time for a layer that allows them.
+    Collective if trials run or memory is tested, and the first time for a layer that allows trials.
     """
     modules = batch.modules
     options = batch.modules.options
@@ -86,18 +88,19 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
 
 def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
-    """Returns the given numbers of chunks, or larger ones if a rank has too little memory. Collective.
+    """Returns the given numbers of chunks if every rank has memory for them, else larger numbers. Collective.
 
-    More chunks need less memory. The memory of the predicted peak is allocated on all ranks and freed again,
-    so that the step itself does not run out of memory on one rank while the other ranks wait for that rank.
+    More chunks need less memory. To test whether a rank has enough memory, the predicted peak of a step is
+    allocated and freed again. Without this test, a step could run out of memory on one rank while the other
+    ranks wait for this rank.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
     degrees: the numbers of chunks of both passes that are tested first.
 
-    Raises OutOfMemoryError, with the bytes that would be enough, on every rank if some rank has
-    too little memory with every number of chunks.
+    Raises OutOfMemoryError on every rank, with the bytes that would be enough, if some rank has too little
+    memory with every number of chunks.
     """
     larger = [n for n in batch.modules.options.degrees if n > max(degrees.forward, degrees.backward)]
     numbers = [(degrees.forward, degrees.backward), *((n, n) for n in larger)]
@@ -111,10 +114,11 @@ def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> Pa
 
 
 def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
-    """Returns the largest number of chunks with at least `MIN_ROWS` rows in each, equal in both passes.
+    """Returns the numbers of chunks by a rule of thumb, without trials: at least 1024 rows in each chunk.
 
-    `MIN_ROWS` is in `pmoe.choose.trials`. The result is 1 if there are too few rows for two chunks, or on a
-    single rank unless the layer reuses memory (`adaptive_degree`).
+    The result is the largest of `DEGREES` (1, 2, 4, 8, 16) with at least so many rows in each chunk, equal in
+    both passes (`adaptive_degree`). It is 1 if there are too few rows for two chunks. On a single rank it is
+    also 1, because no rows are sent, unless the layer reuses memory.
 
     batch: the routed batch.
     """
@@ -128,24 +132,26 @@ def search(
 ) -> PassDegrees | None:
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
-    `pmoe.planner.degree_trials` says which numbers are tried.
+    A trial is a timed run of both passes with some numbers of chunks. It must not need more memory than the
+    layer's steps will need with the numbers that are chosen in the end, and these may be the numbers that
+    need the least memory. So trials run on only as many tokens (the first of the batch) as fit into the
+    memory of a step with those. Returns None if too few tokens fit for a meaningful measurement
+    (`has_enough_tokens`).
+
+    If all trials run out of memory, larger numbers of chunks are tried, because they need less memory. If
+    these run out of memory too, the number that needs the least is taken without a trial and without being
+    recorded, once every rank has allocated and freed the memory of a step with it.
 
     known: the table in which the result is recorded, for the tokens of the rank that has most.
     batch: the routed batch, on which the trials run.
     restore: the restore pair of all trials: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
-    numbers: the numbers of chunks to choose from, in rising order.
-    apart: whether forward and backward may have different n.
+    numbers: the numbers of chunks to choose from, in rising order. `pmoe.planner.degree_trials` says which of
+        them are tried.
+    apart: whether forward and backward may have different numbers of chunks.
 
-    Trials must not raise the layer's peak above that of the numbers that are used in the end, which may be
-    those that need the least memory. So trials run on only as many tokens (the first of the batch) as fit
-    into that memory. Returns None if too few tokens fit (`has_enough_tokens`): their seconds say nothing
-    about the batch.
-
-    If all trials run out of memory, larger numbers of chunks are tried, which need less memory. If the larger
-    numbers run out of memory too, the memory of a step with the number that needs the least is allocated and
-    freed again. If every rank has this memory, the number is returned without being recorded. If a rank has
-    not, OutOfMemoryError is raised on every rank.
+    Raises OutOfMemoryError on every rank if some rank has too little memory even for the number of chunks
+    that needs the least.
     """
     max_tokens = batch.counts.max_tokens
     every_choice = all_choices([(n, n) for n in numbers], [restore])
@@ -178,7 +184,7 @@ def search(
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
     times = where_there_is_room(times)
     if not times and too_large:
-        # More chunks need less memory.
+        # More chunks need less memory, so the numbers of chunks above those that failed are tried.
         most = max(degrees.forward for degrees in too_large)
         larger = [PassDegrees(n, n) for n in numbers if n > most]
         times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
@@ -194,10 +200,10 @@ def search(
 
 
 def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int]) -> dict[int, float] | None:
-    """Returns the simulated seconds of a step by number of chunks, with equal numbers in both passes.
+    """Returns the simulated seconds of a step for each number of chunks, equal in both passes.
 
-    Returns None if no profile (measured rates of this machine) is stored. A missing profile is not measured
-    here, because the measurement would take longer than the trials.
+    The simulation needs a profile: the measured rates of this machine. If none is stored, the result is None.
+    A missing profile is not measured here, because the measurement would take longer than the trials.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -221,14 +227,14 @@ def learned_degrees(
 ) -> LearnedDegrees:
     """Returns the results of trials for this layer: the fastest numbers of chunks by number of tokens.
 
-    Layers on one process group share the results if they have the same `key_of_degrees`, which contains
-    everything that changes the seconds of a step.
+    Trials are timed runs of both passes. Layers on one process group share the results if they have equal
+    keys. A key contains everything that changes the seconds of a step (`key_of_degrees`).
 
     modules: the modules and options of the layer.
     path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). If it is None, the
         results come from the first of these that has any: this process, the file in $PMOE_CACHE, ``saved``.
-    saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key; None
-        without a checkpoint.
+    saved: results from a training checkpoint, an entry for each key (`results_for_checkpoint`). Only the
+        entry with this layer's key is used. None without a checkpoint.
 
     Collective with ``path`` or ``saved``, and the first time without them. Raises OSError or ValueError on
     every rank if rank 0 cannot use ``path``.
@@ -243,7 +249,7 @@ def learned_degrees(
 
 
 def _name(modules: LayerModules) -> tuple[object, ...]:
-    """Returns the key under which the layer's cache keeps the results of its trials.
+    """Returns the key under which the layer's own cache has the results of its trials.
 
     The key contains the options, because a layer's options may change while its cache stays.
     """
@@ -251,13 +257,17 @@ def _name(modules: LayerModules) -> tuple[object, ...]:
 
 
 def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
-    """Returns everything that changes the seconds of a layer's trials, as values that JSON can hold.
+    """Returns everything that changes the seconds of a layer's step, as a key for the results of trials.
 
-    Layers with equal keys share the results of trials. Two things change the seconds but are not in the key:
+    Trials are timed runs that find the fastest numbers of chunks. Layers with equal keys share their results.
+    The values can be written as JSON. Two things change the seconds but are not in the key:
 
-    - the dtype of the rows, and how many copies of busy experts a rank hosts: there is a table of results for
-      each of them (`LearnedDegrees.table`);
-    - the restore pair that ``memory_reuse=True`` chooses. `LearnedDegrees.table` says why.
+    - the dtype of the rows, and how many copies of busy experts a rank hosts, because each combination has a
+      table of its own;
+    - the restore pair that ``memory_reuse=True`` chooses, because all pairs share a table.
+      `LearnedDegrees.table` says why.
+
+    modules: the modules and options of the layer.
     """
     reference = torch.empty(0) if modules.reference_parameter is None else modules.reference_parameter
     options = options_in_words(modules, of_users=True)
@@ -276,27 +286,30 @@ def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
 
 
 FORMAT = 3
-"""Version of the file's format.
+"""Version of the format in which files with results of trials are written.
 
 Files of all versions are read:
 
-    1   one table of measured points; a key that did not hold everything that changes the seconds
-    2   a table of measured points for each restore pair and dtype of the rows
-    3   a table of ranges for each dtype of the rows, and for each number of copies on a rank
+    1   one table: n by single numbers of tokens. Its key lacks some things that change the seconds
+    2   a table for each restore pair and dtype of the rows: n by single numbers of tokens
+    3   a table for each dtype of the rows, and for each number of copies that a rank hosts: n by ranges of
+        numbers of tokens
 """
 
 Tables = dict[str, GranularityTable]
-"""Type of the tables of results, by the dtype of the rows and the number of copies as a text."""
+"""Type of a dict {dtype of the rows and number of copies, as a text: the fastest numbers of chunks by tokens}.
+"""
 
 
 def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
-    """Returns the file in $PMOE_CACHE that keeps the results of trials with this key between runs.
+    """Returns the path of the file that keeps the results of trials with this key between runs.
+
+    Trials are timed runs that find the fastest numbers of chunks. The file is in the folder $PMOE_CACHE.
+    Returns None if $PMOE_CACHE is not set.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    version: version of the file's format, 2 or 3. $PMOE_CACHE has no files of version 1. Users may have saved
-        such files elsewhere; `load_degrees` reads them.
-
-    Returns None if $PMOE_CACHE is not set.
+    version: version of the file's format, 2 or 3. $PMOE_CACHE never has files of version 1; users may have
+        saved such files elsewhere, and `load_degrees` reads them.
     """
     if not os.environ.get("PMOE_CACHE"):
         return None
@@ -311,7 +324,10 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
-    """Writes results of trials and their key to a file, completely or not at all. Leaves out empty tables.
+    """Writes results of trials and their key to a file. Leaves out empty tables.
+
+    Trials are timed runs that find the fastest numbers of chunks. If writing fails, an older file at this
+    path stays unchanged.
 
     tables: for each dtype of rows, the fastest numbers of chunks by tokens.
     path: the file.
@@ -327,6 +343,8 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
 def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) -> dict[str, Any]:
     """Returns results of trials and their key as data for JSON. Leaves out empty tables.
 
+    Trials are timed runs that find the fastest numbers of chunks.
+
     tables: for each dtype of rows, the fastest numbers of chunks by tokens.
     key: everything that changes the seconds of trials (`key_of_degrees`).
     """
@@ -336,6 +354,8 @@ def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) ->
 
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
     """Returns the results of trials that `save_degrees` wrote to ``path``, if the file has the same key.
+
+    The results are the fastest numbers of chunks by tokens, a table for each dtype of rows.
 
     path: the file, of any version of the format.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -354,6 +374,8 @@ def from_fields(
     fields: Mapping[str, Any], key: Mapping[str, Any], candidates: Sequence[int] | None = None
 ) -> Tables:
     """Returns the results of trials from data that `to_fields` of this or an older pmoe has made.
+
+    The results are the fastest numbers of chunks by tokens, a table for each dtype of rows.
 
     fields: the data.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -386,13 +408,14 @@ def from_fields(
 
 
 def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
-    """Returns one table for each dtype: merges version 2's tables, one for each restore pair and dtype.
+    """Converts the tables of a file of version 2. Returns one table for each dtype of the rows.
 
-    If restore pairs had different fastest numbers of chunks for the same number of tokens, the merged table
-    lists all of these numbers as equally fast.
+    The file has a table for each restore pair and dtype; the tables of one dtype are merged. If two restore
+    pairs have different fastest numbers of chunks for the same number of tokens, the merged table lists all
+    of these numbers as equally fast.
 
-    tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}. B is the number of tokens,
-        forward and backward are the numbers of chunks of the two passes.
+    tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}. RESTORE is the restore pair,
+        B the number of tokens, forward and backward are the fastest numbers of chunks of the two passes.
     """
     by_dtype: dict[str, dict[int, set[PassDegrees]]] = {}
     for name, table in tables.items():
@@ -403,14 +426,16 @@ def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
 
 
 def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> Tables:
-    """Returns the table of a file of version 1, as a dict {dtype of this layer: table}.
+    """Converts the table of a file of version 1. Returns a dict {dtype of this layer: table}.
 
-    The key in a file of version 1 contains sizes, experts, parameters and the strategy, but not the machine.
+    The key in such a file has the layer's sizes, experts, parameters and use of memory, but not the machine.
     Only the entries that the file's key has are compared with the key of this layer.
 
     fields: {"key": ..., "points": [[B, forward, backward], ...]}. B is the number of tokens, forward and
-        backward are the numbers of chunks of the two passes.
-    key: the key of this layer. Raises ValueError if the key in the file differs.
+        backward are the fastest numbers of chunks of the two passes.
+    key: the key of this layer.
+
+    Raises ValueError if the key in the file differs from the key of this layer.
     """
     old_key = fields.get("key")
     if not isinstance(old_key, dict):
@@ -447,17 +472,18 @@ def _check_key(old_key: Any, current_key: Mapping[str, Any]) -> None:
 
 @dataclass
 class LearnedDegrees:
-    """Results of trials: the fastest number of chunks n by number of tokens.
+    """The results of trials of one or more layers: the fastest number of chunks n by number of tokens.
 
-    Layers of one process group with equal keys share one object. All ranks of the group hold equal tables.
+    Layers of one process group with equal keys share one object. The tables are equal on all ranks.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
-    with_room: results of earlier memory tests (`n_with_room`). A key is (dtype of the rows, copies on a rank,
-        rounded number of tokens, restore pair, n of both passes from the table). The value is this n if every
-        rank had enough memory for it, otherwise the larger n that is used instead.
+    with_room: results of earlier memory tests (`n_with_room`), so that none is repeated. A key of this dict
+        is (dtype of the rows, copies on a rank, rounded number of tokens, restore pair, n of both passes from
+        the table). The value is the n to use: the same n if every rank had enough memory for it, otherwise a
+        larger n.
     """
 
     key: Mapping[str, Any]
@@ -466,27 +492,26 @@ class LearnedDegrees:
     with_room: dict[tuple[object, ...], PassDegrees] = field(default_factory=dict)
 
     def table(self, dtype: torch.dtype, hosted_copies: int = 0) -> GranularityTable:
-        """Returns the table with the fastest number of chunks by number of tokens, at first an empty one.
+        """Returns the table for a dtype of the rows: the fastest number of chunks n by number of tokens.
 
-        There is one table for each dtype of the rows, because the dtype changes the seconds of messages and
-        of matrix products by different factors. Calls in which ranks host copies of busy experts have tables
-        of their own, because their chunks are even and weights travel beside them.
+        The table is empty at first. Each dtype has its own table, because the dtype changes the seconds of
+        messages and of matrix products by different factors. Calls in which ranks host copies of busy experts
+        have tables of their own, because their chunks are even and weights are sent beside them.
 
         dtype: dtype of the rows.
         hosted_copies: the most copies of busy experts that a rank hosts in the call.
 
         All restore pairs share a table. (The restore pair says whether dispatched rows and hidden activation
-        are kept, offloaded or made again for backward.) With ``memory_reuse=True`` the pair follows from the
-        number of tokens. At the number of tokens where the pair changes, both pairs take nearly the same
-        time. A step with the n that was found for another pair takes 1.5 % longer on average than with the
-        best n of its own pair (bench/bench_search.py). Searching for each pair would need several times as
-        many trials.
+        are kept, offloaded or made again for backward.) Trials for each pair would take several times as
+        long, and would gain little: a step with the n that was found for another pair takes 1.5 % longer on
+        average than with the best n of its own pair (bench/bench_search.py). With ``memory_reuse=True`` the
+        pair depends on the number of tokens; where the pair changes, both pairs take nearly the same time.
         """
         name = f"{dtype}, {hosted_copies} copies" if hosted_copies else str(dtype)
         return self.tables.setdefault(name, GranularityTable())
 
     def keep(self) -> None:
-        """Writes the tables to the file `path`, if this rank has one. Warns if the tables cannot be written.
+        """Writes the tables to the file `path`, on the rank that has one. Warns if they cannot be written.
 
         An OSError is not raised, because it would stop rank 0 while the other ranks go on.
         """
@@ -498,7 +523,7 @@ class LearnedDegrees:
             )
 
 
-_LEARNED: dict[tuple[str, str], LearnedDegrees] = {}  # by name of the group and key as JSON
+_LEARNED: dict[tuple[str, str], LearnedDegrees] = {}  # {(name of the process group, key as JSON): results}
 
 
 def load_learned(
@@ -510,13 +535,16 @@ def load_learned(
 ) -> LearnedDegrees:
     """Returns rank 0's results of trials for layers with this key, the same on every rank. Collective.
 
+    Trials are timed runs that find the fastest numbers of chunks. The results come from ``path`` if it is a
+    file. If ``path`` is None, they come from the first of these that has any: the memory of rank 0's process,
+    the file in $PMOE_CACHE (`stored_path`), ``saved``. If none has any, the tables are empty.
+
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
-    path: the file to load. If it is None, the results come from the first of these that has any: the process
-        of rank 0, the file in $PMOE_CACHE (`stored_path`), ``saved``. If all three have no results, the
-        tables are empty.
-    saved: results that a training checkpoint holds (`results_for_checkpoint`), for layers of any key.
+    path: a file that the user loads, or None.
+    saved: results from a training checkpoint, an entry for each key (`results_for_checkpoint`). Only the
+        entry with ``key`` is used.
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
     $PMOE_CACHE cannot be used, the function only warns, because the next trials write a new one.
@@ -533,7 +561,8 @@ def load_learned(
                 tables = tables or _stored_tables(own.path, key, candidates)
                 sent = (key, tables or _saved_tables(saved, key, candidates))
         except Exception as error:
-            # All ranks wait for rank 0. So any error is sent, even a warning that a filter made an error.
+            # All ranks wait for rank 0. So rank 0 sends any error, even a warning that the user's warning
+            # filter has turned into an exception.
             sent = (key, error)
     key, agreed = from_first(ranks, sent, stage="sharing what trials found")
     if isinstance(agreed, Exception):
@@ -544,25 +573,27 @@ def load_learned(
 
 
 def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
-    """Returns the results of trials that this process has for layers with this key; empty ones at first.
+    """Returns this process's results of trials for layers with this key. Not collective.
+
+    Trials are timed runs that find the fastest numbers of chunks. If the process has none, an object without
+    results is made, and returned by later calls too.
 
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    path: the file in which new results will be kept; None for no file. If the process has results for this
-        key already, ``path`` is ignored.
-
-    Not collective.
+    path: the file in which new results will be kept; None for no file. Only the first call for a key uses
+        ``path``.
     """
     return _LEARNED.setdefault((ranks.name, json.dumps(key, sort_keys=True)), LearnedDegrees(key, path=path))
 
 
 def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
-    """Returns the results of trials that a file in $PMOE_CACHE keeps; an empty dict if there are none.
+    """Returns the results of trials from the file in $PMOE_CACHE; an empty dict if there is no such file.
 
-    Warns about a file that cannot be used, and returns an empty dict for it.
+    Trials are timed runs that find the fastest numbers of chunks. If the file cannot be used, warns and
+    returns an empty dict.
 
-    path: the file in the present format (`stored_path`); None if $PMOE_CACHE is not set. If it does not
-        exist, the file that an older pmoe wrote for the same key (format version 2) is read.
+    path: the file in the present format (`stored_path`); None if $PMOE_CACHE is not set. If this file does
+        not exist, the file that an older pmoe wrote for the same key (format version 2) is read.
     key: everything that changes the seconds of trials (`key_of_degrees`). A file with a different key is not
         used.
     candidates: numbers of chunks that the file may contain.
@@ -579,9 +610,11 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 
 
 def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any]]:
-    """Returns the results of trials of some layers as data for JSON, one entry for each key. Not collective.
+    """Returns the results of trials of some layers, to be saved in a training checkpoint. Not collective.
 
-    A training checkpoint may hold this data. `take_results` uses it when the training is resumed.
+    Trials are timed runs that find the fastest numbers of chunks. Their results are returned as data for
+    JSON, one entry for each key (`key_of_degrees`). `take_results` gives them to the layers when the training
+    is resumed.
 
     layers: the modules and options of each layer. Layers without results are left out.
     """
@@ -591,11 +624,12 @@ def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any
 
 
 def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives layers the results of trials that a training checkpoint holds. Collective.
+    """Gives layers the results of trials from a training checkpoint, so that they need no trials. Collective.
 
-    A layer takes the results with its own key. If the checkpoint has none, because it is from a different
-    machine or number of ranks, the layer searches again. If this process or the file in $PMOE_CACHE has
-    results already, those stay, because they are at least as new as the checkpoint's.
+    Trials are timed runs that find the fastest numbers of chunks. A layer takes the entry with its own key
+    (`key_of_degrees`). If the checkpoint has no such entry, for example because it is from another machine or
+    number of ranks, the layer's next steps run trials. If this process or the file in $PMOE_CACHE has results
+    already, those stay, because they are at least as new as the checkpoint's.
 
     layers: the modules and options of each layer, the same layers on every rank.
     saved: the data that `results_for_checkpoint` returned. All ranks use the data of rank 0.
@@ -608,9 +642,11 @@ def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, An
 def _saved_tables(
     saved: Sequence[Mapping[str, Any]], key: Mapping[str, Any], candidates: Sequence[int]
 ) -> Tables:
-    """Returns the results of trials with this key that a checkpoint holds; an empty dict if there are none.
+    """Returns the results of trials with this key from a checkpoint; an empty dict if it has none.
 
-    saved: the data that `results_for_checkpoint` returned.
+    Trials are timed runs that find the fastest numbers of chunks.
+
+    saved: the data that `results_for_checkpoint` returned, an entry for each key.
     key: everything that changes the seconds of trials (`key_of_degrees`).
     candidates: numbers of chunks that the results may contain.
     """

@@ -1,7 +1,8 @@
-"""Limits for received rows, which ranks check when they exchange row counts.
+"""Limits for the rows that a rank receives. Ranks check the limits when they exchange row counts.
 
-Chunks (micro-batches) take turns in a few buffers, the ring slots. A ring slot has room for a fixed number of
-rows, and the host's memory has room for a limited number of offloaded rows.
+In a layer that reuses memory, chunks (micro-batches) share a few buffers, the ring slots. Two kinds of memory
+are limited: a ring slot holds a fixed number of rows, and the host has room for a limited number of offloaded
+rows.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from pmoe.warn import warn_once
 
 
 def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...]) -> Slots:
-    """Returns the limits for received rows that ranks check when they exchange row counts.
+    """Returns the limits for received rows, for the ranks to check when they exchange row counts.
 
     Only layers that reuse memory need limits (`LayerModules.limits_rows`). There are two limits:
 
-    - A chunk must fit into a ring slot, a buffer of fixed size that chunks share. If a chunk does not fit on
-      every rank, all ranks cut the batch into more chunks.
-    - The dispatched rows (T_DI) must fit into the free host memory of every rank if a pair offloads them.
+    - The rows of a chunk must fit into a ring slot, a buffer of fixed size that several chunks use one after
+      the other. If a chunk does not fit on some rank, all ranks cut the batch into more chunks.
+    - If a restore pair offloads the dispatched rows (T_DI), they must fit into the free host memory. If they
+      do not fit on some rank, no rank offloads them (`without_host_offload`).
 
     modules: the modules and options of the layer.
-    x_TM: (T, M), the rows of the batch: T tokens, M = d_model. Only its device and the bytes of an element
+    x_TM: (T, M), the input of the layer: T tokens, M = d_model. Only its device and the bytes of an element
         are used.
     degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
-        # In each bin (the smallest possible chunk), the rows that are sent and the rows that stay on their
-        # rank each begin at an aligned address, so padding of up to two alignments is lost.
+        # A bin is the smallest possible chunk. In each bin, the rows that are sent and the rows that stay on
+        # their rank each begin at an aligned address, so each bin may lose up to two alignments of padding.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
     return Slots(
@@ -48,14 +50,16 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """Returns ``restore``, or a pair that sends T_DI again if a rank lacks host memory to offload it.
+    """Returns the restore pair with which the call can run if a rank is short of host memory.
 
-    T_DI are the dispatched rows. The restore pair says whether T_DI and the hidden activation (T_M) are kept,
-    offloaded or made again for backward. If the pair offloads T_DI and any rank lacks host memory for it, all
-    ranks send T_DI again in backward instead, and a warning says so.
+    If ``restore`` offloads the dispatched rows (T_DI) and any rank lacks host memory for them, all ranks send
+    T_DI again in backward instead. A warning says so, and the result is the pair that does this. Its other
+    half, for the hidden activation (T_M), is that of ``restore``. In all other cases ``restore`` is returned
+    unchanged.
 
-    restore: the restore pair.
-    counts: the row counts, which also say whether any rank lacks host memory.
+    restore: the restore pair that was chosen.
+    counts: the row counts after the ranks have exchanged them; they also say whether any rank lacks host
+        memory.
     """
     if not counts.host_shortage or restore.dispatched != "offload":
         return restore

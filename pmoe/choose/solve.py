@@ -1,15 +1,16 @@
-"""FSMoE's solver (Section 4) for the numbers of chunks of ``pipeline="solve"``, on measured costs.
+"""Chooses the numbers of chunks for ``pipeline="solve"``: FSMoE's solver (Section 4), on measured costs.
 
-The costs are measured on this machine. The tokens are assumed to be evenly routed, so that 1 / P of the rows
-stay on their rank. The costs are the seconds of
+The solver predicts the seconds of a step for every pair of numbers of chunks that the layer allows, one for
+each pass, and takes the fastest pair. To predict a step, both passes are simulated with costs that are
+measured on this machine. The costs are the seconds of
 
 - the all-to-all among nodes, of the kind that the layer uses (flat or hierarchical);
 - the all-gather and the reduce-scatter inside a node;
-- the experts' products; if experts are a user's modules, one whole module is timed (Section 3.2);
+- the experts' matrix products; if experts are a user's modules, one whole module is timed (Section 3.2);
 - the layer's gate;
 - the layer's order, the module that copies tokens to rows sorted by expert, and sums the rows of each token.
 
-Every pair of numbers of chunks that the layer allows is simulated, with the costs of each pass.
+The simulation assumes that tokens are evenly routed, so that 1 / P of the rows stay on their rank.
 
 Letters: B tokens of the rank that has most, K choices of a token, P ranks across nodes, L ranks inside a
 node, M = d_model. n and m are the numbers of chunks of forward and of backward.
@@ -58,15 +59,16 @@ from pmoe.schedule.wire import AS_THEY_ARE
 from pmoe.warn import log, warn_once
 
 HALVINGS = 24
-"""Steps of the bisection that finds the fixed cost of a chunk (`with_chunk_cost`)."""
+"""Number of steps of the bisection that finds the fixed cost of a chunk (`with_chunk_cost`)."""
 
 # ---- measured costs
 
 
 _operations: dict[tuple[object, ...], tuple[Operations, float]] = {}
-"""Costs that this process has measured or loaded, each with the most bytes that its measurement could take.
+"""The costs that this process has measured or loaded, and the limit of bytes of each measurement.
 
-The key holds the ranks, the device, the dtype and the names of the all-to-alls (`operations_of`).
+A key has the ranks, the device, the dtype and the names of the all-to-alls. A value has the costs, and how
+many bytes their measurement was allowed to allocate (`operations_of`).
 """
 
 
@@ -77,17 +79,18 @@ def operations_of(
     exchanges: Mapping[str, Exchange] | None = None,
     most_bytes: float | None = None,
 ) -> Operations:
-    """Returns the measured costs of FSMoE's operations, as lines alpha + beta * size, for these ranks.
+    """Returns the measured seconds of matrix products and collectives, as lines alpha + beta * size.
 
-    The operations are products and collectives. Their costs are read from a stored profile, or measured.
-    Collective the first time for these ranks, device, dtype and exchanges, and if costs are measured again.
+    FSMoE's solver predicts a step from these costs. They are read from a stored profile if there is one, and
+    otherwise measured. Collective the first time for these ranks, device, dtype and exchanges, and if costs
+    are measured again.
 
     grid: the ranks of the layer, across nodes and inside a node.
     device, dtype: device and dtype of the rows.
     exchanges: the layer's all-to-alls that are not flat, by name. Their costs are measured in addition.
-    most_bytes: how many bytes a measurement may take, the same on every rank. Costs whose earlier measurement
-        could take fewer than ``most_bytes`` / `WIDER` bytes are measured again. None: only missing costs are
-        measured, without a limit.
+    most_bytes: how many bytes a measurement may allocate, the same on every rank. Earlier costs are measured
+        again if they come from a measurement with a much lower limit, less than ``most_bytes`` / `WIDER`.
+        None: there is no limit, and earlier costs are never measured again.
     """
     key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype, *sorted(exchanges or ()))
     _, limit = _operations.get(key, (None, 0.0))
@@ -109,27 +112,30 @@ def operations_of(
 
 
 def _is_enough(limit: float, most_bytes: float | None) -> bool:
-    """Returns whether costs of an earlier measurement may be used, so that nothing is measured now.
+    """Returns whether the costs of an earlier measurement may be used instead of a new measurement.
 
-    limit: how many bytes the earlier measurement could take; 0 if nothing was measured.
-    most_bytes: how many bytes a new measurement could take. The earlier costs are used if this is at most
-        `WIDER` times ``limit``. If None, the costs of any earlier measurement are used.
+    limit: how many bytes the earlier measurement was allowed to allocate; 0 if there was none.
+    most_bytes: how many bytes a new measurement may allocate. The earlier costs are used if ``most_bytes`` is
+        at most `WIDER` times ``limit``. If it is None, the costs of any earlier measurement are used.
     """
     return limit > 0 if most_bytes is None else most_bytes <= WIDER * limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLines:
-    """Measured costs of a layer's own modules, as lines alpha + beta * size, equal on all ranks.
+    """Measured costs of a layer's own modules, each as a line: seconds = alpha + beta * size.
 
-    dispatch, combine: seconds of this all-to-all by the bytes that a rank sends to other ranks; None for the
-        flat all-to-all, whose cost is in `Operations`.
-    order, restore: seconds of copying tokens to rows, and of summing rows to tokens, by the number of rows.
-    sort: seconds of sorting rows by chunk and expert, by the number of rows.
-    gate: seconds of the gate's forward and backward pass, by the number of tokens; 0 for a gate that cannot
-        be timed outside of a call (`_gate_costs`).
-    expert: seconds of an expert's forward and backward pass by its number of rows, if it is a user's module;
-        None for pmoe's own experts.
+    They are equal on all ranks.
+
+    dispatch, combine: the layer's all-to-all in this direction; size = bytes that a rank sends to other
+        ranks. None for the flat all-to-all, whose cost is in `Operations`.
+    order: copying tokens to rows that are sorted by expert; size = rows.
+    restore: summing the rows of each token; size = rows.
+    sort: sorting rows by chunk and expert; size = rows.
+    gate: the gate's forward and backward pass; size = tokens. The lines are 0 for a gate that cannot be timed
+        outside of a call of the layer (`_gate_costs`).
+    expert: the forward and backward pass of one expert that is a user's module; size = its rows. None for
+        pmoe's own experts.
     """
 
     dispatch: LineCost | None = None
@@ -144,16 +150,18 @@ class ModuleLines:
 def module_lines(
     modules: LayerModules, rows_TM: Tensor, most_bytes: float | None = None
 ) -> tuple[Operations, ModuleLines]:
-    """Returns the measured costs of FSMoE's operations and of a layer's own modules.
+    """Returns the measured costs of products and collectives (`Operations`), and of a layer's own modules.
 
-    Collective the first time for a layer and a dtype of rows, and if costs are measured again.
+    The modules are the gate, the order (which copies tokens to sorted rows), all-to-alls that are not flat,
+    and experts that are a user's modules. Costs are measured if they are not known yet. Collective the first
+    time for a layer and a dtype of rows, and if costs are measured again.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
-    most_bytes: how many bytes a measurement may take, the same on every rank. Costs whose earlier measurement
-        could take fewer than ``most_bytes`` / `WIDER` bytes are measured again. None: only missing costs are
-        measured, without a limit.
+    most_bytes: how many bytes a measurement may allocate, the same on every rank. Earlier costs are measured
+        again if they come from a measurement with a much lower limit, less than ``most_bytes`` / `WIDER`.
+        None: there is no limit, and earlier costs are never measured again.
     """
     own_exchanges = {side: getattr(modules, side) for side in ("dispatch", "combine")}
     names = {side: exchange_name(exchange) for side, exchange in own_exchanges.items()}
@@ -193,7 +201,8 @@ def module_lines(
             gate=(gate_forward, gate_backward),
             expert=black_box(experts[0], rows_TM, modules.grid, rows) if experts else None,
         )
-        # The largest number of rows of the measurement fits into this many bytes: more would change nothing.
+        # If the largest number of rows of the measurement fits into the limit, a higher limit would change
+        # nothing. So no limit is recorded.
         is_whole = most >= ROWS[-1] * row_bytes
         modules.cache.choosers[key] = (new_lines, math.inf if is_whole else most)
     lines: ModuleLines = modules.cache.choosers[key][0]
@@ -201,12 +210,17 @@ def module_lines(
 
 
 def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
-    """Returns an upper bound of the bytes for each row while one module of the layer is timed.
+    """Returns an upper bound of the bytes that timing one module of the layer needs for each input row.
 
-    The module is the gate, an expert, or the order (which copies tokens to rows and sums rows to tokens). For
-    each row the measurement holds at most four rows of M columns (the input, a copy of it, the output, a
-    gradient), four rows of hidden columns, and six 4-byte numbers for each expert, which a gate keeps for its
-    backward pass.
+    The module is the gate, an expert, or the order (which copies tokens to rows and sums the rows of each
+    token). For each row the measurement holds at most
+
+    - four rows of M columns, M = d_model: the input, a copy of the input, the output, and a gradient;
+    - four rows of an expert's hidden columns;
+    - six 4-byte numbers for each expert, which a gate keeps for its backward pass.
+
+    modules: the modules and options of the layer.
+    rows_TM: (T, M), T rows of the layer. Only their width, dtype and device are used.
     """
     sizes = memory_shape(modules, rows_TM)
     return 4 * (sizes.d_model + sizes.columns.hidden + sizes.columns.scratch) * sizes.element_size + (
@@ -215,13 +229,12 @@ def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
 
 
 def exchange_name(exchange: Exchange) -> str | None:
-    """Returns the name under which a profile keeps the costs of an all-to-all.
+    """Returns the name under which a stored profile has the measured costs of an all-to-all.
 
-    A name has the class, the number of nodes, and a digest of the ranks of each node, for example
-    "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b". Two kinds of all-to-all have no name:
-
-        ""      is returned for one that sends each row straight to its rank. Every profile has its costs
-        None    is returned for one that a user has written. No profile has its costs
+    hierarchical     its class, the number of nodes, and a digest of the ranks of each node, for example
+                     "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b"
+    flat             "". Each row is sent directly to its rank; every profile has the costs without a name
+    a user's class   None. No profile has the costs of an all-to-all that a user has written
     """
     if isinstance(exchange, FlatAllToAll):
         return ""
@@ -234,10 +247,13 @@ def exchange_name(exchange: Exchange) -> str | None:
 
 
 def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
-    """Returns this rank's costs of copying tokens to rows, of summing rows to tokens, and of sorting rows.
+    """Measures the seconds of copying tokens to sorted rows, of summing each token's rows, and of sorting.
 
-    Each cost is a line over the number of rows (`pmoe.measure.layer_modules.order_lines`).
+    Returns a line alpha + beta * rows for each of the three, in seconds on this rank.
 
+    modules: the modules and options of the layer.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
     rows: the numbers of rows that are timed.
     """
     options = modules.options
@@ -246,14 +262,19 @@ def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) ->
 
 
 def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
-    """Returns this rank's costs of the gate's forward and backward pass, by number of tokens.
+    """Measures the gate's forward and backward pass. Returns a line alpha + beta * tokens for each.
 
-    Each cost is a line alpha + beta * tokens, in seconds.
+    The lines are in seconds on this rank. They are 0 if the gate cannot be timed outside of a call of the
+    layer, in these cases:
 
-    The costs are 0 if the gate cannot be timed outside of a call of the layer: the layer's caller passes the
-    routing, the gate's parameters are DTensors, or the gate has hooks or a wrapper, which may communicate.
-    The costs are also 0 if a user's gate raises an error for random tokens; a warning then says so.
+    - the caller of the layer passes the routing, so no gate runs;
+    - the gate's parameters are DTensors;
+    - the gate has hooks or a wrapper, which may communicate;
+    - a user's gate raises an error for random tokens. A warning says so.
 
+    modules: the modules and options of the layer.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
     rows: the numbers of tokens that are timed.
     """
     gate = modules.gate
@@ -277,15 +298,15 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> 
 def black_box(
     module: nn.Module, rows_TM: Tensor, grid: Grid, rows: Sequence[int] = ROWS
 ) -> tuple[LineCost, LineCost]:
-    """Measures a user's expert: returns the seconds of its forward and backward pass by rows.
+    """Measures the seconds of the forward and backward pass of an expert that is a user's own module.
 
-    Both are lines alpha + beta * rows, in seconds. Each alpha and each beta is the largest of any rank, so
-    all ranks return the same lines. Collective.
+    Returns a line alpha + beta * rows for each pass, in seconds. Each alpha and each beta is the largest of
+    any rank, so all ranks return the same lines. Collective.
 
     module: the expert.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
-    grid: the ranks that agree.
+    grid: the ranks of the layer.
     rows: the numbers of rows that are timed.
     """
 
@@ -299,12 +320,12 @@ def black_box(
 
 
 def _agreed(grid: Grid, device: torch.device, lines: Sequence[LineCost]) -> list[LineCost]:
-    """Returns lines that are equal on all ranks: each alpha and each beta is the largest of any rank.
+    """Returns the cost lines with the largest alpha and the largest beta of any rank. Collective.
 
-    A line is alpha + beta * size, in seconds. Collective.
+    A line is alpha + beta * size, in seconds. The result is equal on all ranks.
 
-    grid: the ranks that agree.
-    device: device of the rows.
+    grid: the ranks of the layer.
+    device: device of the tensor that the ranks exchange.
     lines: this rank's lines, equally many on every rank.
     """
     numbers = [number for line in lines for number in (line.alpha_seconds, line.beta_seconds)]
@@ -324,25 +345,28 @@ def layer_costs(
     lines: ModuleLines = ModuleLines(),
     direction: PassDirection = "forward",
 ) -> LayerCosts:
-    """Returns the seconds of each stage of a forward pass as lines alpha + beta * fraction.
+    """Returns the seconds of each stage of a pass as lines alpha + beta * fraction.
 
-    The fraction is a chunk's share of the batch. The whole batch has these sizes, for B tokens of a rank, K
-    choices of a token, P ranks across nodes, L ranks inside a node and M = d_model:
+    The fraction is a chunk's share of the batch. A stage handles these sizes for the whole batch, with B
+    tokens of a rank, K choices of a token, P ranks across nodes, L ranks inside a node and M = d_model:
 
         all-to-all                  B K (P - 1) / P * M elements
         all-gather, reduce-scatter  B K (L - 1) * M elements
         experts                     B K L rows
-        order, its inverse          B K rows
+        order, restore              B K rows
 
-    The order copies tokens to rows that are sorted by expert. Its inverse sums the rows of each token.
+    The order copies tokens to rows that are sorted by expert; restore sums the rows of each token. For pmoe's
+    own experts the seconds are always those of a forward pass; for a backward pass the caller doubles them
+    (`LayerCosts.backward`).
 
     shape: sizes of the layer.
-    operations: measured costs of single operations.
+    operations: measured costs of matrix products and collectives.
     num_tokens: B.
     device_type: "cpu" or "cuda".
     expert: seconds of one expert by its number of rows, if it is a user's module; None for pmoe's experts.
     lines: measured costs of the layer's own modules.
-    direction: the pass. It matters only if dispatched rows are sent in another form (`Wires`).
+    direction: the pass. It changes the bytes of dispatched rows if the layer sends them in a narrower number
+        format, because the two passes may use different formats (`Wires`).
     """
     esp_size = shape.esp_size
     ep_size = shape.ep_size
@@ -355,7 +379,7 @@ def layer_costs(
         expert_line = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds)
         expert_size = gathered_rows
     else:
-        # An expert computes two products, each with a launch of its own at worst.
+        # An expert computes two matrix products, and at worst each product is a kernel launch of its own.
         gemm = operations.gemm.line
         row_multiply_adds = shape.d_model * (shape.columns.hidden + shape.columns.scratch)
         launches = 2 * num_local * alphas(row_multiply_adds / 2, device_type)
@@ -382,10 +406,15 @@ def step_costs(
     restore: Restore,
     most_bytes: float | None = None,
 ) -> StepCosts:
-    """Returns the predicted costs of the tasks of a layer's forward and backward pass.
+    """Returns the costs from which the seconds of a layer's forward and backward pass are predicted.
 
-    FSMoE's solver and the partition of gradients use these costs. Collective the first time for a layer and a
-    dtype of rows.
+    The costs are the seconds of the stages (gate, all-to-alls, experts and so on) for a batch of this size.
+    If `measure_chunk_cost` has measured the fixed cost of a chunk for batches of this size (its seconds that
+    do not depend on its number of rows), the result includes the fixed cost.
+
+    FSMoE's solver uses the costs. `pmoe.GradientReducer` uses them too, to decide how many bytes of gradients
+    are all-reduced beside each layer's backward pass. Collective the first time for a layer and a dtype of
+    rows.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
@@ -393,12 +422,9 @@ def step_costs(
     num_tokens: number of tokens of the rank that has most.
     restore: the restore pair: whether dispatched rows and hidden activation are kept, offloaded or made again
         for backward.
-    most_bytes: how many bytes a measurement may take, the same on every rank. Costs whose earlier measurement
-        could take fewer than ``most_bytes`` / `WIDER` bytes are measured again. None: only missing costs are
-        measured, without a limit.
-
-    If `measure_chunk_cost` has measured the fixed cost of a chunk for batches of this size, the result
-    includes it: the seconds of a chunk that do not depend on its number of rows.
+    most_bytes: how many bytes a measurement may allocate, the same on every rank. Earlier costs are measured
+        again if they come from a measurement with a much lower limit, less than ``most_bytes`` / `WIDER`.
+        None: there is no limit, and earlier costs are never measured again.
     """
     options = modules.options
     operations, lines = module_lines(modules, rows_TM, most_bytes)
@@ -437,24 +463,24 @@ def step_costs(
 
 
 def _with_fixed(costs: LayerCosts, seconds: float) -> LayerCosts:
-    """Returns ``costs`` with ``seconds`` added to the experts' computation of each chunk."""
+    """Adds a fixed number of seconds to the experts' computation of each chunk. Returns the new costs."""
     return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:
-    """Returns the costs of a pass with a fixed cost added to each chunk, so that they agree with trials.
-
-    The fixed cost is the same for chunks of any size. It is added to the seconds of the experts' computation,
-    and chosen so that for the two numbers of chunks of `TRIED`
-
-        predicted seconds of many chunks - predicted seconds of few chunks = measured
+    """Adds a fixed cost per chunk to the costs of a pass, so that the prediction agrees with trials.
 
     The fixed cost stands for launches of small kernels and for work of the host. FSMoE's model leaves these
-    out, so on a fast link it always prefers more chunks.
+    out, so on a fast link it always prefers more chunks. The fixed cost is the same for chunks of any size,
+    and is added to the seconds of the experts' computation. It is chosen so that for the two numbers of
+    chunks that trials have measured (`TRIED`)
 
-    costs: costs of one pass, returned unchanged if they already predict a difference of ``measured`` or more.
+        predicted seconds of the larger number - predicted seconds of the smaller number = measured
+
+    costs: costs of one pass. They are returned unchanged if the difference that they predict is ``measured``
+        or more already.
     options: the schedule of this pass.
-    measured: measured difference in seconds. It may be negative.
+    measured: the difference between the seconds of the two trials. It may be negative.
     """
     few, many = TRIED
 
@@ -475,21 +501,22 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
 
 def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> bool:
-    """Measures the fixed cost of a chunk in both passes by trials. Returns whether it is known now.
+    """Measures the fixed cost of a chunk in both passes, by trials. Collective the first time.
 
     The fixed cost of a chunk is its seconds that do not depend on its number of rows. It is computed from the
-    seconds of trials with the two numbers of chunks of `TRIED` (`with_chunk_cost`).
+    seconds of two trials (timed runs), one for each of the numbers of chunks in `TRIED` (`with_chunk_cost`).
+    The layer remembers the fixed cost for batches of this size, and `step_costs` includes it.
 
-    The layer remembers the cost for this size of batch, and `step_costs` includes it. Trials run without the
-    all-reduces that a `pmoe.GradientReducer` adds to the backward pass. Collective the first time.
+    Returns whether the layer has a fixed cost for this size of batch now:
 
-    Returns False, and remembers nothing, if trials may not run on this batch (`TrialBatch.may_try`). If a
-    trial runs out of memory, or if no trial could run, the layer remembers a cost of 0 s, and the result is
-    True.
+        True    it was measured, now or earlier. It is 0 s if a trial ran out of memory, or if ``tried`` could
+                not run any
+        False   trials may not run on this batch (`TrialBatch.may_try`); nothing is remembered
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call.
-    tried: function that measures both passes for some numbers of chunks. It returns None if no trial ran, and
+    tried: function that measures both passes for some numbers of chunks, without the all-reduces that a
+        `pmoe.GradientReducer` adds to the backward pass. It returns None if no trial could run, and
         `OUT_OF_MEMORY` for a trial that ran out of memory.
     """
     modules = batch.modules
@@ -517,7 +544,7 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
 def _chunk_key(
     modules: LayerModules, rows_TM: Tensor, num_tokens: int, restore: Restore
 ) -> tuple[object, ...]:
-    """Returns the key under which the layer's cache keeps the result of `measure_chunk_cost`.
+    """Returns the key under which the layer's cache has the measured fixed cost of a chunk.
 
     The number of tokens in the key is rounded, so that batches of nearly the same size share a key.
     """
@@ -528,24 +555,23 @@ def _chunk_key(
 
 
 def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
-    """Returns the numbers of chunks n and m of both passes with the fewest predicted seconds.
+    """Returns the numbers of chunks, n in forward and m in backward, with the fewest predicted seconds.
 
-    Every allowed pair (n, m) is simulated (`LayerModules.degree_pairs`). Of equally fast pairs, the one with
-    fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is fastest in the
+    A step is simulated for every allowed pair (n, m) (`LayerModules.degree_pairs`). Of equally fast pairs,
+    the one with fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is fastest in the
     forward pass. On a single rank the result is the pair with the fewest chunks. With a memory budget, only
     pairs are allowed with which memory stays within the budget for any routing.
 
     The seconds are predicted for the number of tokens of the rank that has most, rounded up to three
-    significant binary digits, so that similar batches have the same n and m. The layer remembers the answer.
+    significant binary digits, so that batches of similar size have the same n and m. The layer remembers the
+    result. It depends only on numbers that all ranks share, so it is equal on all ranks. Collective the first
+    time.
 
-    batch: the routed batch. The answer depends only on numbers that all ranks share, so all get the same n
-        and m.
+    batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
     tried: function that measures both passes for some numbers of chunks, for `measure_chunk_cost`. It returns
-        None if trials must not run.
-
-    Collective the first time.
+        None if no trial could run.
     """
     modules = batch.modules
     options = modules.options

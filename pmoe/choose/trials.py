@@ -1,8 +1,9 @@
-"""Trials: measure the seconds of both passes on a real batch, for several choices.
+"""Trials: timed runs of both passes on a real batch, once for each of several choices.
 
 A choice is a number of chunks (micro-batches) for each pass and a restore pair, which says whether the
-dispatched rows and the hidden activation are kept, offloaded or made again for backward. A trial runs the
-plan that the layer itself would make with the choice. Nothing in the layer changes.
+dispatched rows and the hidden activation are kept, offloaded or made again for backward. A trial cuts the
+batch and runs it as the layer itself would with this choice. The layer's parameters, gradients and statistics
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 MIN_ROWS = 1024
-"""Smallest number of rows of a chunk. With fewer rows, products lose more time than overlap saves.
+"""Smallest number of rows of a chunk. With fewer, smaller matrix products lose more time than overlap saves.
 
-Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
+Measured by bench/bench_overlap.py: with 4096 rows on a rank, 2 to 4 chunks are best.
 """
 
 MEASURING_SHARE = 0.4
-"""Fraction of the smallest step's peak that a measurement may take. The call already holds some memory."""
+"""Fraction of the lowest peak of a step that the measurement of a profile may take.
+
+It is less than 1 because the call already holds some memory.
+"""
 
 T = TypeVar("T")
 
@@ -54,26 +58,27 @@ T = TypeVar("T")
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     """Returns the largest number of chunks with at least `MIN_ROWS` rows in each chunk, or 1.
 
-    The result is one of `DEGREES`. It is 1 if there are too few rows for two chunks.
+    The result is one of `DEGREES` (1, 2, 4, 8, 16). It is 1 if there are too few rows for two chunks, and
+    with one rank, because no rows are sent.
 
     max_rows: number of rows (tokens times choices) of the rank that has most, so that all ranks get the same
         result.
-    num_ranks: number of ranks. With one rank the result is 1, because no rows are sent.
+    num_ranks: number of ranks.
     """
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 
 @dataclass(frozen=True)
 class TrialBatch:
-    """A batch after gating and the exchange of row counts: all that a trial needs.
+    """A routed batch: all that a trial needs, after gating and after ranks have exchanged their row counts.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     orders: the routing of the call. A trial needs it to cut the batch into chunks (micro-batches).
-    rows_for: function that counts the rows again, so that the batch can be cut into given numbers of chunks,
-        and returns the new counts and routing. It is needed only with ``pipeline="solve"``. If ``rows_for``
-        is None, rows are not counted again, and the batch can be cut into the numbers of chunks in `degrees`.
+    rows_for: function that takes numbers of chunks, and returns row counts and routing with which the batch
+        can be cut into each of these numbers. Only ``pipeline="solve"`` needs it. If it is None, the batch
+        can be cut only into the numbers of chunks in `degrees`.
     """
 
     modules: LayerModules
@@ -84,7 +89,7 @@ class TrialBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows (tokens times choices of a token) of the rank with most tokens."""
+        """Number of rows of the rank with most tokens: its tokens times the choices of a token (top_k)."""
         return self.counts.max_tokens * self.modules.options.top_k
 
     @property
@@ -105,29 +110,29 @@ class TrialBatch:
         return 0 if copies is None else copies.per_rank
 
     def profile(self) -> Profile:
-        """Returns the profile of this device and group: measured rates of products and messages.
+        """Returns the profile for this device and process group: measured rates of products and messages.
 
-        A missing profile is measured first, in less memory than any step of the layer needs. Collective the
-        first time.
+        If there is none, it is measured first, in less memory than any step of the layer needs. Collective
+        the first time.
         """
         x_TM = self.inputs.x_TM
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
 
     def stored_profile(self) -> Profile | None:
-        """Returns the profile (measured rates) of this device and group; None if it was never measured.
+        """Returns the profile for this device and process group, or None; never measures one.
 
-        Collective the first time.
+        A profile has measured rates of matrix products and messages. Collective the first time.
         """
         return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @functools.cached_property
     def measuring_bytes(self) -> float:
-        """Bytes that a measurement of costs may allocate, the same on every rank. Collective the first time.
+        """Bytes that measuring the speed of products and messages may allocate, the same on every rank.
 
-        The number is `MEASURING_SHARE` times the predicted peak of the layer's smallest step (the choice with
-        the lowest peak), so that measuring never needs more memory than a step. The smallest step is
-        the one with the most chunks. With ``pipeline="solve"``, rows are first counted for it, because the
-        prediction needs them.
+        The number is `MEASURING_SHARE` times the lowest predicted peak of a step, so that measuring never
+        needs more memory than a step. The step with the most chunks has the lowest peak. With
+        ``pipeline="solve"``, rows are counted for this step first, because the prediction needs its row
+        counts. Collective the first time.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
@@ -135,22 +140,22 @@ class TrialBatch:
 
     @functools.cached_property
     def peaks(self) -> dict[tuple[int, int, Restore], float]:
-        """The cache of `predicted_peaks`: peak memory in bytes by choice, on the rank that needs the most.
+        """Cache of the predicted peaks: bytes of memory of a step, on the rank that needs the most.
 
-        It is empty at first, and equal on all ranks. The key of a choice is (chunks of forward, chunks of
-        backward, restore pair).
+        A key is (number of chunks of forward, number of chunks of backward, restore pair). The cache is empty
+        at first. `predicted_peaks` fills it, with the same numbers on all ranks.
         """
         return {}
 
     @property
     def trials_allowed(self) -> bool:
-        """Whether trials are worth their time on this batch, and change nothing in the model.
+        """Whether trials on this batch are worth their time, and safe: they change nothing in the model.
 
-        Trials are worth their time if there are several ranks, gradients are needed, and there are enough
-        rows for two chunks. They are not worth it if all tasks run one after the other (``sequential``).
+        They are worth their time if there are several ranks, gradients are needed, there are enough rows for
+        two chunks, and communication may overlap with computation (the layer is not ``sequential``).
 
-        Trials could change the model if the layer has callbacks, or if experts are a user's modules, which
-        may, for example, count the rows that they compute.
+        They are not safe if the layer has callbacks, or if experts are a user's modules, because a trial runs
+        these too. A user's module may, for example, count the rows that it computes.
         """
         modules = self.modules
         shared = modules.shared_expert
@@ -160,10 +165,9 @@ class TrialBatch:
 
     @property
     def may_try(self) -> bool:
-        """Whether trials may run on this batch.
+        """Whether trials may run on this batch: `trials_allowed`, and no rank lacks host memory for them.
 
-        Two things are needed: `trials_allowed` is True, and every rank has enough free host memory, because
-        trials of choices that offload need it.
+        Trials with restore pairs that offload need free host memory.
         """
         return self.trials_allowed and not self.counts.host_shortage
 
@@ -171,9 +175,10 @@ class TrialBatch:
     def degrees(self) -> tuple[int, ...]:
         """The numbers of chunks into which this batch can be cut without counting its rows again.
 
-        Rows are counted in equal parts of the batch, and n chunks can be made if n divides the number of
-        parts. With ``pipeline="solve"`` no number of parts serves all allowed numbers of chunks, so rows are
-        counted for some of them, and the result has only these. Otherwise it has all that the options allow.
+        Rows are counted in equal parts of the batch. n chunks can be made if n divides the number of parts.
+        With ``pipeline="solve"`` rows are counted for only some of the numbers of chunks that the options
+        allow, because no reasonable number of parts is a multiple of all of them. Otherwise the result has
+        all numbers that the options allow.
         """
         options = self.modules.options
         if not options.solves:
@@ -182,14 +187,16 @@ class TrialBatch:
         return tuple(n for n in options.degrees if bins % n == 0 and n in (self.counts.depth or {n}))
 
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
-        """Returns this batch with its rows counted so that it can be cut as each of ``choices`` says.
+        """Returns this batch, with its rows counted again if needed to cut it into given numbers of chunks.
 
-        Rows are counted again only with ``pipeline="solve"`` (`degrees` says why); this is a collective.
-        Otherwise the batch is returned unchanged. If all numbers of chunks divide `MAX_DEGREE`, rows are also
-        counted for `MAX_DEGREE` chunks, because the step with the most chunks needs the least memory
+        Only with ``pipeline="solve"`` rows are counted again, which is a collective (`degrees` says why).
+        Otherwise the batch is returned unchanged.
+
+        If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks. The step
+        with that many chunks needs the least memory, and trials must know this memory
         (`pmoe.choose.part_of_batch.smallest_peak`).
 
-        choices: the numbers of chunks and restore pairs.
+        choices: numbers of chunks of both passes, and restore pairs.
         """
         if self.rows_for is None:
             return self
@@ -201,10 +208,11 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing for trials, without the all-reduces that a gradient reducer adds to backward passes.
+        """The routing with which trials run: as `orders`, but no gradients of other modules are all-reduced.
 
-        A `pmoe.GradientReducer` sends gradients of other layers during this layer's backward pass. A trial
-        must not send them, because its backward pass does not belong to a training step.
+        In a training step, a `pmoe.GradientReducer` all-reduces gradients of other modules during this
+        layer's backward pass. The backward pass of a trial must not, because it does not belong to a training
+        step.
         """
         orders = self.orders
         if orders.modules.gradients is not None:
@@ -214,7 +222,9 @@ class TrialBatch:
         return orders
 
     def plan(self, choice: Choice) -> Plan:
-        """Returns the plan that the layer would make for this batch with a choice: its chunks and their rows.
+        """Returns the plan for this batch with a choice: how many rows of each chunk go where.
+
+        It is the plan that the layer itself would make, without the all-reduces of a `pmoe.GradientReducer`.
 
         choice: the numbers of chunks and the restore pair.
         """
@@ -224,11 +234,14 @@ class TrialBatch:
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
     """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs most.
 
-    A step is a forward and a backward pass; only a forward pass if no gradients are needed.
+    A step is a forward and a backward pass; only a forward pass if no gradients are needed. The prediction
+    uses the row counts of the batch (`pmoe.planner.memory.predict`). It includes the gradients of the
+    experts' parameters, but not the gate's memory, because trials do not run the gate.
 
-    The gate's memory is not counted, because trials do not route. The gradients of the experts' parameters
-    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). The peaks
-    are cached (`TrialBatch.peaks`). Collective if a peak is not in the cache.
+    The peaks are cached (`TrialBatch.peaks`). Collective if a peak is not in the cache.
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs.
     """
     keys = [(choice.forward, choice.backward, choice.restore) for choice in choices]
     missing = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in batch.peaks}
@@ -242,13 +255,19 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
 
 
 def _own_peak(batch: TrialBatch, choice: Choice) -> float:
-    """Returns the predicted peak in bytes of a step with a choice on this rank (`predicted_peaks`)."""
+    """Returns the predicted peak, in bytes on this rank, of a step with a choice.
+
+    `predicted_peaks` says what the peak includes.
+
+    batch: the routed batch.
+    choice: the numbers of chunks and the restore pair.
+    """
     modules = batch.modules
     counts = batch.counts
     counted = choice.degrees if modules.options.solves else modules.options.degrees
     call = rows_of_call(modules, batch.inputs.x_TM.shape[0], counted)
     sizes = replace(batch.sizes, rotates=batch.sizes.rotates or choice.rearranged)
-    # Skewed routing is cut into more chunks than were asked for.
+    # A skewed batch is cut into more chunks than the choice says, so that each fits into its buffer.
     degrees = [
         cuts(n, counts.send.shape[0])[counts.depth.get(n, 0)] for n in (choice.forward, choice.backward)
     ]
@@ -263,18 +282,18 @@ def _own_peak(batch: TrialBatch, choice: Choice) -> float:
 
 
 DROPPED = (math.inf, math.inf)
-"""The seconds of a choice for which a rank had too little memory."""
+"""The (forward, backward) seconds that a trial returns if any rank had too little memory."""
 
 
 def measure_trials(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Returns the seconds of forward and backward with each choice. Collective.
+    """Runs and times both passes with each choice. Returns the seconds of each choice. Collective.
 
-    Each choice runs one step that is not timed. Then the choices run in turns and are timed, until it is
-    clear which choice is the fastest (`pmoe.planner.timed_rounds`). After each round the ranks agree on the
-    seconds of the slowest rank, so all ranks time the same choices in the next round. The bytes that trials
-    send do not count as traffic of the model.
+    First a step runs with each choice and is not timed. Then come timed rounds, each with one step of every
+    choice that may still be the fastest, until it is clear which one is (`pmoe.planner.timed_rounds`). After
+    each round the ranks agree on the seconds of the slowest rank, so all ranks time the same choices in the
+    next round. The bytes that trials send do not count in the layer's statistics of traffic.
 
     If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
     warns once.
@@ -292,7 +311,7 @@ def measure_trials(
     trials = {choice: Trial(batch, choice) for choice in choices}
 
     def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
-        """Runs a step of each choice. Returns (forward, backward) seconds of each on the slowest rank."""
+        """Runs one step with each choice. Returns its (forward, backward) seconds on the slowest rank."""
         runs = [trials[choice].run for choice in round_choices]
         turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks))
         own_seconds = [seconds for [passes] in turns for seconds in passes]
@@ -306,11 +325,11 @@ def measure_trials(
 
 
 class Trial:
-    """Runs both passes of a batch with one choice. All ranks learn if any rank runs out of memory.
+    """Runs both passes of a batch with one choice, and finds out whether any rank runs out of memory.
 
     batch: the routed batch.
     choice: the numbers of chunks and the restore pair.
-    has_failed: whether any rank ran out of memory. If so, this choice is not run again.
+    has_failed: whether any rank ran out of memory, equal on all ranks. If so, this choice is not run again.
     failure: the out-of-memory error of this rank; None if this rank has none.
     """
 
@@ -322,12 +341,12 @@ class Trial:
 
     @torch.no_grad()
     def run(self) -> tuple[float, float]:
-        """Runs both passes once, and returns the seconds of each. Collective.
+        """Runs both passes once, and returns the (forward, backward) seconds of this rank. Collective.
 
         The seconds are infinite (`DROPPED`) if any rank runs out of memory, now or in an earlier run.
 
-        Each pass first allocates its buffers. Then the ranks exchange whether any of them ran out of memory,
-        so that no rank waits for a message of a rank that has not begun. A rank that runs out of memory later
+        Each pass first allocates its buffers. Then the ranks exchange whether any of them ran out of memory.
+        If one did, no rank begins to send, so none waits for that rank. A rank that runs out of memory later
         still takes part in all messages of the pass (`pmoe.engine.variants.trial`). The layer's output serves
         as the gradient with which the backward pass begins, because only the time matters.
         """
@@ -357,8 +376,9 @@ class Trial:
     def has_room(self, num_bytes: float) -> bool:
         """Returns whether every rank has enough memory for a step with the choice. Collective.
 
-        The memory is allocated and freed again. The forward pass allocates its buffers as in a step. The rest
-        of ``num_bytes`` is allocated in blocks as large as the layer's input, of at least `MIN_ROWS` rows.
+        ``num_bytes`` bytes are allocated and freed again; no pass runs. The buffers of the forward pass are
+        allocated as in a step, and the rest in blocks as large as the layer's input (at least `MIN_ROWS`
+        rows).
 
         num_bytes: the predicted bytes of the step.
         """
@@ -378,7 +398,7 @@ class Trial:
         return not self._any_failed()
 
     def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
-        """Returns the backward pass that follows a forward pass, with its buffers allocated.
+        """Makes the backward pass that follows a forward pass, and allocates its buffers.
 
         forward: the forward pass, after it has run.
         grad_TM: (T, M), the gradient of the layer's output: T tokens, M = d_model.
@@ -388,7 +408,7 @@ class Trial:
         return make_backward(forward.plan, grad_TM, state, TrialBackward)
 
     def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
-        """Calls a function. Returns (its result, its seconds), or (None, 0) if this rank is out of memory.
+        """Calls a function. Returns its result and its seconds, or (None, 0) if this rank is out of memory.
 
         If an earlier call ran out of memory (`failure` is set), the function is not called. If this call runs
         out of memory, the error is stored in `failure`. All other errors are raised.
@@ -407,7 +427,7 @@ class Trial:
             return None, 0.0
 
     def _any_failed(self) -> bool:
-        """Returns whether any rank has run out of memory. Collective."""
+        """Returns whether any rank has run out of memory, and stores this in `has_failed`. Collective."""
         ranks = self.batch.modules.ranks
         own = [float(self.failure is not None)]
         [failed] = largest(
@@ -418,19 +438,19 @@ class Trial:
 
 
 def _some(value: T | None) -> T:
-    """Returns ``value``, which must not be None, with a type that excludes None."""
+    """Returns ``value``, which must not be None. Type checkers then know that it is not None."""
     assert value is not None
     return value
 
 
 def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
-    """Warns on rank 0 of choices that are not used, because some rank has too little memory for them.
+    """Warns on rank 0 that some choices are not used, because some rank has too little memory for them.
 
     batch: the routed batch.
-    dropped: the trials of these choices, the same on every rank.
-    num_trials: the number of choices that were tried.
+    dropped: the trials with these choices, the same on every rank. If the list is empty, nothing is done.
+    num_trials: the number of all choices that were tried.
 
-    Raises OutOfMemoryError on every rank if all choices that were tried are dropped.
+    Raises OutOfMemoryError on every rank if no choice is left: all that were tried are in ``dropped``.
     """
     if not dropped:
         return
@@ -446,10 +466,10 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
 
 
 def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
-    """Returns the choice with the lowest predicted peak, if every rank has enough memory for it.
+    """Returns the choice with the lowest predicted peak, after testing that every rank has memory for it.
 
-    The memory is allocated and freed again. The callers use it after every choice ran out of memory in
-    trials. Collective.
+    The test allocates the memory of a step and frees it again. It is for a layer whose other choices have all
+    run out of memory. Collective.
 
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to choose from.

@@ -1,6 +1,7 @@
-"""Packs rows into the messages in which they are sent, and unpacks them: e4m3 with scales, or bfloat16.
+"""Packs rows into messages of a narrower number format, and unpacks them: e4m3 with scales, or bfloat16.
 
-A message is a row of bytes. With wire="e4m3" it holds, for M columns in B = ceil(M / 128) blocks:
+A message is the row of bytes in which a row is sent. With ``wire="bfloat16"`` it has the row's values rounded
+to bfloat16. With ``wire="e4m3"``, a float8 format, it has for M columns in B = ceil(M / 128) blocks:
 
     | number 0 | number 1 | ... | number M - 1 | up to 3 unused bytes | scale 0 | ... | scale B - 1 |
       float8, 1 byte each                                               float32, 4 bytes each
@@ -9,8 +10,8 @@ A message is a row of bytes. With wire="e4m3" it holds, for M columns in B = cei
     number = value / scale, computed in float32 and rounded once to e4m3
     unpacked value = number * scale, computed in float32 and rounded once to the rows' type
 
-A block of zeros stays zeros. A block with an Inf or a NaN becomes NaN as a whole: its scale is Inf or NaN.
-So a value that is not finite is never lost, and it spreads to at most 127 neighbours of the same row.
+A block of zeros stays zeros. A block with an Inf or a NaN becomes NaN as a whole, because its scale is Inf or
+NaN. So a value that is not finite is never hidden, and it spreads to at most 127 other values of its row.
 
 Letters: N rows, M columns of a row, B blocks of a row, C bytes of a message.
 """
@@ -26,17 +27,20 @@ from torch.nn.functional import pad
 from pmoe.schedule.wire import BLOCK_COLUMNS, WireName, Wires, message_bytes, number_bytes
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-"""The largest number of e4m3, 448."""
+"""The largest finite number of e4m3, 448."""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""The scale of a block of zeros, and of blocks whose scale would be a denormal number."""
+"""Lower bound of scales, for blocks of zeros and blocks whose scale would be a denormal number."""
 
 
 def check_wires(wires: Wires, dtype: torch.dtype) -> None:
-    """Raises ValueError if rows of a dtype must not be sent in these forms.
+    """Raises ValueError if rows of a dtype must not be sent in the given formats.
 
-    e4m3 would take more than half of the digits that users of float64 want, and bfloat16 makes only float32
-    rows shorter.
+    "e4m3" is for float32, bfloat16 and float16: users of float64 want more digits than it keeps. "bfloat16"
+    is for float32 only, because it makes rows of 2 bytes a number no shorter.
+
+    wires: the formats for forward and backward.
+    dtype: dtype of the rows.
     """
     for name, wire in wires.by_option.items():
         if wire == "e4m3" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -50,10 +54,11 @@ def check_wires(wires: Wires, dtype: torch.dtype) -> None:
 
 
 def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
-    """Writes the message of each row.
+    """Writes the message of each row: the row's values in the narrower format.
 
-    rows_NM: (N, M), the rows. Their values are overwritten if they are float32.
-    message_NC: (N, C) uint8, memory for the messages.
+    wire: the format.
+    rows_NM: (N, M), the rows. With "e4m3" and float32 rows, their values may be overwritten.
+    message_NC: (N, C) uint8, memory for the messages, C bytes each.
     """
     d_model = rows_NM.shape[1]
     if wire == "bfloat16":
@@ -72,10 +77,11 @@ def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
 
 
 def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor) -> None:
-    """Writes the row of each message, in another order if an index says so.
+    """Unpacks messages to rows, and reorders them if an index is passed.
 
-    message_NC: uint8, the messages, C bytes each.
-    index: (N,) int64, the message of each of the N rows; None takes N messages in their order.
+    wire: the format of the messages.
+    message_NC: (at least N, C) uint8, the messages, C bytes each.
+    index: (N,) int64, row i is unpacked from message index[i]; None for N messages in the order of the rows.
     out_NM: (N, M), memory for the rows.
     """
     d_model = out_NM.shape[1]
@@ -96,7 +102,11 @@ def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM
 
 
 def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
-    """Returns views of e4m3 messages: the numbers (N, M), and the scales (N, B) float32."""
+    """Returns views of the two parts of e4m3 messages: the numbers (N, M) and the scales (N, B) float32.
+
+    message_NC: (N, C) uint8, the messages.
+    d_model: M.
+    """
     first = number_bytes(d_model)
     last = message_bytes("e4m3", d_model, 1)
     numbers = message_NC[:, :d_model].view(torch.float8_e4m3fn)
@@ -104,21 +114,31 @@ def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
 
 
 def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of the temporary tensors that packing takes for each row.
+    """Returns how many bytes of temporary tensors `pack_rows` and its caller need for each row.
 
-    These are the row, gathered from the tokens, and its values in float32 if rows are narrower.
+    The tensors are a copy of the row, gathered from the tokens, and with "e4m3" its values in float32 if the
+    rows are narrower than float32.
+
+    wire: the format of the message.
+    d_model: M, the columns of a row.
+    element_size: bytes of an element of the row.
     """
     return d_model * element_size + _widened(wire, d_model, element_size)
 
 
 def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of the temporary tensors that unpacking takes for each row.
+    """Returns how many bytes of temporary tensors `unpack_rows` needs for each row.
 
-    These are the message, sorted by expert, and its values in float32 if rows are narrower.
+    The tensors are a copy of the message, in the new order, and with "e4m3" its values in float32 if the rows
+    are narrower than float32.
+
+    wire: the format of the message.
+    d_model: M, the columns of a row.
+    element_size: bytes of an element of the row.
     """
     return message_bytes(wire, d_model, element_size) + _widened(wire, d_model, element_size)
 
 
 def _widened(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of the values of a narrow row in float32; 0 for float32 rows, and for bfloat16."""
+    """Returns the bytes of a row's temporary float32 values; 0 for float32 rows and for wire="bfloat16"."""
     return 4 * d_model * (wire == "e4m3" and element_size < 4)

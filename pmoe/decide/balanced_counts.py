@@ -54,11 +54,15 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
-"""Copies are made if the largest time of a rank is predicted to be less by more than this fraction."""
+"""Least gain for which copies are made, as a fraction.
+
+The largest predicted time of a rank without copies must be more than (1 + `LEAST_GAIN`) times that with
+copies.
+"""
 
 
 class BalancedCounts(ExactCounts):
-    """The source of a call's row counts that gives busy experts copies on other ranks.
+    """Routes a call, decides which busy experts get copies on other ranks, and exchanges the row counts.
 
     copies      the copies of the call, as this rank sees them; None if there are none, or before `agree`
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each expert; None without copies
@@ -75,7 +79,8 @@ class BalancedCounts(ExactCounts):
     def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
         """Routes the call, and starts the exchange of row counts, which also brings the loads of experts.
 
-        call, degrees: as in `ExactCounts`.
+        call: the call: the layer's modules and the input.
+        degrees: the numbers of chunks that may be chosen for the call; None for those that the options allow.
         """
         self.copies = None
         self.rows_E = None
@@ -176,7 +181,9 @@ class BalancedCounts(ExactCounts):
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
 
-        modules, inputs, agreed: as in `ExactCounts.decision`.
+        modules: the modules and options of the layer.
+        inputs: the rows and parameters of the call.
+        agreed: the row counts and the choice (numbers of chunks, restore pair) on which the ranks agreed.
         """
         counts = agreed.counts
         assert counts is not None and agreed.choice is not None
@@ -243,13 +250,16 @@ def balance_report(
 
 
 def _imbalance(rows: Sequence[int]) -> float:
-    """Returns the largest number over the mean; 1 if all are 0. Example: (3, 1) -> 1.5."""
+    """Returns the largest number divided by the mean; 1 if all are 0. Example: (3, 1) -> 1.5.
+
+    rows: the number of rows of each rank.
+    """
     total = sum(rows)
     return max(rows) * len(rows) / total if total else 1.0
 
 
 def owners_of(modules: LayerModules) -> list[int]:
-    """Returns the rank of each of the E experts."""
+    """Returns for each of the E experts the rank to which it belongs."""
     num_local = modules.experts.num_local_experts
     return [expert // num_local for expert in range(modules.options.num_experts)]
 
@@ -338,16 +348,20 @@ def with_pairs(
 
 
 class SlotsOfHosts(SortedSlots):
-    """The routing of a call with copies, in which each (token, choice) slot has the number of a host.
+    """The routing of a call with copies: each (token, choice) slot has the number of an expert or of a copy.
 
-    The number stands for an expert or for a copy. Kernels that route and sort know only experts, so their
-    order is not taken.
+    The order in which kernels that route have sorted the rows is not used, because these kernels know only
+    experts.
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
         """Returns the plan of the call, with what becomes of the copies' weights (`with_fate`).
 
-        counts, choice: as in `SortedSlots.plan`.
+        If the restore pair sends the dispatched rows (T_DI) again in backward, the weights of copies are sent
+        again too. Otherwise they are kept.
+
+        counts: the row counts of the call.
+        choice: the numbers of chunks and the restore pair.
         """
         copies = self.modules.copies
         assert copies is not None
@@ -367,10 +381,11 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
 
 
 def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:
-    """Returns the new number of the host of each (token, choice) slot, of the shape of expert_TK.
+    """Returns for each (token, choice) slot the number of the expert or copy that computes its row, (T, K).
 
-    Rows of one expert are counted in the order of the slots. `pmoe.planner.copies.row_cuts` says which host
-    gets a row of a certain number.
+    This is the step in which the rows of an expert are divided among its hosts. The rows of this rank for
+    one expert are counted in the order of the slots, and `pmoe.planner.copies.row_cuts` says which host gets
+    a row with a given number.
 
     copies: the copies of the call.
     expert_TK: (T, K) int64, the experts that the gate chose.
@@ -382,7 +397,8 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
     expert = expert_TK.reshape(-1)
     key = expert if keep_TK is None else torch.where(keep_TK.reshape(-1), expert, num_experts)
     order = key.argsort(stable=True)
-    # The place of each slot among the kept slots of its expert. That of a dropped slot has no meaning.
+    # The number of each slot's row among this rank's rows for the same expert. Numbers of dropped slots have
+    # no meaning.
     first = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
     row = torch.empty_like(key)
     row[order] = torch.arange(key.numel(), device=key.device) - first[key[order]]

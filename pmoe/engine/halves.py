@@ -1,18 +1,21 @@
-"""The backward pass in two halves: gradients of inputs in one run of autograd, of parameters in a later one.
+"""The backward pass in two halves: first gradients of inputs, and in a later call those of parameters.
 
-Zero-bubble pipeline schedules send the gradients of a stage's inputs on at once, and compute those of its
-parameters when the stage would wait. They ask autograd for the two apart:
+Zero-bubble pipeline schedules need a stage's input gradients at once, for the previous stage, and compute its
+parameter gradients later, when the stage would otherwise wait. So they call autograd twice:
 
-    torch.autograd.grad(y, x, dy, retain_graph=True)    G S C R O P and L: the tasks W, LW and XW are left
-    torch.autograd.grad(y, parameters, dy)              W, LW and XW, from what the first half left
+    torch.autograd.grad(y, x, dy, retain_graph=True)    runs all tasks but those of parameter gradients
+    torch.autograd.grad(y, parameters, dy)              runs the tasks of parameter gradients: W for experts,
+                                                        LW for experts' rows that stay on the rank, XW for the
+                                                        shared expert
 
-So each product and each all-to-all runs once. The second half communicates nothing, unless autograd brings
-another tensor as the output's gradient: the ranks then agree in one reduction on whether its values are those
-of the first half. If they are not, the whole pass runs again.
+So each matrix product and each all-to-all runs once. The second call must be for the same output gradient dy.
+If autograd passes another tensor, the ranks compare values in one reduction; if the values differ, the whole
+pass runs again. Otherwise the second half communicates nothing.
 
-The first half leaves W's operands: T_DI, dT_DO, the activated T_M and its gradient dT_M, for all rows. Where
-chunks share ring slots (memory_reuse), the next chunk overwrites these operands. The first half then computes
-everything, and leaves the gradients of the parameters. Other runners than the pipeline do the same.
+Between the halves, the operands of the parameter gradients are kept for all rows: T_DI, dT_DO, the activated
+T_M and its gradient dT_M. If chunks share buffers (``memory_reuse``), the next chunk overwrites these
+operands. In that case the first half computes all gradients, and keeps those of the parameters for the second
+half. Runners other than the pipeline do the same.
 """
 
 from __future__ import annotations
@@ -35,22 +38,32 @@ from pmoe.gates.base import without_autocast
 from pmoe.schedule.tasks import Schedule
 
 NUM_INPUTS = 3
-"""The first entries of `pmoe.engine.passes.base.Inputs.all`: x_TM, weight_TK and shared_weight_T."""
+"""Number of a call's tensors that are not parameters: x_TM, weight_TK and shared_weight_T.
+
+They come first in the list of all tensors, `pmoe.engine.passes.base.Inputs.all`.
+"""
 
 Halves = tuple[list[Tensor | None], Callable[[], list[Tensor | None]]]
-"""The gradients of `Inputs.all`, and a function that computes those after the first `NUM_INPUTS`."""
+"""Type of the results of a first half: the gradients of `Inputs.all`, and a function for the second half.
+
+The function computes and returns the gradients of the parameters: those after the first `NUM_INPUTS`.
+"""
 
 RunPass = Callable[[Any, Tensor, Callable[..., list[Tensor | None]]], tuple[Tensor | None, ...]]
-"""A function (ctx, grad_TM, backward) that runs ``backward``, and returns a gradient for each argument of the
-autograd Function."""
+"""Type of a function (ctx, grad_TM, backward) that runs ``backward`` with all checks around it.
+
+The function returns a gradient for each argument of the autograd Function.
+"""
 
 
 @dataclass
 class Later:
-    """The record that the first half of a backward pass leaves for the second.
+    """The record that the first half of a backward pass keeps for the second half.
 
-    grad_TM: (T, M), the output's gradient in the first half; version: its version counter then.
-    of_inputs: the gradients of x_TM (as None: it is not asked for again), weight_TK and shared_weight_T.
+    grad_TM: (T, M), the output's gradient in the first half.
+    version: the version counter of grad_TM in the first half, to detect changes in place.
+    of_inputs: the gradients of x_TM, weight_TK and shared_weight_T. That of x_TM is None, because autograd
+        does not ask for it again.
     parameters: the function that computes the gradients of all parameters.
     """
 
@@ -60,13 +73,14 @@ class Later:
     parameters: Callable[[], list[Tensor | None]]
 
     def is_for(self, grad_TM: Tensor, ranks: Ranks) -> bool:
-        """Returns whether the first half ran for this gradient of the output; the same on all ranks.
+        """Returns whether the first half ran for the same gradient of the output. Equal on all ranks.
 
-        grad_TM: (T, M), the output's gradient that autograd brings now.
+        If autograd passes the same tensor object as in the first half, unchanged, the result is True. All
+        ranks run the same program, so this holds on all ranks or on none. Otherwise the values of both
+        tensors are compared, and the ranks agree on the result by a collective.
+
+        grad_TM: (T, M), the output's gradient that autograd passes to the second half.
         ranks: the ranks of the layer.
-
-        All ranks run the same program, so autograd brings the first half's own tensor to all or to none. If
-        it brings another one, values are compared, and the ranks agree by a collective.
         """
         if grad_TM is self.grad_TM and grad_TM._version == self.version:
             return True
@@ -76,11 +90,14 @@ class Later:
 
 
 def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | None, ...]:
-    """Computes what autograd asks for of a call whose graph is kept: one half of the gradients, or all.
+    """Computes the gradients that autograd asks for: all, those of inputs, or those of parameters.
 
-    Returns a gradient for each argument of the autograd Function.
+    It is for a call whose autograd graph is kept (``retain_graph=True``), so that several backward calls may
+    follow. Returns a gradient for each argument of the autograd Function; None for those that are not asked
+    for.
 
-    ctx: the context of the call's autograd Function. Its attribute ``later`` holds what the first half left.
+    ctx: the context of the call's autograd Function. Its attribute ``later`` has the record that an earlier
+        first half has kept for the second half.
     grad_TM: (T, M), the gradient of the layer's output.
     run: runs a backward pass, with all checks around it.
     """
@@ -115,9 +132,10 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
 
 
 def asked(ctx: Any) -> tuple[bool, bool]:
-    """Returns whether autograd asks for the gradient of the layer's input now, and for one of a parameter.
+    """Returns two flags: whether autograd asks for the gradient of the layer's input, and of any parameter.
 
-    ctx: the context of the call's autograd Function, whose next nodes get these gradients.
+    ctx: the context of the call's autograd Function. Autograd passes the gradients on to the nodes in
+        ``ctx.next_functions``, so the flags say which of these nodes will run.
     """
     nodes = [node for node, _ in ctx.next_functions]  # of tensors only: an argument that is None has no entry
     first_parameter = len(nodes) - (len(ctx.inputs.all) - NUM_INPUTS)
@@ -125,34 +143,40 @@ def asked(ctx: Any) -> tuple[bool, bool]:
 
 
 def runs_now(node: Any) -> bool:
-    """Returns whether the present run of autograd needs the gradient that this node of its graph gets.
+    """Returns whether autograd, in the backward call that is now running, will run a node of its graph.
 
-    node: the node, or None if nothing needs a gradient.
+    If so, the gradient that the node receives is needed.
+
+    node: the node; None for a tensor that needs no gradient.
     """
     if node is None:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch answers so for a leaf whose gradient torch.autograd.grad returns
+    except RuntimeError:  # torch raises this for a leaf whose gradient torch.autograd.grad returns
         return True
 
 
 def all_at_once(
     backward: Callable[..., list[Tensor | None]], tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> Halves:
-    """Runs a backward pass that has no halves. Its second half returns the gradients of the parameters.
+    """Runs a backward pass that cannot be divided, and keeps the parameters' gradients for the second half.
 
-    backward: a `pmoe.engine.autograd.BackwardFunction`; the other arguments are its own.
+    Returns all gradients, and a function that returns those of the parameters without computing anything.
+
+    backward: function that runs the pass, a `pmoe.engine.autograd.BackwardFunction`.
+    tensors, wanted, grad_TM: the arguments of ``backward``: the saved tensors, for each tensor of
+        `Inputs.all` whether its gradient is wanted, and the (T, M) gradient of the output.
     """
     found = backward(tensors, wanted, grad_TM)
     return found, lambda: found[NUM_INPUTS:]
 
 
 class InputsFirst(Backward):
-    """A backward pass in the engine that leaves the gradients of parameters to `parameter_gradients`.
+    """A backward pass that can be run in two halves: `run`, and later `parameter_gradients`.
 
-    wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
-    all_tasks: the schedule of both halves.
+    wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
+    all_tasks: the schedule of all tasks, of both halves.
     """
 
     wanted: Sequence[bool]
@@ -166,7 +190,8 @@ class InputsFirst(Backward):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         self.wanted = saved.wanted
-        # The sums are allocated in the second half: a pipeline has several calls between the two halves.
+        # Without wanted gradients, the base class allocates no sums for them. They are allocated in the
+        # second half, because a pipeline runs several other calls between the two halves.
         super().__init__(plan, grad_TM, replace(saved, wanted=[False] * len(saved.wanted)))
         self.all_tasks = self.schedule
         self.schedule = self.all_tasks.halves[0]
@@ -175,24 +200,36 @@ class InputsFirst(Backward):
     def fits(modules: PassModules) -> bool:
         """Returns whether the backward pass of a layer can be run in two halves.
 
-        modules: the layer's modules. Chunks that share ring slots overwrite what W reads. Experts that are a
-            user's modules compute all gradients together. Gradients of copies of experts travel.
+        It cannot if
+
+        - chunks share buffers (``memory_reuse``), because the next chunk overwrites the operands of the
+          parameter gradients;
+        - experts are a user's modules, because autograd computes all gradients of a module together;
+        - other ranks host copies of experts (``balance``), because their gradients must be sent.
+
+        modules: the layer's modules.
         """
         experts = (modules.experts, modules.shared_expert)
         are_modules = any(each is not None and each.are_modules for each in experts)
         return not (modules.rotates or are_modules or modules.stages.copies is not None)
 
     def run(self) -> list[Tensor | None]:
-        """Runs all tasks but W, LW and XW. Returns the gradients of ``inputs.all``, without parameters."""
+        """Runs the first half: all tasks but those of parameter gradients (W, LW and XW).
+
+        Returns a list with an entry for each tensor of `Inputs.all`; the entries of parameters are None.
+        """
         found = super().run()
-        # Frees what the second half does not read. Graphs of autograd may live long.
+        # Frees tensors that the second half does not read, because autograd may keep its graph for long.
         self.result_TM = self.source_TM
         self.results = ()
         self.kept = {}
         return found
 
     def parameter_gradients(self) -> list[Tensor | None]:
-        """Runs W, LW and XW. Returns the gradients of all parameters, in the order of ``inputs.all``."""
+        """Runs the second half: the tasks of parameter gradients (W, LW and XW).
+
+        Returns the gradients of all parameters, in the order of `Inputs.all`.
+        """
         inputs = self.saved.inputs
         wanted = inputs.like(self.wanted)
         additions = self.all_tasks.num_weight_gradients

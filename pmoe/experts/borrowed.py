@@ -1,8 +1,9 @@
-"""Experts that compute with the parameters of another module: they borrow them, without copies.
+"""Experts that compute with the parameters of another module, without copying them.
 
-An object of these classes is made for one call, and autograd keeps it until the call's backward. So each call
-uses the tensors that the module has at that time, even if they were moved, sharded or replaced since the last
-call. Gradients have the layout of the module's own parameters.
+They serve `pmoe.layer.run_experts`, for models that have expert weights of their own. An object of these
+classes is made for one call, and autograd keeps it until the call's backward. So each call uses the tensors
+that the module has at that time, even if they were moved, sharded or replaced since the last call. Gradients
+have the layout of the module's own parameters.
 
     BorrowedSwiGLU       SwiGLU experts, computed by pmoe's kernels
     BorrowedFFN          experts with another nonlinearity of pmoe, computed by pmoe's kernels
@@ -32,10 +33,10 @@ from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 GRAPH = 6
-"""Upper bound on the memory that autograd takes to differentiate an activation function.
+"""Upper bound on the memory that autograd needs to differentiate an activation function.
 
-Unit: tensors of the size of T_M, the hidden activation. Measured: 5 for the square of relu, 3.5 for gpt-oss's
-clamped gate.
+The unit is a tensor of the size of T_M, the hidden activation. Measured: 5 for the square of relu, 3.5 for
+gpt-oss's clamped gate.
 """
 
 
@@ -77,7 +78,7 @@ class Stacks:
         return weight.transpose(1, 2) if self.transposed else weight
 
     def stand_ins(self) -> Stacks:
-        """Returns tensors of the same shapes, dtypes and device that take no memory and are not parameters.
+        """Returns stand-ins for the parameters: tensors of the same shapes, dtypes and device without memory.
 
         A layer holds these between calls. So it knows the sizes and does not keep the module's tensors alive.
         """
@@ -100,14 +101,16 @@ class BorrowedExperts(StackedExperts):
     hidden_factor: int
     activation: str
 
-    is_parallel = False  # the owner of the parameters decides how their gradients are reduced
+    # pmoe must not mark the parameters as expert-parallel: the module that owns them decides how their
+    # gradients are reduced.
+    is_parallel = False
     stacks: Stacks
 
     def __init__(self, stacks: Stacks) -> None:
         Experts.__init__(self)
         self.stacks = stacks
         w1, w2 = (stacks.out_features_first(stack.detach()) for stack in (stacks.w1, stacks.w2))
-        # setattr would register the tensors as parameters of this module.
+        # A plain assignment would register the tensors as parameters of this module.
         vars(self).update(w1=w1, w2=w2, b1=stacks.b1, b2=stacks.b2)
         self.num_local_experts, self._d_model, self.all_hidden = w2.shape
         self.hidden_factor = w1.shape[1] // w2.shape[2]
@@ -118,7 +121,7 @@ class BorrowedExperts(StackedExperts):
         return iter(self.stacks.named.items())
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
-        return None  # the tensors of another module are neither spread nor cut over ranks
+        return None  # pmoe must not spread another module's tensors over ranks
 
     @property
     def has_bias(self) -> bool:
@@ -194,7 +197,8 @@ class BorrowedActivation(BorrowedExperts):
     def _scratch_rows(self, device_type: str) -> int:
         """Returns how many rows backward processes at a time, at least 16.
 
-        There are so few that the tensors which autograd makes for them fit into the temporary memory.
+        The number is small enough that the tensors which autograd makes for these rows fit into the temporary
+        memory.
 
         device_type: "cuda" or "cpu".
         """

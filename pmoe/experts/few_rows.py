@@ -1,10 +1,11 @@
-"""Experts for a call of few rows without gradients on one rank: a step of decoding.
+"""Computes the experts of a call with few rows, without gradients, on one rank: a decoding step of inference.
 
-Such a call costs the host more time than the products take. So there is nothing but operators: the rows of
-each expert that has any are multiplied, and each token sums its own.
+In such a call, the work of the host takes longer than the matrix products. So the functions here call a few
+PyTorch operators directly, without a layer: they compute the rows of each expert that has any, and sum the
+results of each token.
 
-Letters: T tokens, K experts of each, N rows, E experts, M model width, H width of an expert, G = H, or 2H for
-gated experts.
+Letters: T tokens, K experts of a token, N rows, E experts, M = d_model, H = d_hidden, G columns of T_M, the
+hidden activation before the nonlinearity (G = H, or 2H for gated experts).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pmoe.experts.borrowed import Stacks
 
 
 def _swiglu(hidden_NG: Tensor) -> Tensor:
-    """Returns silu(first half of the columns) * second half, (N, H), of hidden_NG, (N, 2H)."""
+    """Returns the SwiGLU activation (N, H) of hidden_NG (N, 2H): silu(first half of a row) * second half."""
     gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
-    return F.silu(gate_NH).mul_(up_NH)  # silu makes rows without gaps, which products want
+    return F.silu(gate_NH).mul_(up_NH)  # the result of silu is contiguous, as matrix products need it
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,15 +32,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
 }
-"""The functions of the activations that have names."""
+"""The functions of the activations that pmoe knows by name."""
 
 
 def is_short(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> bool:
-    """Returns whether a call on one rank is one of few rows, without gradients, on the CPU.
+    """Returns whether `few_rows_output` may compute a call on one rank: few rows, no gradients, on the CPU.
 
-    x: (T, M), the tokens; index, weights: (T, K), their routing; stacks: the experts' weights.
+    The result is also False if the shapes or dtypes do not fit together. The layer, which then runs the call,
+    raises the error that names the mistake.
 
-    False for tensors that do not fit together: the usual way names the mistake.
+    x: (T, M), the tokens.
+    index, weights: (T, K), the experts of each token and their routing weights.
+    stacks: the experts' weights.
     """
     w1 = stacks.w1
     return (
@@ -55,15 +59,18 @@ def is_short(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> bool:
 
 
 def few_rows_output(x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor, stacks: Stacks) -> Tensor | None:
-    """Returns each token's weighted sum of its experts' outputs, (T, M); None for an index out of range.
+    """Returns each token's weighted sum of its experts' outputs, (T, M).
+
+    Returns None if an expert's number is not in 0 ... E - 1. The caller then runs the call in another way,
+    which allows E for "no expert", and raises an error for other numbers.
 
     x_TM: (T, M), the tokens.
-    index_TK, weight_TK: (T, K), the experts of each token and their weights. E means no expert.
+    index_TK, weight_TK: (T, K), the experts of each token and their routing weights.
     stacks: the weights of E experts.
     """
     num_experts = stacks.w1.shape[0]
     top_k = index_TK.shape[1]
-    if index_TK.shape[0] == 1:  # each row has an expert of its own, in the order of the choices
+    if index_TK.shape[0] == 1:  # one token: each row has an expert of its own, so nothing is sorted
         experts = index_TK[0].tolist()
         if min(experts) < 0 or max(experts) >= num_experts:
             return None
@@ -93,10 +100,10 @@ def few_rows_output(x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor, stacks: S
 def _outputs(
     rows: Sequence[Tensor], x_TM: Tensor, experts: list[int], counts: list[int], stacks: Stacks
 ) -> Tensor:
-    """Returns the experts' outputs, (N, M), for rows that are sorted by expert.
+    """Returns the experts' outputs, (N, M), computed by a loop over the experts that have rows.
 
     rows: for each of ``experts`` its rows, (count, M).
-    x_TM: (T, M), the tokens, of the rows' dtype.
+    x_TM: (T, M), a tensor with the dtype and device of the rows.
     experts, counts: the experts that have rows, and how many rows each of them has.
     stacks: the weights of all experts.
     """
@@ -111,9 +118,13 @@ def _outputs(
 
 
 def _outputs_of_many(rows_NM: Tensor, experts: list[int], counts: list[int], stacks: Stacks) -> Tensor:
-    """Returns what `_outputs` does, by torch's grouped products, for which `_are_grouped` asked.
+    """Returns the experts' outputs, (N, M), computed by ``torch.nn.functional.grouped_mm``.
+
+    It is called if `_are_grouped` returns True.
 
     rows_NM: (N, M), the rows, sorted by expert.
+    experts, counts: the experts that have rows, and how many rows each of them has.
+    stacks: the weights of all experts.
     """
     ends = [0] * stacks.w1.shape[0]
     for expert, count in zip(experts, counts, strict=True):
@@ -126,12 +137,14 @@ def _outputs_of_many(rows_NM: Tensor, experts: list[int], counts: list[int], sta
 
 
 def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
-    """Returns whether torch's grouped products are faster than a loop over experts, and take the tensors.
+    """Returns whether torch's ``grouped_mm`` can compute the experts, and is faster than a loop in Python.
 
-    They loop in C++ over all experts, also those without rows. They take 4 and 2 bytes a number, and rows of
-    whole 16 bytes.
+    It is faster if more than a third of the experts have rows, because it loops in C++ over all experts. It
+    can compute numbers of 4 and 2 bytes, without biases, if rows are multiples of 16 bytes.
 
+    rows_NM: (N, M), the rows, sorted by expert.
     num_with_rows: the number of experts that have rows.
+    stacks: the weights of all experts.
     """
     size = rows_NM.element_size()
     if 3 * num_with_rows <= stacks.w1.shape[0] or stacks.b1 is not None or size > 4:
@@ -144,7 +157,7 @@ def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
 
 
 def _activated(hidden_NG: Tensor, stacks: Stacks) -> Tensor:
-    """Returns the activation of T_M, (N, G), as (N, H); it may write over T_M."""
+    """Applies the activation to hidden_NG (N, G), which it may overwrite. Returns (N, H)."""
     activation = stacks.activation
     active_NH: Tensor = (ACTIVATIONS[activation] if isinstance(activation, str) else activation)(hidden_NG)
     return active_NH
@@ -157,9 +170,13 @@ def _products(
     experts: list[int],
     out: Sequence[Tensor],
 ) -> None:
-    """Computes rows @ weight[e]^T + bias[e] for each of ``experts``, into ``out``.
+    """Computes rows @ weight[e]^T + bias[e] for each expert e that has rows, and writes it to ``out``.
 
-    rows, out: for each expert its rows, (count, I), and memory for its results, (count, O).
+    rows: for each of ``experts`` its rows, (count, I), I input features.
+    weight_EOI: (E, O, I), the weights of all experts, O output features.
+    bias_EO: (E, O), the biases; None without biases.
+    experts: the experts that have rows.
+    out: for each of ``experts`` the memory for its results, (count, O).
     """
     for expert, rows_nI, out_nO in zip(experts, rows, out, strict=True):
         weight_IO = weight_EOI[expert].t()

@@ -1,8 +1,8 @@
-"""Stacked experts in a pass on a GPU, whose products are launched without checking their weights again.
+"""Stacked experts on a GPU whose operands are checked once for each pass, to save time of the host.
 
-The functions of `pmoe.kernels.grouped_gemm` check all operands at each launch. In a pass, the weights, the
-device and the stream are the same for all chunks (micro-batches). `LaunchedExperts` checks them once, when
-the pass begins. At a launch it only looks whether the rows lie in memory as kernels read them.
+The functions of `pmoe.kernels.grouped_gemm` check all operands at each launch of a kernel. In a pass, the
+weights, the device and the stream are the same for all chunks (micro-batches). `LaunchedExperts` checks them
+once, when the pass begins. At a launch it checks only the layout and alignment of the rows.
 
 Letters: N rows, E experts of this rank, M = d_model, H hidden columns, G columns of T_M, the hidden
 activation before the nonlinearity (G = H, or 2H for gated experts).
@@ -43,11 +43,12 @@ from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest
 
 
 class PreparedProduct:
-    """A grouped product of one pass: everything but its rows has been checked, and is the same for all tasks.
+    """A matrix product of all experts, prepared for many launches in one pass. Only the rows change.
 
-    It must be launched on the stream that was current when it was made.
+    All arguments that do not depend on the rows have been checked. It must be launched on the stream that was
+    current when it was made.
 
-    request: a function that returns the request for a product of some number of rows.
+    request: a function from a number of rows to the `ProductRequest` by which an implementation is chosen.
     device: the device that computes.
     fields: the arguments of a launch that do not depend on the rows.
     """
@@ -62,12 +63,15 @@ class PreparedProduct:
         self._is_chosen: dict[int, bool] = {}
 
     def takes(self, num_rows: int, *rows: Tensor) -> bool:
-        """Returns whether pmoe's kernel computes the product of N rows. It does not if there are none.
+        """Returns whether pmoe's kernel should compute the product of N rows; False if there are none.
+
+        The kernel must be the fastest implementation for this number of rows, and able to read the tensors.
 
         num_rows: N.
         rows: the tensors (rows, columns) that the kernel would read and write.
         """
-        bits = max(num_rows - 1, 0).bit_length()  # products of these sizes share a choice: `bucket`
+        # The implementation is chosen once for all numbers of rows up to the same power of two.
+        bits = max(num_rows - 1, 0).bit_length()
         if bits not in self._is_chosen:
             self._is_chosen[bits] = PRODUCTS.choose(self._request(num_rows)) == PMOE
         fits = num_rows > 0 and self._is_chosen[bits]
@@ -76,7 +80,7 @@ class PreparedProduct:
         return fits
 
     def launch(self, num_rows: int, groups: RowGroups, **fields: int) -> None:
-        """Launches the product of N rows, which `takes` must have allowed.
+        """Launches the product of N rows, for which `takes` must have returned True.
 
         num_rows: N.
         groups: where each expert's rows begin and end.
@@ -92,14 +96,15 @@ class PreparedProduct:
 
 
 class LaunchedExperts:
-    """The experts of one pass on a GPU. Products that pmoe's kernels do not take are left to the experts.
+    """The experts of one pass on a GPU, whose matrix products are launched without repeated checks.
 
-    It has the methods of `Experts` that compute products, with the same arguments and results.
+    It has those methods of `Experts` that compute products, with the same arguments and results. If pmoe's
+    kernels do not suit the rows of a call, these methods call the same methods of ``stacked``.
 
     stacked: the experts.
     parameters: the tensors to compute with (`StackedExperts.operands`).
     rows: a tensor with the dtype and device of the pass's rows.
-    kernels: name of the kernel code, "sm_90a" or "sm_80".
+    kernels: the GPU architecture for which the kernels were compiled, "sm_90a" or "sm_80".
     """
 
     def __init__(
@@ -114,8 +119,9 @@ class LaunchedExperts:
         self._num_hidden = w1.shape[1]
         self._width = w2.shape[2]
         self._kernels = kernels
-        # The gradient of b2 needs weight * grad. Without b2 the kernel weighs the activation instead, which
-        # saves a pass over grad: (weight * grad)^T active = grad^T (weight * active).
+        # The gradient of w2 is (weight * grad)^T active, with the routing weight of each row. It equals
+        # grad^T (weight * active), so a kernel multiplies the activation by the weights instead, which saves
+        # a pass over grad. The gradient of b2 needs weight * grad in any case.
         self._weighs_active = b2 is None
         self._scale_dtype = torch.promote_types(rows.dtype, torch.float32)
         self._num_dots = extension.module().row_dot_parts(kernels == "sm_90a", self._width)
@@ -133,12 +139,12 @@ class LaunchedExperts:
         epilogue: int = PLAIN,
         **fields: int,
     ) -> PreparedProduct:
-        """Returns a product of this pass, and its choice among implementations (`ProductRequest`).
+        """Prepares one of the matrix products of this pass for launches.
 
-        form: "forward", "input" or "weight".
-        in_features, out_features: columns and rows of the weight that is multiplied, or whose gradient it is.
-        bias: of the product; None if it has none.
-        epilogue: what the kernel computes behind the product.
+        form: "forward" for rows times weight, "input" for a gradient of rows, "weight" for one of a weight.
+        in_features, out_features: columns and rows of the weight, or of the gradient of the weight.
+        bias: the bias that is added to the product; None if it has none.
+        epilogue: code of what the kernel computes with the product before it writes the result.
         fields: the arguments of the launch that do not depend on the rows.
         """
         rows = self._rows
@@ -162,7 +168,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _hidden(self) -> PreparedProduct:
-        """The first product, with the nonlinearity."""
+        """Forward's first product: T_M = rows @ w1^T + b1, and the nonlinearity of T_M."""
         w1, _, b1, _ = self._weights
         model = w1.shape[2]
         return self._product(
@@ -173,7 +179,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _again(self) -> PreparedProduct:
-        """The first product alone, which computes T_M again."""
+        """The first product without the nonlinearity, with which backward computes T_M again."""
         w1, _, b1, _ = self._weights
         model = w1.shape[2]
         return self._product(
@@ -183,7 +189,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _output(self) -> PreparedProduct:
-        """The second product, with the routing weights."""
+        """Forward's second product: the activation times w2^T, plus b2, times the routing weights."""
         _, w2, _, b2 = self._weights
         width = self._width
         model = w2.shape[1]
@@ -193,7 +199,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _hidden_gradient(self) -> PreparedProduct:
-        """The gradient of T_M, with the activation and the gradients of the routing weights."""
+        """Backward's first product: the gradients of T_M and of the routing weights, and the activation."""
         _, w2, _, _ = self._weights
         hidden = self._num_hidden
         width = self._width
@@ -206,7 +212,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _input_gradient(self) -> PreparedProduct:
-        """The gradient of the experts' input."""
+        """Backward's second product: the gradient of the experts' input rows."""
         w1, _, _, _ = self._weights
         hidden = self._num_hidden
         model = w1.shape[2]
@@ -266,7 +272,10 @@ class LaunchedExperts:
         return out, Hidden(tensors=[hidden_NG]) if keep and hidden_NG is not None else None
 
     def reads_tokens(self, tokens_TM: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
-        """Returns whether `compute` can read rows from the tokens, by ``ExpertRows.slots``, and is faster so.
+        """Returns whether `compute` should load rows directly from the tokens, without copying them first.
+
+        It should if the kernels can, and if this is faster. Each row is then loaded from the token that
+        ``ExpertRows.slots`` names for it.
 
         tokens_TM: (T, M), the tokens of which the rows are copies.
         out_NM: (N, M), memory for the results.
@@ -348,10 +357,13 @@ class LaunchedExperts:
         second: Tensor,
         groups: RowGroups,
     ) -> None:
-        """Adds the gradient of a weight to its sum over chunks: first^T second of each expert's rows.
+        """Computes the gradient of a weight, first^T @ second for each expert, and adds it to its sum.
 
+        product: the prepared product.
+        gradient: the sum over chunks.
         first: (N, O), the gradient of N results of O output features, sorted by expert.
         second: (N, I), the rows of I input features.
+        groups: where each expert's rows begin and end.
         """
         total = gradient.total
         num_rows = groups.num_rows
@@ -365,28 +377,29 @@ class LaunchedExperts:
         gradient.is_empty = False
 
     def _scale(self, weight_N: Tensor) -> Tensor:
-        """Returns the N rows' routing weights, (N,), in the form that kernels read (`scale_of`)."""
+        """Returns the routing weights (N,) of N rows, contiguous, in float32 (float64 for float64 rows)."""
         if weight_N.dtype == self._scale_dtype and weight_N.is_contiguous():
             return weight_N
         return scale_of(weight_N, weight_N.new_empty(0, dtype=self._scale_dtype))
 
 
 FORMS: dict[Form, int] = {"forward": FORWARD, "input": INPUT, "weight": WEIGHT}
-"""The codes of the products' forms in launches."""
+"""The codes of the forms of products (see `LaunchedExperts._product`) in launches of the kernel."""
 
 COMPUTING = ("compute", "recompute", "input_gradient", "weight_gradient")
-"""The methods of `StackedExperts` for which `LaunchedExperts` stands in."""
+"""The methods of `StackedExperts` that `LaunchedExperts` replaces."""
 
 
 def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> LaunchedExperts | None:
-    """Returns the experts of a pass with launches of their own; None if pmoe's kernels cannot compute them.
+    """Returns the experts of a pass as `LaunchedExperts`; None if pmoe's kernels cannot compute them.
 
+    experts: the layer's experts.
     parameters: the tensors to compute with (`Experts.operands`).
     rows: a tensor (..., M) with the columns, dtype and device of the pass's rows.
     """
     if not isinstance(experts, StackedExperts) or experts.fused_activation is None:
         return None
-    for name in COMPUTING:  # a subclass, or a tool, may have put another method in its place
+    for name in COMPUTING:  # a subclass, or a tool, may have replaced the method
         if getattr(getattr(experts, name), "__func__", None) is not getattr(StackedExperts, name):
             return None
     w1, w2, b1, b2 = experts.weights(parameters)
@@ -401,6 +414,10 @@ def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> La
 
 
 def _is_readable(weight: Tensor, rows: Tensor) -> bool:
-    """Returns whether a product of ``rows`` can read a weight or bias where it lies, in the rows' dtype."""
+    """Returns whether a kernel can read a weight or bias: layout, alignment, dtype and device must suit.
+
+    weight: the weight or bias.
+    rows: a tensor with the dtype and device of the rows.
+    """
     is_placed = weight.is_contiguous() and weight.data_ptr() % VECTOR_BYTES == 0
     return is_placed and weight.dtype == rows.dtype and weight.device == rows.device

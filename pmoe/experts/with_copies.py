@@ -1,12 +1,16 @@
 """The experts of a rank and its copies of other ranks' busy experts, computed one after the other.
 
-The rows of a chunk are sorted by expert, and those of copies come last. So the rank's own experts compute the
-first rows, with their parameters, and then the same code computes the other rows with the copied parameters:
+With ``balance``, a rank may hold temporary copies of experts that belong to other ranks, and compute a part
+of these experts' rows. The rows of a chunk are sorted by expert, and the rows for copies come last. So the
+rank's own experts compute the first rows, and then the same code computes the other rows with the copied
+parameters:
 
     rows      own expert 0 | own expert 1 | copy of expert 5 | copy of expert 9
     computed  `Experts.compute` with the parameters | `Experts.compute` with the copies
 
 Both parts use slices of the same buffers.
+
+Letters: N rows of a chunk, M = d_model, C copies that this rank holds.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from pmoe.experts.products import GradientSum, RowGroups
 
 
 class _Part(NamedTuple):
-    """The rows of a chunk for the rank's own experts, or those for its copies.
+    """One of two parts of a chunk's rows: the rows for the rank's own experts, or those for its copies.
 
-    rows: slice of the chunk's rows.
-    expert_rows: the rows, with parameters and memory.
+    rows: the slice of the chunk's rows that belongs to the part.
+    expert_rows: the rows of the part, with the parameters and the memory to compute them.
     """
 
     rows: slice
@@ -33,11 +37,13 @@ class _Part(NamedTuple):
 
 
 class ExpertsWithCopies:
-    """A rank's own experts and its copies, with the methods of `Experts` that the passes call.
+    """A rank's own experts and its copies of other ranks' experts, behind the interface of `Experts`.
+
+    It has those methods of `Experts` that a forward or backward pass calls. They compute the rows of both.
 
     experts: the rank's own experts.
-    copies: the copies' parameters, in the order of `Experts.operands`, (C, ...) for the C copies of this
-        rank. They may be filled after this object was built.
+    copies: the copies' parameters, in the order of `Experts.operands`; each is (C, ...) for the C copies of
+        this rank. Their values may be written after this object was built.
     """
 
     def __init__(self, experts: Experts, copies: Sequence[Tensor]) -> None:
@@ -45,17 +51,18 @@ class ExpertsWithCopies:
         self.copies: Sequence[Tensor] = copies
 
     def take_copies(self) -> None:
-        """Prepares the copies' parameters for products. Called once, when their values are there.
+        """Prepares the copies' parameters for matrix products. Call it once, when they have their values.
 
-        Kernels on a GPU read each parameter of all copies as one contiguous tensor.
+        On a GPU they are made contiguous, because kernels read each parameter of all copies as one tensor.
         """
         if self.copies[0].is_cuda:
             self.copies = [copies.contiguous() for copies in self.copies]
 
     def _own_groups(self, groups: RowGroups) -> RowGroups:
-        """Returns the rows of this rank's own experts.
+        """Returns how many rows each of this rank's own experts has, without the copies.
 
-        groups: the rows of these experts and, for received rows, those of the copies behind them.
+        groups: where the rows of each own expert begin and end. For rows that other ranks have sent, the rows
+            of each copy follow.
         """
         count = self._experts.num_local_experts
         if len(groups.counts) == count:
@@ -65,7 +72,11 @@ class ExpertsWithCopies:
         )
 
     def _copied_groups(self, groups: RowGroups) -> RowGroups:
-        """Returns the rows of the copies. ``groups`` may have more numbers than this rank has copies."""
+        """Returns how many rows each copy has, without the own experts.
+
+        groups: where the rows of each own expert and of each copy begin and end. It may have entries, all
+            empty, for more copies than this rank has, because all ranks count the same number of copies.
+        """
         count = self._experts.num_local_experts
         own = sum(groups.counts[:count])
         numbers = slice(count, count + self.copies[0].shape[0])
@@ -73,9 +84,11 @@ class ExpertsWithCopies:
         return RowGroups(counts=groups.counts[numbers], ends=ends)
 
     def _parts(self, expert_rows: ExpertRows) -> tuple[_Part | None, _Part | None]:
-        """Returns the rows of own experts and those of copies. One of them is None if it would have no rows.
+        """Divides a chunk's rows: returns the rows for own experts, and those for copies.
 
-        expert_rows: the chunk's rows, with the rank's own parameters, and memory for all rows.
+        One of the two is None if it would have no rows.
+
+        expert_rows: the chunk's rows, with the parameters of own experts, and memory for all rows.
         """
         groups = expert_rows.groups
         own = self._own_groups(groups)
@@ -108,7 +121,11 @@ class ExpertsWithCopies:
     def compute(
         self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        """Computes a chunk's rows by own experts and copies. See `Experts.compute`."""
+        """Computes the outputs of a chunk's rows by own experts and copies, with the routing weights applied.
+
+        Returns the outputs (N, M), and the saved hidden activations if ``keep``. The arguments are those of
+        `Experts.compute`.
+        """
         parts = self._parts(expert_rows)
         saved: list[Hidden | None] = [None, None]
         for place, part in enumerate(parts):
@@ -119,7 +136,10 @@ class ExpertsWithCopies:
         return expert_rows.out, _joined(saved) if keep else None
 
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
-        """Computes the hidden activations of a chunk's rows again. See `Experts.recompute`."""
+        """Computes a chunk's hidden activations again, by own experts and copies, for backward.
+
+        The arguments are those of `Experts.recompute`.
+        """
         return _joined(
             [
                 None if part is None else self._experts.recompute(part.expert_rows, recipe)
@@ -161,9 +181,11 @@ class ExpertsWithCopies:
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
-        """Computes the gradients of a chunk's rows and routing weights. See `Experts.input_gradient`.
+        """Computes the gradients of a chunk's rows and of their routing weights.
 
-        The third result has two values, for `weight_gradient` and for `copy_gradient`.
+        Returns the gradient of the rows (N, M), that of the routing weights (N,), and a pair of operands for
+        the parameter gradients: the first for `weight_gradient`, the second for `copy_gradient`. The
+        arguments are those of `Experts.input_gradient`.
         """
         pending: list[Any] = [None, None]
         grad_weight_N = expert_rows.grad_weight_N
@@ -184,27 +206,35 @@ class ExpertsWithCopies:
     def weight_gradient(
         self, pending: tuple[Any, Any], groups: RowGroups, sums: Sequence[GradientSum | None]
     ) -> None:
-        """Adds a chunk's gradients of the own experts' parameters. See `Experts.weight_gradient`."""
+        """Computes a chunk's gradients of the own experts' parameters, and adds them to the sums over chunks.
+
+        pending: the operands that `input_gradient` returned.
+        groups: where each expert's rows begin and end.
+        sums: one for each parameter; None for parameters without a gradient.
+        """
         if pending[0] is not None:
             self._experts.weight_gradient(pending[0], self._own_groups(groups), sums)
 
     def copy_gradient(
         self, pending: tuple[Any, Any], groups: RowGroups, sums: Sequence[GradientSum | None]
     ) -> None:
-        """Adds a chunk's gradients of the copies' parameters.
+        """Computes a chunk's gradients of the copies' parameters, and adds them to the sums over chunks.
 
-        sums: one for each of `copies`, of the same shape.
+        pending: the operands that `input_gradient` returned.
+        groups: where each expert's and each copy's rows begin and end.
+        sums: one for each tensor of `copies`, of the same shape.
         """
         if pending[1] is not None:
             self._experts.weight_gradient(pending[1], self._copied_groups(groups), sums)
 
 
 class _SharedSpace:
-    """Memory for all rows of a chunk, of which each part of the rows takes a slice.
+    """The memory for all rows of a chunk. The rows of own experts and those of copies use slices of it.
 
-    space: gives memory for all rows.
-    num_rows: the number of all rows.
-    block_rows: the most rows that experts process at a time, in memory named "scratch".
+    space: function that allocates memory by name, rows and columns.
+    num_rows: the number of all rows of the chunk.
+    block_rows: the number of rows for which the memory "scratch" is used at a time. Both parts use the same
+        scratch memory, one after the other.
     """
 
     def __init__(self, space: Allocate, num_rows: int, block_rows: int) -> None:
@@ -214,7 +244,10 @@ class _SharedSpace:
         self._whole: dict[str, Tensor] = {}
 
     def of(self, part_rows: slice) -> Allocate:
-        """Returns the function from which one part of the rows gets its memory."""
+        """Returns the function (name, rows, columns) that gives one part of the rows its memory.
+
+        part_rows: the slice of the chunk's rows that belongs to the part.
+        """
 
         def take(name: str, rows: int, columns: int) -> Tensor:
             if name == "products":  # temporary values, which have no slot of their own
@@ -252,9 +285,12 @@ def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tu
 
 
 def _joined(parts: Sequence[Hidden | None]) -> Hidden:
-    """Returns what own experts and copies saved, as one record.
+    """Joins the records that own experts and copies saved in forward to one record. `_separated` undoes it.
 
-    Its ``graph`` has for each part its number of tensors and its own ``graph``; None for a part without rows.
+    The ``graph`` of the result is a list with an entry for each part: (number of its tensors, its own
+    ``graph``), or None for a part without rows.
+
+    parts: the records of own experts and of copies; None for a part without rows.
     """
     saved = [part for part in parts if part is not None]
     return Hidden(
@@ -265,7 +301,7 @@ def _joined(parts: Sequence[Hidden | None]) -> Hidden:
 
 
 def _separated(hidden: Hidden) -> list[Hidden | None]:
-    """Undoes `_joined`."""
+    """Returns the records of own experts and of copies from the record into which `_joined` joined them."""
     parts: list[Hidden | None] = []
     first = 0
     for part in hidden.graph:

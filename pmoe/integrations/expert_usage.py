@@ -1,8 +1,8 @@
-"""`ExpertUsage`: row counts of all calls of a step, for numbers about load that do not grow with the model.
+"""Statistics of how evenly experts are loaded, over all calls of a training step: `ExpertUsage`.
 
-`pmoe.stats` reads what layers store of their last call. With gradient accumulation a step has several calls;
-this object adds up the row counts of all of them. `scalars_of` makes a few numbers of the layers' loads, with
-names that other systems log, the same for 4 experts and for 4,000.
+`pmoe.stats` by itself knows only the last call of each layer. With gradient accumulation a step has several
+calls, and `ExpertUsage` adds up the row counts of all of them. `scalars_of` summarizes the loads in a few
+numbers, with the names that other systems log. There are as many numbers for 4,000 experts as for 4.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from pmoe.integrations.model_layers import layers_of
 from pmoe.layer import MoELayer
 
 MOST_UNREAD = 64
-"""Number of calls of a layer after which their counts are added up. Counts on a GPU are read only then."""
+"""Number of a layer's calls after which their row counts are read and added up.
+
+Until then the counts stay on their device, so that most calls do not wait for a GPU.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerUsage:
-    """The rows of one layer in all calls of a step, of this rank or of all ranks.
+    """The load of one layer's experts in all calls of a step, on this rank or on all ranks together.
 
-    tokens_per_expert: (E,) for each of all E experts, the number of rows routed to it and not dropped.
-    num_slots: number of rows before any were dropped. None if a call's is not known (expert choice, SoftMoE).
-    num_calls: number of calls with rows, over all ranks.
-    max_vio_sum: MaxVio, summed over these calls: rows of the busiest expert / mean rows of an expert - 1
+    tokens_per_expert: for each of all E experts, the number of rows routed to it and not dropped.
+    num_slots: number of rows before any were dropped. None if it is not known for a call (expert choice,
+        SoftMoE).
+    num_calls: number of calls that had rows. On all ranks together, each rank's calls count.
+    max_vio_sum: the sum over these calls of MaxVio = rows of the busiest expert / mean rows of an expert - 1
         (arXiv 2408.15664, Eq. 4).
-    rank_imbalance: rows that the experts of the busiest rank get / mean of this number over the ranks. None
-        if the numbers are of one rank.
+    rank_imbalance: number of rows that the experts of the busiest rank get / mean of this number over ranks.
+        None if the load is that of one rank.
     """
 
     tokens_per_expert: tuple[int, ...]
@@ -46,7 +50,7 @@ class LayerUsage:
 
 
 class ExpertUsage:
-    """Counts the rows of each expert in all calls of a model's layers, until `pmoe.stats` reads them.
+    """Counts the rows of each expert over all calls of a model's layers, until `pmoe.stats` reads them.
 
         usage = pmoe.ExpertUsage(model)
         for step in range(steps):
@@ -54,14 +58,14 @@ class ExpertUsage:
                 loss_of(model(x)).backward()
             wandb.log(pmoe.stats(model, all_ranks=True, usage=usage).scalars(), step=step)
 
-    Nothing is communicated before `pmoe.stats`, and no call waits for the device. Second passes of activation
-    checkpoints do not count, and neither do calls inside of a graph of ``torch.compile(backend="pmoe")``, of
-    which `pmoe.stats` knows the last.
+    Nothing is communicated before `pmoe.stats` is called. Second passes of activation checkpoints do not
+    count. Calls inside a graph of ``torch.compile(backend="pmoe")`` do not count either; for these,
+    `pmoe.stats` shows only the last call.
 
     Args:
         model: the model, or a single layer.
-        training: True counts calls in training mode, False those in eval mode. So an evaluation between two
-            steps is not counted among the rows of a step.
+        training: True counts only calls in training mode, False only calls in eval mode. So an evaluation
+            between two steps does not change the counts of a step.
 
     Raises TypeError for other types.
     """
@@ -74,7 +78,9 @@ class ExpertUsage:
         self.watch(model)
 
     def watch(self, model: nn.Module) -> None:
-        """Counts the calls of those layers of a model, too, that were made since the object was.
+        """Counts also the calls of layers that were added to a model after this object was made.
+
+        model: the model. Layers that are counted already are not counted twice.
 
         Raises TypeError if the model is no module.
         """
@@ -85,9 +91,9 @@ class ExpertUsage:
                 self._hooks.append(layer.register_forward_hook(self._count))
 
     def _count(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        """Is the forward hook of a layer. Adds the row counts of the call."""
+        """Adds the row counts of a layer's call. This is the forward hook of each layer."""
         last: LastCall = layer.last  # type: ignore[assignment]  # a MoELayer has it
-        # Dynamo traces this hook. What follows would break the graph in which a layer is captured.
+        # Dynamo traces this hook. The statements below would break the graph in which a layer is captured.
         if last.ran is None or last.ran.path == "whole graph":
             return
         if layer.training is not self.training or is_second_pass() or is_shape_run():
@@ -97,9 +103,11 @@ class ExpertUsage:
         self._layers[layer].add(last.counts, last.ran.num_slots)
 
     def take(self, layer: MoELayer) -> LayerUsage:
-        """Returns the rows of this rank's calls of a layer since the last time, and forgets them.
+        """Returns the load of a layer's experts since the last `take`, on this rank, and resets it.
 
-        It waits for row counts that are still on the device. Raises TypeError for what is no MoELayer.
+        The host waits for row counts that are still on the device.
+
+        Raises TypeError if ``layer`` is no MoELayer.
         """
         check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
         rows = self._layers.setdefault(layer, _Rows(layer.num_experts))
@@ -107,17 +115,17 @@ class ExpertUsage:
         return rows.summed()
 
     def clear(self) -> None:
-        """Forgets all calls so far."""
+        """Resets the counts of all layers."""
         self._layers = {layer: _Rows(layer.num_experts) for layer in self._layers}
 
     def remove(self) -> None:
-        """Removes the hooks from the layers."""
+        """Stops counting: removes the forward hooks from the layers."""
         for hook in self._hooks:
             hook.remove()
 
 
 class _Rows:
-    """Sums of the row counts of a layer's calls; the newest calls are not read yet.
+    """The row counts of one layer, summed over its calls. The newest calls are added only when needed.
 
     num_experts: number of experts of all ranks.
     """
@@ -130,14 +138,18 @@ class _Rows:
         self._max_vio = 0.0
 
     def add(self, counts: LastRowCounts, num_slots: int | None) -> None:
-        """Adds the counts of a call, which may still be on the device."""
+        """Adds the row counts of a call. They may be on a device, and are read after `MOST_UNREAD` calls.
+
+        counts: the row counts.
+        num_slots: number of rows before any were dropped; None if it is not known.
+        """
         self._unread.append(counts)
         self._slots = None if self._slots is None or num_slots is None else self._slots + num_slots
         if len(self._unread) == MOST_UNREAD:
             self._read()
 
     def _read(self) -> None:
-        """Adds up the counts that are not read yet."""
+        """Reads the row counts that are not read yet, and adds them to the sums."""
         for counts in self._unread:
             rows = counts.kept_E().tolist()
             self._rows = [sum(pair) for pair in zip(self._rows, rows, strict=True)]
@@ -147,7 +159,7 @@ class _Rows:
         self._unread = []
 
     def summed(self) -> LayerUsage:
-        """Returns the sums over all calls."""
+        """Returns the sums over all calls so far."""
         self._read()
         return LayerUsage(
             tokens_per_expert=tuple(self._rows),
@@ -161,7 +173,9 @@ class _Rows:
 
 
 def max_violation(rows: Sequence[int]) -> float:
-    """Returns MaxVio: rows of the busiest expert / mean rows of an expert - 1; 0 without rows.
+    """Returns MaxVio = rows of the busiest expert / mean rows of an expert - 1; 0 if there are no rows.
+
+    rows: the number of rows of each expert.
 
     Example: (3, 1, 0, 0) -> 2.
     """
@@ -170,9 +184,12 @@ def max_violation(rows: Sequence[int]) -> float:
 
 
 def entropy(rows: Sequence[int]) -> float:
-    """Returns the entropy of the experts' shares of rows / the entropy of equal shares, from 0 to 1.
+    """Returns how evenly rows are spread over experts: entropy of their shares / entropy of equal shares.
 
-    1 stands for equal shares, 0 for one expert with all rows. Without rows, or with one expert, it is 1.
+    The result is 1 for equal shares, and 0 if one expert has all rows. It is also 1 if there are no rows, or
+    only one expert.
+
+    rows: the number of rows of each expert.
     """
     total = sum(rows)
     if not total or len(rows) == 1:
@@ -190,19 +207,21 @@ WORST: Mapping[str, Callable[[Sequence[float]], float]] = {
     "drop_rate": max,
     "rank_imbalance": max,
 }
-"""The numbers about a layer's load, with the function that picks the worst of several layers."""
+"""Names of the numbers about a layer's load, each with a function that picks the worst of several layers."""
 
 
 def load_numbers(usage: LayerUsage) -> dict[str, float]:
-    """Returns the numbers about the load of a layer's experts by name; without those that are not known.
+    """Returns a dict of numbers about the load of a layer's experts. Numbers that are not known are left out.
 
-    entropy            `entropy` of the rows of the step
-    max_share          largest share of an expert in the rows
-    active_fraction    share of the experts that have any rows
-    max_vio_micro      MaxVio, a mean over calls and ranks
+    entropy            how evenly rows are spread over experts, from 0 to 1 (`entropy`)
+    max_share          fraction of all rows that the busiest expert has
+    active_fraction    fraction of the experts that have any rows
+    max_vio_micro      MaxVio (`max_violation`), a mean over calls and ranks
     max_vio_global     MaxVio of the rows of all calls and ranks together
-    drop_rate          share of rows that were dropped
+    drop_rate          fraction of rows that were dropped
     rank_imbalance     rows of the busiest rank / mean rows of a rank
+
+    usage: the row counts of the layer.
     """
     rows = usage.tokens_per_expert
     total = sum(rows)
@@ -221,10 +240,12 @@ def load_numbers(usage: LayerUsage) -> dict[str, float]:
 
 
 def scalars_of(usages: Sequence[LayerUsage]) -> dict[str, float]:
-    """Returns the numbers about the load of all layers: for each a mean over the layers, and the worst.
+    """Returns a dict of numbers about the load of all layers: the mean over layers, and the worst layer.
 
     Names are "moe/entropy_mean", "moe/entropy_min", "moe/max_vio_global_max" and so on: at most two for each
-    name in `WORST`, for any number of layers and experts.
+    name in `WORST`, for any number of layers and experts (`load_numbers` explains the names).
+
+    usages: the row counts of each layer.
     """
     by_layer = [load_numbers(usage) for usage in usages]
     scalars: dict[str, float] = {}
@@ -240,15 +261,16 @@ def scalars_of(usages: Sequence[LayerUsage]) -> dict[str, float]:
 
 
 def reduced_numbers(usage: LayerUsage) -> list[float]:
-    """Returns the numbers of a layer that are summed over ranks: rows by expert, slots, calls, MaxVio."""
+    """Returns the numbers of a layer to be summed over ranks: rows by expert, slots, calls, MaxVio."""
     return [*usage.tokens_per_expert, usage.num_slots or 0, usage.num_calls, usage.max_vio_sum]
 
 
 def with_reduced(usage: LayerUsage, num_local: int, numbers: Sequence[float]) -> LayerUsage:
-    """Returns a layer's usage with the sums over all ranks.
+    """Returns a layer's load on all ranks together.
 
+    usage: the layer's load on this rank.
     num_local: number of experts of a rank.
-    numbers: the sums over all ranks of `reduced_numbers`.
+    numbers: the results of `reduced_numbers`, summed over all ranks.
     """
     *rows, slots, calls, max_vio = numbers
     counts = tuple(round(count) for count in rows)

@@ -1,16 +1,15 @@
-"""pmoe in Megatron-Core: Megatron's own router and weights, and pmoe's dispatch, experts and combine.
+"""An MoE layer for Megatron-Core: Megatron's router and weights, pmoe's dispatch, experts and combine.
 
     spec = get_gpt_layer_local_spec(num_experts=8)           # or Transformer Engine's
     spec.submodules.mlp = moe_spec(spec.submodules.mlp, pipeline=True)
     model = GPTModel(config, spec, ...)
 
-The experts' weights lie as in Megatron's GroupedMLP (weight1 and weight2), under its names. So checkpoints of
-that class load, and checkpoints of `PmoeMoELayer` load into it, by state_dict and by sharded_state_dict.
-Megatron's optimizer, its DistributedDataParallel with main_grad, and its gradient clipping see the parameters
-that they know.
+The experts' weights have the names (weight1 and weight2) and the layout of Megatron's GroupedMLP. So each of
+the two classes can load the other's checkpoints, by state_dict and by sharded_state_dict. Megatron's
+optimizer, its DistributedDataParallel with main_grad, and its gradient clipping work unchanged.
 
-With ``delay_wgrad_compute`` the backward pass computes the gradients of inputs only, and ``backward_dw``
-those of the experts' weights (`pmoe.engine.halves`).
+With Megatron's option ``delay_wgrad_compute``, the backward pass computes only the gradients of inputs.
+``backward_dw`` computes those of the experts' weights later (`pmoe.engine.halves`).
 
 Tested with megatron-core 0.16.1 on the CPU, on one rank and on two (`tests/convert/on_megatron.py`).
 
@@ -52,19 +51,21 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "fp8": (None, False),
     "fp4": (None, False),
 }
-"""Fields of Megatron's configuration, and the values with which pmoe computes what Megatron would."""
+"""Fields of Megatron's configuration, and the only values for which pmoe computes the same as Megatron."""
 
 
 def moe_spec(like: ModuleSpec | None = None, **options: Any) -> ModuleSpec:
-    """Returns the specification of an MoE layer whose experts pmoe runs, for ``submodules.mlp`` of a layer.
+    """Returns a Megatron specification of an MoE layer whose experts pmoe runs.
+
+    Assign it to ``submodules.mlp`` of a transformer layer's specification.
 
     Args:
-        like: Megatron's own specification of an MoE layer, whose router and shared experts are taken. None
-            takes Megatron's TopKRouter, and no shared experts.
+        like: Megatron's own specification of an MoE layer, from which the router and the shared experts are
+            taken. If it is None, the layer has Megatron's TopKRouter and no shared experts.
         options: arguments of `pmoe.MoELayer` that decide how experts are run, any of
             `pmoe.layer.run_experts.OPTIONS`; the same on all ranks.
 
-    Raises ValueError for an option that is unknown, or a specification of something else.
+    Raises ValueError for an unknown option, or if ``like`` does not specify an MoE layer.
     """
     for name, value in options.items():
         if name not in OPTIONS:
@@ -84,14 +85,14 @@ def moe_spec(like: ModuleSpec | None = None, **options: Any) -> ModuleSpec:
 
 
 class PmoeMoELayer(MoELayer):  # type: ignore[misc]
-    """Megatron's MoE layer, with its router and its shared experts; pmoe runs the other experts.
+    """Megatron's MoE layer with Megatron's router and shared experts; pmoe runs the routed experts.
 
     router: Megatron's router.
-    experts: the weights of this rank's experts, in the layout of Megatron's GroupedMLP.
-    shared_experts: Megatron's own; None without them.
+    experts: the routed experts of this rank, with weights in the layout of Megatron's GroupedMLP.
+    shared_experts: Megatron's shared experts; None without them.
 
-    Raises ValueError if the configuration asks for what pmoe does not compute (`REFUSED`), or for experts
-    that are split over tensor-parallel ranks.
+    Raises ValueError if the configuration has an option that pmoe does not support (`REFUSED`), or splits
+    experts over tensor-parallel ranks.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class PmoeMoELayer(MoELayer):  # type: ignore[misc]
                 pg_collection=groups,
                 gate=config.moe_shared_expert_gate,
             )
-        # Megatron's methods `route` and `shared_experts_compute` look into these.
+        # Megatron's methods `route` and `shared_experts_compute` read these two attributes.
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
 
@@ -142,13 +143,15 @@ class PmoeMoELayer(MoELayer):  # type: ignore[misc]
         intermediate_tensors: object = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Returns the layer's output (S, B, M), and None for Megatron's bias.
+        """Returns the layer's output (S, B, M), and None in place of Megatron's bias.
 
-        hidden_states: (S, B, M), S positions of B sequences.
-        padding_mask: (B, S), for Megatron's router.
+        hidden_states: (S, B, M), S positions of B sequences, M = hidden_size.
+        intermediate_tensors: must be None. Megatron passes tensors here if its CUDA graphs cut the layer into
+            parts, which pmoe does not support.
+        padding_mask: (B, S), passed to Megatron's router.
 
-        Raises ValueError for a part of a CUDA graph, and as Megatron does for tensor parallelism without
-        sequence parallelism.
+        Raises ValueError for ``intermediate_tensors``, and in training for tensor parallelism without
+        sequence parallelism, as Megatron's own layer does.
         """
         if intermediate_tensors is not None:
             raise ValueError("pmoe's MoE layer must not be cut by Megatron's CUDA graphs: leave them out")
@@ -162,10 +165,15 @@ class PmoeMoELayer(MoELayer):  # type: ignore[misc]
         return output, None
 
     def _output(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the layer's output (S, B, M). The arguments are those of `forward`, mask is (S, B)."""
+        """Routes the tokens, and runs routed and shared experts. Returns the layer's output (S, B, M).
+
+        hidden_states: (S, B, M), S positions of B sequences, M = hidden_size.
+        mask: (S, B) bool, the padding mask for Megatron's router; None without padding.
+        """
         shared = self.shared_experts_compute(hidden_states)
         probs_TE, map_TE = self.route(hidden_states, mask)
-        # A router with a capacity drops choices: their place in the map is False.
+        # A router with a capacity drops choices. The routing map is False for them, and they get expert E,
+        # which stands for "no expert".
         index_TK = probs_TE.detach().masked_fill(~map_TE, -1.0).topk(self.router.topk, dim=-1).indices
         keep_TK = map_TE.gather(1, index_TK)
         weight_TK = probs_TE.gather(1, index_TK)
@@ -176,16 +184,18 @@ class PmoeMoELayer(MoELayer):  # type: ignore[misc]
 
 
 class PmoeExperts(MegatronModule):  # type: ignore[misc]
-    """The experts of one rank: Megatron's weights in the layout of its GroupedMLP, run by pmoe.
+    """The routed experts of one rank: run by pmoe, with weights in the layout of Megatron's GroupedMLP.
 
-    weight1: (M, E_local * G), which is (E_local, M, G) in memory: G = H columns, or 2 H for gated experts.
-    weight2: (E_local * H, M), which is (E_local, H, M).
+    GroupedMLP stores the weights of all experts as matrices. Their memory is that of stacked weights:
+
+        weight1   (M, E_local * G), memory of (E_local, M, G), G = H columns, or 2 H for gated experts
+        weight2   (E_local * H, M), memory of (E_local, H, M)
     """
 
     def __init__(self, num_local_experts: int, config: Any, groups: Any, options: dict[str, Any]) -> None:
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
-        # The names that GroupedMLP.sharded_state_dict reads.
+        # GroupedMLP.sharded_state_dict reads these attributes.
         self.ep_group = groups.ep
         self.tp_group = groups.expt_tp
         self.dp_group = groups.expt_dp
@@ -214,9 +224,10 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         )
 
     def _initialise(self) -> None:
-        """Draws the weights by Megatron's own methods, on the CPU those of all ranks' experts.
+        """Initializes the weights by the methods of Megatron's configuration.
 
-        So under one seed an expert has the same weights on any number of ranks.
+        On the CPU, the random numbers of the experts of lower ranks are drawn too, and thrown away. So with
+        one seed an expert has the same weights on any number of ranks.
         """
         methods = (self.config.init_method, self.config.output_layer_init_method)
         own = self.ep_group.rank() if self.weight1.device.type == "cpu" else 0
@@ -228,7 +239,12 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
     def forward(self, x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns each token's weighted sum of its experts' outputs, (T, M).
 
-        x_TM: (T, M), the tokens. index_TK, weight_TK: (T, K), their experts and routing weights.
+        With Megatron's option ``delay_wgrad_compute``, backward computes the gradients of x_TM and weight_TK
+        only; call `backward_dw` for those of the weights.
+
+        x_TM: (T, M), the tokens.
+        index_TK: (T, K), the experts of each token; E means no expert.
+        weight_TK: (T, K), the routing weights.
         """
         if getattr(self.config, "delay_wgrad_compute", False) and torch.is_grad_enabled():
             anchor = torch.empty(0, device=x_TM.device, requires_grad=True)
@@ -237,7 +253,10 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         return self.run(x_TM, index_TK, weight_TK)
 
     def run(self, x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Runs the experts by pmoe. Arguments and result are those of `forward`."""
+        """Runs the experts by `run_experts`, with all gradients in one backward pass.
+
+        The arguments and the result are those of `forward`.
+        """
         w1, w2 = self.views()
         return run_experts(
             self,
@@ -253,17 +272,17 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         )
 
     def backward_dw(self) -> None:
-        """Computes the gradients of the weights for the oldest backward pass that left them.
+        """Computes the gradients of the experts' weights for the oldest backward pass without them.
 
-        They are added to the parameters' gradients as autograd adds them, so Megatron's hooks run. Does
-        nothing if no backward pass has left any.
+        Only with Megatron's option ``delay_wgrad_compute`` a backward pass leaves them out. Autograd adds
+        them to the parameters' gradients, so Megatron's hooks run. Does nothing if none are left to compute.
         """
         if self._later:
             self._later.popleft()()
 
 
 class _WeightsLater(torch.autograd.Function):
-    """Runs experts, and leaves the gradients of their weights to `PmoeExperts.backward_dw`."""
+    """Runs experts. Backward leaves the gradients of their weights to `PmoeExperts.backward_dw`."""
 
     @staticmethod
     def forward(
@@ -296,7 +315,7 @@ class _WeightsLater(torch.autograd.Function):
 
 
 def _activation(config: Any) -> Any:
-    """Returns the activation that Megatron's configuration asks for, as `run_experts` takes it."""
+    """Returns the activation of Megatron's configuration, as a name or a function for `run_experts`."""
     function = config.activation_func
     names = {F.silu: "silu", F.relu: "relu", F.gelu: "gelu"}
     if not config.gated_linear_unit:
@@ -314,7 +333,10 @@ def _activation(config: Any) -> Any:
 
 @contextmanager
 def _expert_generator(config: Any) -> Iterator[None]:
-    """Makes Megatron's random generator for experts the current one; on the CPU it stays as it is."""
+    """Returns a with-block in which random numbers on a GPU come from Megatron's generator for experts.
+
+    With initialization on the CPU, the generator is not changed.
+    """
     if config.use_cpu_initialization:
         yield
         return

@@ -1,13 +1,14 @@
-"""Router replay (R2, R3): calls of a model in which every token goes to recorded experts.
+"""Router replay: runs a model so that tokens go to recorded experts, not to those that the gate would choose.
 
-In reinforcement learning the experts of a token must be those of the policy that generated it, although the
-router has changed since, or computes with other rounding than an inference engine. R2 replays the routes of
-the training engine's old policy, R3 (arXiv 2510.11370) those of the inference engine.
+In reinforcement learning, a training step should send a token to the same experts as the policy that
+generated the token. But the router has changed since, or rounds differently than the inference engine. There
+are two kinds of replay: R2 replays the routing of the old policy in the training engine, R3 (arXiv
+2510.11370) that of the inference engine. A replayed call has three steps:
 
-    gate                       computes its scores as ever
-    forward hook of the gate   replaces the choices by recorded ones, and asks the gate for their weights
-                               (`pmoe.Gate.weights_of`), so gradients flow to the live scores
-    everything after the gate  runs as ever
+    gate                       computes its scores as in any call
+    forward hook of the gate   replaces the chosen experts by recorded ones, and asks the gate for their
+                               weights (`pmoe.Gate.weights_of`), so gradients flow to the scores of this call
+    everything after the gate  runs as in any call
 
 Letters: T tokens of a call, K experts of a token, L layers of an inference engine.
 """
@@ -35,7 +36,7 @@ from pmoe.integrations.routing_trace import traced_layers
 from pmoe.layer import MoELayer
 
 LIVE = -1
-"""Expert number in a trace that stands for the gate's own choice."""
+"""Expert number in a trace for a token that is not replayed: the gate chooses its experts."""
 
 
 @contextlib.contextmanager
@@ -52,30 +53,36 @@ def replay_routing(
         with pmoe.replay_routing(model, trace):
             loss_of(model(tokens), old_logits).backward()
 
-    The i-th call of a layer takes the i-th entry of the layer's list. So a step of several micro-batches
-    records and replays them in one block. The weights of the replayed experts come from the scores that the
-    gate computes in this call, and gradients flow to these scores. Losses such as l_aux, and the load that
-    `DeepSeekGate` counts, are of the choices that the gate would have made itself.
+    The i-th call of a layer in the block uses the i-th entry of the layer's list in the trace. So the
+    micro-batches of a step can be recorded in one block and replayed in one block. The routing weights of the
+    replayed experts come from the scores that the gate computes in this call, and gradients flow to these
+    scores. Losses such as l_aux, and the load that `DeepSeekGate` counts, are computed from the experts that
+    the gate would have chosen itself.
 
-    The recomputation of an activation checkpoint repeats the routes of its first pass. If the backward pass
-    is outside of the block, use `pmoe.checkpoint_contexts`.
+    If an activation checkpoint runs a layer again in backward, the second pass uses the same recorded experts
+    as the first. If the backward pass is outside of the block, use `pmoe.checkpoint_contexts`.
 
     Every rank of a layer must enter the block, with a trace of its own tokens. The ranks compare their
     numbers of calls when they enter; nothing else is communicated.
 
     Args:
         model: a model with MoE layers, or a single layer.
-        trace: by layer name, the experts (T, K) of each call, integers of any dtype on any device:
-            from `record_routing`, `read_routing` or `engine_routing`. A line of -1 stands for a token that
-            the gate routes itself. The names must be those of the model's layers.
-        mask: for each call, (T,) bool: False for tokens that the gate routes itself, in all layers, for
-            example because they were not generated. None replays all tokens.
+        trace: a dict {name of a layer: list with the experts (T, K) of each call}, from `record_routing`,
+            `read_routing` or `engine_routing`. The experts are integers of any dtype on any device. K times
+            -1 stands for a token that is not replayed: the gate chooses its experts. The names must be those
+            of the model's layers.
+        mask: for each call, (T,) bool: False for tokens that are not replayed in any layer, for example
+            because they belong to the prompt. None replays all tokens.
 
-    Raises ValueError when the block is entered, on every rank, if the trace has other layers than the model,
-    another number of experts of a token, experts that the layer does not have, the same expert twice for a
-    token, or another number of calls on another rank; or if a gate cannot weigh experts that it did not
-    choose. Raises ValueError at a call with another number of tokens than the recorded one, at a call that
-    was not recorded, and at the end of the block if recorded calls are left.
+    Raises ValueError on every rank when the block is entered, if
+
+    - the trace does not have exactly the layers of the model;
+    - a token has another number of experts than top_k, an expert twice, or an expert that does not exist;
+    - ranks have traces with different numbers of calls;
+    - a gate cannot give weights to experts that it did not choose.
+
+    A call raises ValueError if it has another number of tokens than the recorded one, or if it was not
+    recorded. The end of the block raises ValueError if recorded calls are left.
     """
     check_module(model=model)
     replays: list[_Replay] = []
@@ -94,12 +101,14 @@ def replay_routing(
 
 
 class _Replay:
-    """A forward hook of a layer's gate that replaces the choices of each call by recorded ones.
+    """A forward hook of a layer's gate that replaces the chosen experts of each call by recorded ones.
 
     name: the name of the layer.
-    calls: for each call, the experts of its tokens, (T, K) integers, -1 for those that the gate chooses.
-    mask: for each call, (T,) bool, False for tokens that the gate routes; None if it routes none of them.
-    num_done: number of calls that were replayed.
+    layer: the layer.
+    calls: for each recorded call, the experts of its tokens, (T, K) integers, -1 for tokens that are not
+        replayed.
+    mask: for each recorded call, (T,) bool, False for tokens that are not replayed; None if all are.
+    num_done: number of calls that were replayed so far.
     """
 
     def __init__(self, name: str, layer: MoELayer, calls: list[Tensor], mask: list[Tensor] | None) -> None:
@@ -108,16 +117,19 @@ class _Replay:
         self.calls = calls
         self.mask = mask
         self.num_done = 0
-        # Hashes of the scores in first passes of checkpoints, with the number of the call. None stands for
-        # the run in which a pipeline stage finds its shapes.
+        # For each first pass of an activation checkpoint, the hash of its scores and the number of the call.
+        # The number is None for a run in which a pipeline stage only finds its shapes.
         self._seen: list[tuple[Tensor, int | None]] = []
 
     def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> Routing:
         """Returns the routing of a call with the recorded experts, and the weights that the gate gives them.
 
-        Raises ValueError if there is no record for the call, or one of another number of tokens.
+        gate, inputs: the arguments of every forward hook; not used.
+        routing: the routing that the gate has computed.
+
+        Raises ValueError if there is no recorded call, or if it has another number of tokens.
         """
-        with hidden_from_checkpoints():  # what this computes is not computed again in a second pass
+        with hidden_from_checkpoints():  # a checkpoint's second pass must not expect these operations again
             at = self._again(routing) if is_second_pass() else self._first(routing)
             if at is None:
                 return routing
@@ -127,7 +139,12 @@ class _Replay:
         return replace(routing, expert=expert_TK, weight=router.weights_of(routing, expert_TK))
 
     def _first(self, routing: Routing) -> int | None:
-        """Returns the number of the record for a call that no checkpoint repeats; None for a shape run."""
+        """Returns the number of the recorded call for a call that is no second pass of a checkpoint.
+
+        Returns None for a run in which a pipeline stage only finds its shapes: nothing is replayed.
+
+        routing: the routing that the gate has computed. Its hash is kept if a second pass may follow.
+        """
         at = None if is_shape_run() else self.num_done
         if may_run_again(self.layer) and not routing_is_kept():
             self._seen.append((_hash_of(routing), at))
@@ -142,12 +159,15 @@ class _Replay:
         return at
 
     def _again(self, routing: Routing) -> int | None:
-        """Returns the number of the record of a call that an activation checkpoint repeats.
+        """Returns the number of the recorded call for the second pass of an activation checkpoint.
 
-        The first pass is the one with the same scores, because second passes come in any order. The host
-        waits for the device.
+        Second passes come in any order. So the first pass that belongs to a second pass is found by its
+        scores, which are equal bit for bit. The host waits for the device.
 
-        Raises ValueError if no first pass had these scores, or several with different records.
+        routing: the routing that the gate has computed in the second pass.
+
+        Raises ValueError if no first pass had these scores, or if several had them but used different
+        recorded experts.
         """
         mark = _hash_of(routing)
         marks = torch.stack([mark, *(hash_ for hash_, _ in self._seen)])
@@ -166,17 +186,19 @@ class _Replay:
         return numbers[0]
 
     def _equal(self, one: int, other: int) -> bool:
-        """Returns whether two calls have the same records."""
+        """Returns whether two recorded calls have the same experts and masks."""
         same_masks = self.mask is None or torch.equal(self.mask[one], self.mask[other])
         return same_masks and torch.equal(self.calls[one], self.calls[other])
 
     def _experts(self, at: int, live_TK: Tensor) -> Tensor:
-        """Returns the experts of a call, (T, K) int64: recorded ones, or the gate's own where it routes.
+        """Returns the experts of a call, (T, K) int64: the recorded ones for tokens that are replayed.
 
-        at: the number of the call.
+        Tokens that are not replayed get the gate's own choices.
+
+        at: the number of the recorded call.
         live_TK: (T, K) int64, the gate's own choices.
 
-        Raises ValueError if the record has another shape.
+        Raises ValueError if the recorded call has another shape.
         """
         recorded_TK = self.calls[at]
         if recorded_TK.shape != live_TK.shape:
@@ -201,7 +223,7 @@ class _Replay:
 
 
 def _hash_of(routing: Routing) -> Tensor:
-    """Returns a hash of the bits of a gate's scores, or of its choices if it has no scores: int64 scalar."""
+    """Returns a hash of a gate's scores, or of its chosen experts if it has no scores: an int64 scalar."""
     scores = routing.expert if routing.logits is None else routing.logits.detach()
     bits = scores.contiguous().view(torch.int64 if scores.itemsize == 8 else torch.int32)
     return routing_hash(routing.expert.shape[0], (bits,))
@@ -213,12 +235,9 @@ def _hash_of(routing: Routing) -> Tensor:
 def _replays(
     model: nn.Module, trace: Mapping[str, Sequence[Tensor]], mask: Sequence[Tensor] | None
 ) -> list[_Replay]:
-    """Returns the hook of each layer of a model, after checks of the trace.
+    """Checks the arguments of `replay_routing`, and returns the hook for each layer's gate.
 
-    trace: by layer name, the experts (T, K) of each call.
-    mask: for each call (T,) bool; None replays all tokens.
-
-    Raises ValueError or TypeError if they do not fit the model.
+    Raises ValueError or TypeError if the trace or the mask does not fit the model.
     """
     check_kind(Mapping, "a dict of lists, such as record_routing gives", trace=trace)
     layers = traced_layers(model)
@@ -252,14 +271,16 @@ def _replays(
 
 
 def _listed(names: Mapping[str, object]) -> str:
-    """Returns the names of layers as a text for errors."""
+    """Returns the names of layers as a text for an error message."""
     return ", ".join(map(repr, names)) or "none"
 
 
 def _mask(at: int, mask: Any) -> Tensor:
-    """Returns the checked mask (T,) bool of call number ``at``.
+    """Checks the mask of one call, and returns it, (T,) bool.
 
-    Raises TypeError or ValueError for another dtype or shape.
+    at: the number of the call, for errors.
+
+    Raises TypeError or ValueError if it is no bool tensor with one dimension.
     """
     check_tensors(1, **{f"mask[{at}]": mask})
     if mask.dtype != torch.bool:
@@ -269,11 +290,13 @@ def _mask(at: int, mask: Any) -> Tensor:
 
 
 def _call(what: str, expert_TK: Any, layer: MoELayer) -> Tensor:
-    """Returns the checked choices of one call of a layer, (T, K) integers.
+    """Checks the recorded experts of one call of a layer, and returns them, (T, K) integers.
 
     what: their place in the trace, for errors.
+    expert_TK: the recorded experts, as the user passed them.
+    layer: the layer.
 
-    Raises TypeError or ValueError if they are no choices of the layer's experts.
+    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1.
     """
     check_integers(what, expert_TK, 2)
     wide_TK = expert_TK.long()
@@ -312,12 +335,14 @@ def check_integers(what: str, value: Any, dims: int) -> None:
 
 
 def _compare_ranks(model: nn.Module, replays: Sequence[_Replay], failure: Exception | None) -> None:
-    """Raises the same kind of error on every rank if a trace is wrong on one, or if traces differ.
-
-    failure: what is wrong on this rank; None if nothing is.
+    """Raises an error on every rank if the trace is wrong on any rank, or if the numbers of calls differ.
 
     A collective of each group of ranks that shares a layer of the model. Ranks have different tokens, but
     must make equally many calls.
+
+    model: the model.
+    replays: the hooks of this rank; empty if its trace is wrong.
+    failure: the error in this rank's trace; None if there is none.
     """
     counts = {one.name: len(one.calls) for one in replays}
     for ranks in _groups(model):
@@ -325,7 +350,7 @@ def _compare_ranks(model: nn.Module, replays: Sequence[_Replay], failure: Except
         report = None if failure is None else (next(known), str(failure))
         for rank, (error, others) in enumerate(gathered(ranks, (report, counts), stage="comparing traces")):
             if failure is not None:
-                continue  # all groups must hear of it before it is raised
+                continue  # the other groups' collectives must run before the error is raised
             if error is not None:
                 failure = error[0](f"rank {rank}: {error[1]}")
             elif others != counts:
@@ -338,7 +363,7 @@ def _compare_ranks(model: nn.Module, replays: Sequence[_Replay], failure: Except
 
 
 def _groups(model: nn.Module) -> list[Ranks]:
-    """Returns the different groups of ranks that share layers of a model, in the model's order."""
+    """Returns the groups of several ranks that share layers of a model, each once, in the model's order."""
     groups = {tuple(layer.ranks.members): layer.ranks for layer in layers_of(model).values()}
     return [ranks for ranks in groups.values() if ranks.size > 1]
 
@@ -352,23 +377,24 @@ def engine_routing(
     *,
     num_tokens: Sequence[int | Sequence[int]] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """Returns the trace for `replay_routing` of what an inference engine routed.
+    """Converts the routing that an inference engine reports to a trace for `replay_routing`.
 
         routes = torch.tensor(output.routed_experts)  # of vLLM: (tokens - 1, layers, top_k)
         names = [f"model.layers.{i}.mlp" for i in range(48)]
         trace = pmoe.engine_routing([routes], names, num_tokens=[len(token_ids)])
 
     Args:
-        calls: for each call of the training, the experts (T, L, K) of its tokens, as integers of any dtype;
-            or a list of these, one for each sequence of the call, whose tokens follow each other.
-        layers: for each of the L layers its name in the model. None leaves a layer out: one without experts,
-            of another pipeline stage, or one that predicts several tokens.
-        num_tokens: for each call the number of tokens in training, or a list with those of each sequence. The
-            engine may have fewer: it does not route the last token that it generates. The gate routes the
-            others itself. None means that the engine has all tokens.
+        calls: for each call of the training, the experts (T, L, K) of its tokens, as integers of any dtype.
+            If a call has several sequences, one after the other, it may be a list of such tensors.
+        layers: the name in the model of each of the engine's L layers. None leaves a layer out, for example a
+            layer without experts, of another pipeline stage, or for the prediction of several tokens.
+        num_tokens: for each call the number of tokens in training, or a list with the number of each
+            sequence. The engine may have fewer, because it does not route the last token that it generates.
+            These tokens are not replayed: the gate chooses their experts. None means that the engine has all
+            tokens.
 
-    The result has, by layer name, int64 (T, K) for each call. Names are matched, not numbers, so a
-    layer cannot get the routes of its neighbour.
+    The result is a dict {name of a layer: list with an int64 tensor (T, K) for each call}. Layers are matched
+    by name, not by number, so a layer cannot get the routing of another one by mistake.
 
     Raises ValueError or TypeError if shapes, names or numbers of tokens do not fit each other.
     """
@@ -395,19 +421,20 @@ def engine_routing(
 
 
 def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Returns values by their names in errors, such as "layers[0]"."""
+    """Returns a dict {name for errors, such as "layers[0]": value}."""
     return {f"{what}[{at}]": value for at, value in enumerate(values)}
 
 
 def _call_of_engine(at: int, call: Any, length: Any, num_layers: int) -> Tensor:
     """Returns the experts of one call, (T, L, K) int64, with -1 for tokens that the engine did not route.
 
-    at: the number of the call.
-    call: (T, L, K) integers, or a list of these, one for each sequence.
-    length: the number of tokens, or a list of these; None if the engine has all tokens.
+    at: the number of the call, for errors.
+    call: (T, L, K) integers, or a list of such tensors, one for each sequence.
+    length: the number of tokens of the call in training, or a list with the number of each sequence; None if
+        the engine has all tokens.
     num_layers: L.
 
-    Raises ValueError or TypeError if they do not fit each other.
+    Raises ValueError or TypeError if shapes or numbers of tokens do not fit each other.
     """
     sequences = [call] if isinstance(call, Tensor) else list_of(f"calls[{at}]", call)
     wanted: list[Any] = [None for _ in sequences]

@@ -1,14 +1,16 @@
-"""The exchange of row counts on a GPU: three launches in place of some thirty PyTorch operations.
+"""Launches of the kernels with which ranks exchange row counts on a GPU (cuda/counts).
 
-    pack     writes this rank's messages to all ranks
-    agree    computes from the messages that arrived what ranks must agree on
+Three launches replace some thirty PyTorch operations:
+
+    pack     writes this rank's messages: for each rank a header and the row counts of that rank's experts
+    agree    computes from the messages that arrived this rank's share of the numbers on which all ranks
+             agree, such as the largest number of tokens of a rank
     table    computes the indices by which the rows that arrive are sorted by expert
 
-`pmoe.comm.counts` computes the same by PyTorch expressions, and says what the numbers mean. The kernels are
-those of cuda/counts.
+`pmoe.comm.counts` computes the same by PyTorch expressions, and says what each number means.
 
-Letters: W ranks, F bins (equal ranges of a rank's tokens), E experts of a rank, L = HEADER + F * E numbers of
-a message.
+Letters: W ranks, F bins (equal ranges of a rank's tokens, by which rows are counted), E experts of a rank, L
+= HEADER + F * E numbers of a message.
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ HEADER = 4
 """Number of int32 values in front of the counts of a message: kHeader of cuda/counts/layout.h."""
 
 MAX_RANKS, MAX_BINS, MAX_DEGREES = 1 << 11, 1 << 12, 16
-"""The most ranks, bins and degrees that the kernels take: kMost... of cuda/counts/layout.h."""
+"""The most ranks, bins and degrees (numbers of chunks) that the kernels can handle.
+
+They are the constants kMost... of cuda/counts/layout.h.
+"""
 
 
 def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
-    """Returns why the kernels cannot exchange these row counts; None if they can.
+    """Returns the reason why the kernels cannot exchange these row counts; None if they can.
 
-    counts_FE: (F, W * E), the rows by bin and by the experts of all ranks.
+    counts_FE: (F, W * E), this rank's rows in each of F bins for each of the experts of all ranks.
     num_ranks: W.
-    num_degrees: how many numbers of chunks ranks must agree on.
+    num_degrees: the number of degrees (numbers of chunks) for which ranks must agree whether all chunks fit
+        into their buffers.
     """
     if counts_FE.dtype != torch.int32 or not counts_FE.is_contiguous():
         return f"counts of dtype {counts_FE.dtype} must be contiguous {torch.int32}"
@@ -50,12 +56,12 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
 class Messages:
     """The messages of one exchange of row counts, and the numbers that ranks agree on, in one allocation.
 
-    One copy brings all of them to the host.
+    Because it is one allocation, one copy brings all of them to the host.
 
     memory: int64: first the numbers that ranks agree on, then the messages that are sent and those that
         arrive, which are (W, L) int32 each.
-    num_agreed: how many numbers ranks agree on.
-    sizes: W, F and E.
+    num_agreed: the number of numbers that ranks agree on.
+    sizes: the tuple (W, F, E).
     """
 
     memory: Tensor
@@ -64,7 +70,12 @@ class Messages:
 
     @staticmethod
     def new(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> Messages:
-        """Returns uninitialised messages on the device of the counts (see `refusal` for the arguments)."""
+        """Allocates uninitialised messages on the device of the counts.
+
+        counts_FE: (F, W * E), this rank's rows in each of F bins for each of the experts of all ranks.
+        num_ranks: W.
+        num_degrees: the number of degrees (numbers of chunks) on which ranks agree.
+        """
         num_bins = counts_FE.shape[0]
         num_experts = counts_FE.shape[1] // num_ranks
         num_agreed = HEADER + 3 + num_degrees
@@ -74,7 +85,7 @@ class Messages:
 
     @property
     def agreed(self) -> Tensor:
-        """The numbers that ranks agree on, (HEADER + 3 + degrees,) int64."""
+        """The numbers that ranks agree on, (HEADER + 3 + number of degrees,) int64."""
         return self.memory[: self.num_agreed]
 
     @property
@@ -84,11 +95,14 @@ class Messages:
         return halves[0], halves[1]
 
     def on_host(self) -> Messages:
-        """Returns a copy on the host, which waits for the device."""
+        """Returns a copy on the host. The host waits for the device."""
         return Messages(self.memory.cpu(), self.num_agreed, self.sizes)
 
     def counts(self, messages_WL: Tensor) -> Tensor:
-        """Returns the counts of messages, (F, W, E): a view of ``messages_WL``."""
+        """Returns the row counts of messages without their headers, (F, W, E): a view of ``messages_WL``.
+
+        messages_WL: (W, L) int32, one message for each rank, or from each rank.
+        """
         _, num_bins, num_experts = self.sizes
         counts_WFE: Tensor = messages_WL[:, HEADER:].unflatten(1, (num_bins, num_experts))
         return counts_WFE.transpose(0, 1)
@@ -96,11 +110,12 @@ class Messages:
     def pack(self, header: Sequence[int], fault: Tensor | None, not_finite: int, counts_FE: Tensor) -> None:
         """Launches the kernel that writes this rank's messages.
 
-        header: the HEADER numbers in front of each message.
-        fault: a scalar on the device; or None. An int64 replaces the second number of the header. A float32
-            is a magnitude: ``not_finite`` replaces that number if it is infinite or NaN.
-        not_finite: the fault of numbers that are not finite.
-        counts_FE: (F, W * E) int32, contiguous.
+        header: the HEADER numbers in front of each message. The second is a code for faults of this rank.
+        fault: a scalar on the device with which a fault is reported, or None. If it is int64, it is the code,
+            and replaces that of the header. If it is float32, it is the largest magnitude of some values: if
+            it is infinite or NaN, ``not_finite`` replaces the code of the header.
+        not_finite: the code for values that are not finite.
+        counts_FE: (F, W * E) int32, contiguous: the row counts to send.
         """
         sent_WL, _ = self.both
         checked: dict[str, int] = {}
@@ -123,15 +138,17 @@ class Messages:
         irregular: bool,
         limits: Sequence[tuple[int, float]],
     ) -> None:
-        """Launches the kernel that computes this rank's part of what ranks agree on.
+        """Launches the kernel that computes this rank's share of the numbers on which ranks agree.
+
+        A max-reduction over all ranks follows, after which the numbers are equal on all ranks.
 
         received_WL: (W, L) int32, the messages that arrived.
-        own_rank: this rank, if rows from it to itself do not count for ``limits``; else None.
-        host_rows: the rows for which there is host memory; None if that does not matter.
+        own_rank: this rank, if rows that it sends to itself do not count for ``limits``; else None.
+        host_rows: the number of rows for which this rank has host memory; None if this is not checked.
         asks_rows: whether ranks must know the largest number of rows of a rank.
-        irregular: whether this rank has not one row for each choice.
-        limits: for each degree (number of chunks) the degree, and the rows that a chunk may have divided by
-            the largest number of tokens of a rank.
+        irregular: whether some choices of this rank's tokens have no row, or more than one.
+        limits: for each degree (number of chunks) the pair (degree, most rows of a chunk / largest number of
+            tokens of a rank).
         """
         extension.module().counts_agree(
             **self._where(), received=received_WL.data_ptr(), agreed=self.memory.data_ptr(),
@@ -142,18 +159,21 @@ class Messages:
     def table(
         self, received_WL: Tensor, n: int, num_bins: int, own_rank: int | None, num_rows: int
     ) -> tuple[Tensor, Tensor]:
-        """Launches the kernel that computes the indices by which rows are sorted by expert.
+        """Launches the kernel that computes the indices by which arrived rows are sorted by expert.
+
+        Returns two indices:
+
+        - (N,) int32: for each chunk the index that sorts its rows (`Chunk.regroup`), one chunk after the
+          other;
+        - (N,) int64: the index that sorts the routing weights of all rows, which arrive in one message for
+          all chunks (`WeightMessage.regroup`).
 
         received_WL: (W, L) int32, the messages that arrived.
         n: number of chunks.
         num_bins: the number of bins by which an expert's rows of a chunk are sorted. It divides F, and n
             divides it.
-        own_rank: this rank, if rows from it to itself do not arrive; else None.
+        own_rank: this rank, if rows that it sends to itself do not arrive by a message; else None.
         num_rows: N, the number of rows that arrive.
-
-        Returns (N,) int32, for each chunk the index that sorts its rows (`Chunk.regroup`), one chunk after
-        the other; and (N,) int64, the index that sorts the numbers of one message for all chunks
-        (`WeightMessage.regroup`).
         """
         of_chunks = received_WL.new_empty(num_rows)
         of_all = received_WL.new_empty(num_rows, dtype=torch.int64)
@@ -166,7 +186,7 @@ class Messages:
         return of_chunks, of_all
 
     def _where(self) -> dict[str, object]:
-        """Returns the arguments that all launches take."""
+        """Returns the arguments of all launches: the device's number, the current stream and the sizes."""
         device = self.memory.device
         stream = torch.cuda.current_stream(device).cuda_stream
         return {"device": device.index, "stream": stream, "sizes": list(self.sizes)}

@@ -1,6 +1,8 @@
-"""The record of a call of few rows that went past the layer: what statistics show of it.
+"""Statistics of calls with few rows that `run_experts` computed without its MoE layer.
 
-Letters: T tokens, K experts of each, E experts.
+Such a call leaves a record in the layer, as if the layer had run it.
+
+Letters: T tokens, K experts of a token, E experts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pmoe.comm.counts import RankCounts
 
 @dataclass(frozen=True)
 class FewRowCounts:
-    """The row counts of a call on one rank, counted when somebody asks. Implements `LastRowCounts`.
+    """The row counts of a call on one rank, computed only when statistics read them.
+
+    Implements the interface `LastRowCounts`.
 
     index_TK: (T, K) integers, the experts of each token; E means no expert.
     num_experts: E.
@@ -44,10 +48,11 @@ class FewRowCounts:
 
 
 def last_call(index_TK: Tensor, num_experts: int, x_TM: Tensor) -> LastCall:
-    """Returns the record of a call without gradients that no layer has decided.
+    """Returns the record of a call without gradients that ran without the layer, for its statistics.
 
-    index_TK: (T, K) integers, the experts of each token; num_experts: E, which also means no expert.
-    x_TM: (T, M), the tokens.
+    index_TK: (T, K) integers, the experts of each token; E means no expert.
+    num_experts: E.
+    x_TM: (T, M), the tokens, M = d_model.
     """
     ran = RunReport(
         path="few rows",
@@ -60,5 +65,5 @@ def last_call(index_TK: Tensor, num_experts: int, x_TM: Tensor) -> LastCall:
 
 
 def _no_loss(dtype: torch.dtype) -> Tensor:
-    """Returns the auxiliary loss of a routing that comes from outside: zero, a scalar."""
+    """Returns a scalar 0: the auxiliary loss of a call whose routing comes from the caller."""
     return torch.zeros((), dtype=torch.float64 if dtype == torch.float64 else torch.float32)

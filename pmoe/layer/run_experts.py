@@ -1,11 +1,13 @@
-"""`run_experts`: experts and routing are the caller's, and pmoe sends the rows and multiplies.
+"""`run_experts`: runs experts whose weights and routing belong to the caller, by pmoe's dispatch and kernels.
 
-It is the way into pmoe for frameworks that have a router and expert weights of their own. A `MoELayer` is
-kept for each module that owns experts, in a table outside of the module. So a model's state_dict, copies and
-pickles do not contain the layer. The layer refers to the weights and to the routing only during a call.
+It is the entry point for frameworks that have a router and expert weights of their own. pmoe keeps a
+`MoELayer` for each module that owns experts, in a table outside of the module. So a model's state_dict,
+copies and pickles do not contain the layer. The layer refers to the weights and to the routing only during a
+call.
 
-Letters: T tokens of this rank, K experts of each token, E experts of all ranks, E_local of this rank, M model
-width, H width of an expert, G = H, or 2H for gated experts.
+Letters: T tokens of this rank, K experts of a token, E experts of all ranks, E_local of this rank, M =
+d_model, H = d_hidden, N rows, G columns of T_M, the hidden activation before the nonlinearity (G = H, or 2H
+for gated experts).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ OPTIONS = (
 )
 """Arguments of `MoELayer` that decide how experts are run.
 
-The arguments that decide what is computed, such as the activation, come with the experts.
+Arguments that decide what is computed, such as the activation, are those of `run_experts` itself.
 """
 
 KINDS: dict[str, type[BorrowedExperts]] = {
@@ -62,7 +64,7 @@ KINDS: dict[str, type[BorrowedExperts]] = {
     "relu": BorrowedFFN,
     "gelu": BorrowedFFN,
 }
-"""Names of activations that pmoe computes itself, and the classes of experts that have them."""
+"""The activations that pmoe's kernels compute, by name, and the class of experts that has each."""
 
 
 def run_experts(
@@ -80,11 +82,12 @@ def run_experts(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Tensor:
-    """Returns for each token the weighted sum of its experts' outputs, (T, M).
+    """Runs experts on routed tokens. Returns for each token the weighted sum of its experts' outputs, (T, M).
 
-    Dispatch, experts and combine are pmoe's: chunks that hide communication, restore pairs, memory budgets.
-    The weights, their layout and the routing are the caller's. Gradients reach x, ``weights``, w1, w2, b1 and
-    b2. An expert's gradient is a sum over the tokens of all ranks.
+    The caller provides the routing and the experts' weights in its own layout. pmoe sends each token's rows
+    to the ranks of its experts and back, and computes the experts, with chunks that hide communication,
+    restore pairs and memory budgets. Gradients reach x, ``weights``, w1, w2, b1 and b2. An expert's gradient
+    is a sum over the tokens of all ranks.
 
     Args:
         owner: the module to which the experts belong. pmoe keeps a layer for it between calls, which
@@ -127,7 +130,7 @@ def run_experts(
 
 
 def _kind_of(stacks: Stacks) -> type[BorrowedExperts]:
-    """Returns the class of experts for weights of the caller, after a check of their shapes.
+    """Checks the caller's weights and activation, and returns the class of experts that can run them.
 
     Raises ValueError if the activation is unknown, or the shapes of the weights do not fit together.
     """
@@ -172,9 +175,11 @@ def _kind_of(stacks: Stacks) -> type[BorrowedExperts]:
 
 
 def _check_function(activation: Callable[[Tensor], Tensor], w1: Tensor, hidden: int) -> None:
-    """Raises ValueError unless a function maps a row of T_M, (1, G), to (1, H).
+    """Raises ValueError unless a user's activation function maps a row of T_M, (1, G), to (1, H).
 
-    w1: (E_local, G, M), of which the row has the dtype and device; hidden: H.
+    activation: the function. It is called with a row of zeros.
+    w1: (E_local, G, M), the first weights. The row has their dtype, device and G.
+    hidden: H.
     """
     name = getattr(activation, "__name__", type(activation).__name__)
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
@@ -195,6 +200,8 @@ def _check_function(activation: Callable[[Tensor], Tensor], w1: Tensor, hidden: 
 def check_routing_shapes(index: Tensor, weights: Tensor, index_name: str, weights_name: str) -> None:
     """Raises ValueError unless both tensors of a routing have the same shape (T, K).
 
+    index: the experts of each token.
+    weights: the routing weights.
     index_name, weights_name: the names of the caller's arguments, for the message.
     """
     if index.dim() != 2 or weights.shape != index.shape:
@@ -214,7 +221,7 @@ class _Built:
     made_for: the sizes, group and options with which the layer was built. A new layer is built if a call has
         other sizes, another group or other options.
     layer: the layer.
-    turn: a lock that lets only one thread at a time use the layer. Threads of a server may share a model, but
+    turn: a lock, so that only one thread at a time uses the layer. Threads of a server may share a model, but
         a layer can hold the routing and parameters of only one call.
     """
 
@@ -251,12 +258,12 @@ def _layer_of(
     group: dist.ProcessGroup | None,
     options: Mapping[str, Any],
 ) -> Iterator[MoELayer]:
-    """Yields the MoE layer for a call of a module's experts, to one thread at a time.
+    """Yields the MoE layer that runs a module's experts, to one thread at a time.
 
     The layer is built at the module's first call, and built again if sizes, group or options have changed.
 
-    owner: the module.
-    experts: its parameters, as experts that a MoELayer can run.
+    owner: the module to which the experts belong.
+    experts: the module's parameters, as experts that a MoELayer can run.
     top_k: number of experts of each token.
     num_experts: number of experts of all ranks.
     group: the ranks over which the experts are spread; None if this rank holds all experts.
@@ -289,10 +296,12 @@ def run_borrowed(
     group: dist.ProcessGroup | None,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """Runs experts that another module owns. Returns each token's weighted sum of outputs, (T, M).
+    """Runs experts that belong to another module. Returns each token's weighted sum of outputs, (T, M).
+
+    It is `run_experts` without the checks of arguments.
 
     owner: the module to which the experts belong.
-    experts: its parameters, as experts that a MoELayer can run.
+    experts: the module's parameters, as experts that a MoELayer can run.
     x: (T, M), the tokens.
     index, weights: (T, K), the experts of each token, and their weights. E means no expert.
     group: the ranks over which the experts are spread; None if this rank holds all experts.
@@ -314,7 +323,7 @@ def run_borrowed(
         try:
             with gate.routing(expert_TK, weights, keep_TK):
                 y = layer(x)
-        finally:  # between calls the layer knows the sizes, but does not hold the module's parameters
+        finally:  # between calls the layer must not keep the module's parameters alive
             layer.experts = type(experts)(experts.stacks.stand_ins())
     return y.to(x.dtype)
 
@@ -322,14 +331,16 @@ def run_borrowed(
 def run_few_rows(
     owner: nn.Module, x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks
 ) -> Tensor | None:
-    """Runs a call of few rows on one rank without the layer, and notes it as the layer's last call.
+    """Runs a call with few rows on one rank without the layer, which is faster.
 
-    Returns (T, M); None if the module is in training mode or has no layer yet, or a value of the routing is
-    wrong. The layer then runs the call, or raises the error.
+    Returns each token's weighted sum of outputs, (T, M). Returns None if the module is in training mode or
+    has no layer yet, or if an expert's number is not in 0 ... E - 1. The caller must then use the layer,
+    which runs the call or raises the error. The layer's statistics show the call as its last one.
 
     owner: the module to which the experts belong.
-    x: (T, M), the tokens; index, weights: (T, K), their routing.
-    stacks: the weights, which `is_short` has compared with x.
+    x: (T, M), the tokens.
+    index, weights: (T, K), the experts of each token, and their weights.
+    stacks: the experts' weights, for which `is_short` has returned True.
     """
     entry = _layers.get(owner)
     # In training, a reentrant checkpoint runs first without gradients. Both of its passes need the layer,

@@ -1,14 +1,14 @@
-"""The runner for calls of few rows without gradients, such as a step of decoding.
+"""The runner for calls with few rows and without gradients, such as a decoding step of inference.
 
-Such a call costs the host more time than the products take. So it has no plan, no chunks, no buffers and no
-schedule: the rows are sorted by expert once, travel in one all-to-all each way, and each expert has one
-product for each of its weights. On several ranks:
+In such a call, the work of the host takes longer than the matrix products. So this runner has no plan, no
+chunks, no preallocated buffers and no schedule. It sorts the rows by expert, sends all of them in one
+all-to-all (S), computes each expert once, and sends the results back in another all-to-all (R). Each rank
+does on several ranks:
 
-    rank 0   sort   S   sort by expert   experts   undo   R   times weight, sum
-    rank 1   sort   S   sort by expert   experts   undo   R   times weight, sum
+    sort by expert   S   sort by expert again   experts   undo the second sort   R   times weight, sum
 
-A token's routing weights are applied on its own rank, so they need no message. Together with the exchange of
-row counts, a call has three collectives.
+The second sort is needed because rows arrive by source rank. A token's routing weights are applied on its own
+rank, so they need not be sent. Together with the exchange of row counts, a call has three collectives.
 
 Letters: T tokens, K choices of each, N rows, P ranks, E_local experts of this rank, M = d_model.
 """
@@ -32,11 +32,12 @@ from pmoe.experts.products import RowGroups
 
 @dataclass(frozen=True)
 class FewRowsRunner:
-    """A runner that computes a forward pass without a plan. No backward pass may follow.
+    """A runner that computes a forward pass in the simplest way. No backward pass may follow.
 
     modules: the layer's modules.
-    expert_TK: (T, K) int64, the experts of each token; keep_TK: which of them are kept, None for all.
-    counts: the row counts of the call, on the host, in one bin.
+    expert_TK: (T, K) int64, the experts of each token.
+    keep_TK: (T, K) bool, False for choices that were dropped; None if all are kept.
+    counts: the row counts of the call, on the host, for the whole batch at once (in one bin).
     """
 
     name: ClassVar[Path] = "few rows"
@@ -51,7 +52,7 @@ class FewRowsRunner:
         modules = self.modules
         send_rows = self.counts.send.sum((0, 2)).tolist()
         expert_N = self.expert_TK.reshape(-1)
-        if self.keep_TK is not None:  # dropped rows come last, and do not travel
+        if self.keep_TK is not None:  # dropped rows are sorted to the end, and are not sent
             expert_N = expert_N.where(self.keep_TK.reshape(-1), modules.num_experts)
         slot_N = expert_N.argsort(stable=True)
         sent_N = slot_N[: sum(send_rows)]
@@ -73,7 +74,7 @@ class FewRowsRunner:
         return y_TM, None
 
     def computed(self, rows_NM: Tensor, weight_N: Tensor, inputs: Inputs) -> Tensor:
-        """Returns the experts' results, (N, M), each times its weight.
+        """Computes the experts. Returns their outputs, (N, M), each multiplied by its routing weight.
 
         rows_NM: (N, M), the rows, sorted by expert.
         weight_N: (N,), the routing weights.

@@ -1,15 +1,16 @@
-"""The forms in which dispatched rows are sent ("wires"): their own type, e4m3 with scales, or bfloat16.
+"""Wires: the number formats in which dispatched rows are sent, and the sizes of messages and buffers.
 
-A wire makes the message of a row shorter than the row. The buffers that a dispatch all-to-all reads and
-writes then hold messages. Bytes of a message for M = d_model columns, rounded up to whole elements of the
-rows:
+The message of a row is what the dispatch all-to-all sends for it. A wire makes the message shorter than the
+row itself. The buffers that the all-to-all reads and writes then hold messages. Bytes of a message for M =
+d_model columns, rounded up to whole elements of the rows' dtype:
 
     None         M * element_size                          the row as it is
     "bfloat16"   2 * M                                     each number rounded to bfloat16
     "e4m3"       M, rounded up to 4, + 4 * ceil(M / 128)   float8 numbers, then float32 scales
 
-With "e4m3" each block of 128 columns has a scale, so that its largest number becomes 448, the largest of
-e4m3 (a float8 type with 4 bits of exponent and 3 of mantissa). `pmoe.comm.wire` packs and unpacks rows.
+With "e4m3" each block of 128 columns has a scale, so that the largest number of the block becomes 448, the
+largest number of e4m3 (a float8 type with 4 bits of exponent and 3 of mantissa). `pmoe.comm.wire` packs and
+unpacks rows.
 
 Example: M = 1024 in bfloat16 -> 2048 bytes as they are, 1024 + 32 = 1056 bytes as e4m3, 0.516 of them.
 """
@@ -33,14 +34,17 @@ SCALE_BYTES = 4
 
 
 def number_bytes(d_model: int) -> int:
-    """Returns the bytes of the e4m3 numbers of a row, rounded up so that a float32 scale may follow."""
+    """Returns the bytes of a row's e4m3 numbers, rounded up to 4 so that a float32 scale may follow.
+
+    d_model: M, columns of the row; each is one byte.
+    """
     return -(-d_model // SCALE_BYTES) * SCALE_BYTES
 
 
 def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int:
     """Returns the bytes of the message of one row, a multiple of ``element_size``.
 
-    wire: the form in which the row is sent; None sends it as it is.
+    wire: the format in which the row is sent; None sends it as it is.
     d_model: M, columns of the row.
     element_size: bytes of an element of the row.
     """
@@ -55,10 +59,10 @@ def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int
 
 @dataclass(frozen=True, kw_only=True)
 class Wires:
-    """The forms in which a layer sends the rows of its dispatches; None sends rows as they are.
+    """The number formats in which a layer dispatches rows, one for each pass. None sends rows as they are.
 
-    rows: of forward's rows (T_DI), also if backward sends them again.
-    gradients: of the gradients that backward sends to the experts (dT_DO).
+    rows: format of forward's rows (T_DI), also if backward sends them again.
+    gradients: format of the gradients that backward sends to the experts (dT_DO).
     """
 
     rows: WireName | None = None
@@ -66,11 +70,11 @@ class Wires:
 
     @property
     def by_option(self) -> dict[str, WireName | None]:
-        """The two forms by the names of the layer's options."""
+        """The formats as a dict {name of the layer's option: format}."""
         return {"wire": self.rows, "wire_backward": self.gradients}
 
     def of(self, direction: str) -> WireName | None:
-        """Returns the form of the rows that the dispatch of a pass sends.
+        """Returns the format of the rows that a pass dispatches.
 
         direction: "forward" or "backward".
         """
@@ -78,19 +82,19 @@ class Wires:
 
 
 AS_THEY_ARE = Wires()
-"""The wires of a layer that sends all rows as they are."""
+"""The formats of a layer that sends all rows as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSizes(BufferSizes):
-    """The rows and columns of every buffer of a pass that sends rows in another form.
+    """The sizes (rows, columns) of every buffer of a pass that sends rows in a narrower number format.
 
-    Buffers of messages ("send", "arrived", "copies", and T_DI or dT_DO as they arrived) have the columns of a
-    message, counted in elements of the rows' type. The experts read the buffers "T_DI_sorted" and
-    "dT_DO_sorted", into which messages are unpacked. They exist for every chunk, also if its rows arrive in
-    expert order.
+    Buffers that hold messages ("send", "arrived", "copies", and T_DI or dT_DO as they arrived) have as many
+    columns as a message has elements of the rows' dtype. Messages are unpacked into the buffers "T_DI_sorted"
+    and "dT_DO_sorted", which the experts read. Every chunk has these two buffers, even if its rows arrive
+    sorted by expert.
 
-    wires: the forms in which rows are sent.
+    wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.
     """
 
@@ -99,7 +103,7 @@ class MessageSizes(BufferSizes):
 
     @property
     def keeps_what_arrives(self) -> bool:
-        # A message arrives, which backward cannot read. Its unpacked rows are kept, in memory of their own.
+        # Backward cannot compute with messages, so the unpacked rows are kept, in memory of their own.
         return self.wires.rows is None and super().keeps_what_arrives
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
@@ -112,9 +116,11 @@ class MessageSizes(BufferSizes):
         return rows, message_bytes(wire, self.d_model, self.element_size) // self.element_size
 
     def _wire_of(self, name: str) -> WireName | None:
-        """Returns the form of a buffer's messages, or of those from which it is unpacked; None for others.
+        """Returns the format of the messages that a buffer holds, or that are unpacked into the buffer.
 
-        name: a name without a chunk, such as "T_DI_sorted".
+        Returns None for a buffer that has nothing to do with messages, or if rows are sent as they are.
+
+        name: name of the buffer, without a chunk, such as "T_DI_sorted".
         """
         match name.removesuffix("_again").removesuffix("_sorted"):
             case "T_DI":

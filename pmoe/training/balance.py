@@ -1,16 +1,17 @@
-"""Balance losses over sequences, the global batch of a step, or a window of steps: `BalanceLoss`.
+"""Load-balance losses that do not depend on how a step is divided over ranks and micro-batches.
 
-The load-balance loss of a layer with E experts is E * sum_e f_e * P_e: f_e is the share of the choices that
-fell on expert e, P_e the mean share of e in the tokens' scores. `MoELayer.l_aux` takes both from one call of
-one rank. Here they are taken over more, so that the loss does not depend on how a step is divided:
+The load-balance loss of a layer with E experts is E * sum_e f_e * P_e. f_e is the fraction of all choices (a
+token has K) that chose expert e. P_e is the mean over tokens of e's share in the token's scores.
+`MoELayer.l_aux` computes both for one call of one rank. `BalanceLoss` computes both for a sequence, for the
+global batch of a step, or f_e for a window of earlier steps:
 
-    over          f_e is the share in                        P_e is the mean over
-    "sequence"    a sequence (DeepSeek-V3, Eq. 17-20)        that sequence; then the mean of the losses
+    over          f_e is computed over                       P_e is the mean over
+    "sequence"    a sequence (DeepSeek-V3, Eq. 17-20)        the same sequence; the losses are then averaged
     "batch"       all tokens of a step (arXiv 2501.11873)    all tokens of the step
-    "window"      all tokens of the steps before             all tokens of the step
+    "window"      all tokens of the last steps               all tokens of the step
 
-A part of a step, such as a micro-batch of one rank, can compute its summand of such a loss if it knows what
-the whole step has: `StepTotals`. The summands add up to the loss of the whole step on one rank.
+A part of a step, such as a micro-batch of one rank, computes its summand of the loss. For this it needs some
+numbers of the whole step, the `StepTotals`. The summands add up to the loss of the whole step on one rank.
 
 Letters: T tokens of a call, K experts of a token, E experts of a layer, B sequences.
 """
@@ -56,12 +57,12 @@ SumName = Literal["megatron", "torchtitan", "transformers"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """The numbers of a whole training step, over all its ranks and micro-batches.
+    """Numbers of a whole training step, over all its ranks and micro-batches, that a `BalanceLoss` needs.
 
     num_tokens: number of tokens that each layer gets in the step.
-    num_sequences: number of sequences of the step; needed for losses over sequences.
-    counts: by layer name, (E,) int64: how many choices fell on each of E experts; needed for losses over the
-        batch. None if they are not known.
+    num_sequences: number of sequences of the step. Losses over sequences need it.
+    counts: a dict {name of a layer: (E,) int64, how many choices chose each of E experts}. Losses over the
+        batch need it. None if the numbers are not known.
 
     Raises ValueError or TypeError if a number is no integer of at least 0, or counts are not a dict.
     """
@@ -77,12 +78,12 @@ class StepTotals:
 
 @dataclass
 class _LayerSums:
-    """Sums over the calls of one layer since the last loss.
+    """Sums over the calls of one layer since the last loss. Gradients flow through share, sequences and z.
 
-    share: (E,), the sums of the tokens' shares, with a graph. None without a call.
-    sequences: scalar, the sum of the losses of sequences, with a graph.
-    z: scalar, the sum over tokens of logsumexp(logits)^2, with a graph.
-    counts: (E,) int64, choices by expert.
+    share: (E,), each expert's share in a token's scores, summed over tokens. None before the first call.
+    sequences: scalar, the sum of the losses of sequences; None unless the loss is over sequences.
+    z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
+    counts: (E,) int64, how many choices chose each expert.
     num_tokens, num_sequences: how many tokens and sequences the calls had.
     """
 
@@ -94,7 +95,7 @@ class _LayerSums:
     num_sequences: int = 0
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
-        """Adds the sums of a call: see the attributes for their shapes."""
+        """Adds the sums of one call. The arguments have the shapes of the attributes with the same names."""
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts
         if sequences is not None:
@@ -111,18 +112,20 @@ class BalanceLoss:
             (task_loss(model(x)) + 0.01 * balance.loss()).backward()
             optimizer.step()
 
-    The object hooks the gates and collects their scores; `remove` ends that. Do not add the layers' ``l_aux``
-    too. The value and every gradient are those of the loss of the whole step on one rank. They do not depend
-    on the number of ranks, on expert parallelism, and on the micro-batches and their sizes. For this, `loss`
-    must know the whole step:
+    The object collects the gates' scores by forward hooks, which `remove` removes. Use it instead of the
+    layers' ``l_aux``, not in addition. The value and every gradient are those of the loss of the whole step
+    on one rank. They do not depend on the number of ranks, on expert parallelism, or on the number and sizes
+    of micro-batches. For this, `loss` needs to know the whole step:
 
-    - If all forward passes of the step come before `loss`, it needs nothing.
-    - If each micro-batch goes backward before the next one, `loss` needs a `StepTotals`: with the number of
-      tokens ("window"), the number of sequences ("sequence"), or the counts ("batch"). Counts come from
-      forward passes without gradients and `totals`. This costs a forward pass more, but no other way is
-      exact: the first micro-batch needs the choices of the last one.
+    - If all forward passes of the step come before `loss`, it needs no argument.
+    - If the backward pass of each micro-batch comes before the next micro-batch, `loss` needs a `StepTotals`,
+      with the number of tokens ("window"), the number of sequences ("sequence"), or the counts ("batch"). To
+      get the counts, run all forward passes without gradients first, and call `totals`. This costs one more
+      forward pass, but no other way is exact, because the loss of the first micro-batch depends on the
+      choices of the last one.
 
-    Do not divide the loss by the number of micro-batches; it is divided by the tokens of the whole step.
+    Do not divide the loss by the number of micro-batches. It is divided by the tokens of the whole step
+    already.
 
     Args:
         model: a model with MoE layers, or a single layer. Leave layers out by passing an nn.ModuleList of the
@@ -142,9 +145,10 @@ class BalanceLoss:
         group: the ranks that train on different tokens; None is the default group, or this rank alone.
 
     Every rank of the group must construct the object, with the same layers, and call its methods in the same
-    order. Checkpoints with use_reentrant=True are refused, because their first pass has no gradients. Until
-    backward, a call holds the shares of its tokens, (T, E), also under a checkpoint. A sequence must be on
-    one rank, and the loss is that of this rank's pipeline stage.
+    order. Activation checkpoints with use_reentrant=True are refused, because their first pass has no
+    gradients. Each call keeps a (T, E) tensor of scores until backward, even inside an activation checkpoint.
+    All tokens of a sequence must be on one rank. With pipeline parallelism, the loss is that of the layers of
+    this rank's stage.
 
     Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
     balanced by a loss, or, on every rank, if ranks have different layers.
@@ -214,13 +218,13 @@ class BalanceLoss:
 
     @contextlib.contextmanager
     def sequences(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Returns a with-block for calls whose sequences have these numbers of tokens, one after the other.
+        """Returns a with-block in which calls have sequences of the given lengths, one after the other.
 
-        lengths: for each sequence of a call, its number of tokens. Padding that ``layer(x, mask=mask)``
-            leaves out does not count. They must add up to the tokens of the call.
+        lengths: the number of tokens of each sequence of a call. They must add up to the tokens of the call.
+            Padding that ``layer(x, mask=mask)`` leaves out does not count.
 
-        Raises ValueError unless the loss is over sequences of no fixed length; and at the call, on every rank
-        of the layer, if the lengths do not add up.
+        Raises ValueError unless the object was made with over="sequence" and without ``sequence_length``. A
+        call raises ValueError on every rank of the layer if the lengths do not add up to its tokens.
         """
         if self.over != "sequence" or self.sequence_length is not None:
             raise ValueError(
@@ -237,10 +241,10 @@ class BalanceLoss:
             self._lengths = None
 
     def totals(self) -> StepTotals:
-        """Returns the totals of all calls since the last `loss` or `totals`, over all ranks, and drops them.
+        """Returns the totals, over all ranks, of all calls since the last `loss` or `totals`.
 
-        Run the forward passes of a step without gradients first, then call this method, then pass its result
-        to each `loss` of the step:
+        The calls do not count for a later `loss`. Run the forward passes of a step without gradients first,
+        then call this method, then pass its result to each `loss` of the step:
 
             with torch.no_grad():
                 for x in micro_batches:
@@ -254,15 +258,16 @@ class BalanceLoss:
         return self._reduced(self._taken())
 
     def loss(self, totals: StepTotals | None = None) -> Tensor:
-        """Returns the balance loss of all calls since the last `loss` or `totals`: a scalar with a graph.
+        """Returns the balance loss of all calls since the last `loss` or `totals`: a differentiable scalar.
 
-        totals: the numbers of the whole step. None if these calls, on all ranks, are the whole step.
+        If a step has several `loss` calls, their sum is this rank's summand of the step's loss. The loss of
+        the whole step is the mean of the summands over ranks with ``averaged``, else their sum.
 
-        With ``averaged`` the mean over ranks of the results, summed over the `loss` calls of a step, is the
-        loss of the whole step; without it, the sum over ranks.
+        totals: the numbers of the whole step. None if these calls, on all ranks, are the whole step; they are
+            then summed by a collective, one all-reduce.
 
-        A collective without totals: one all-reduce. Raises ValueError if the totals lack what the loss is
-        over, RuntimeError if there was no call, or if calls without gradients are among these.
+        Raises ValueError if the totals lack a number that the loss needs. Raises RuntimeError if there was no
+        call, or if some calls ran without gradients.
         """
         check_kind((StepTotals, type(None)), "None or a StepTotals", totals=totals)
         calls = self._taken()
@@ -288,10 +293,11 @@ class BalanceLoss:
         return parts * (self._ranks.size if self.averaged else 1)
 
     def end_step(self) -> None:
-        """Adds the counts of the step to the window. Call it once in each optimizer step, with "window".
+        """Ends an optimizer step: adds its counts to the window of steps. Only with over="window".
 
-        A collective: one all-reduce. Raises ValueError unless the loss is over a window, RuntimeError if the
-        step had no `loss`.
+        Call it once in each optimizer step, after the losses. A collective: one all-reduce.
+
+        Raises ValueError unless the loss is over a window, RuntimeError if the step had no `loss`.
         """
         if self.over != "window":
             raise ValueError(f"end_step must be called with over='window', not {self.over!r}")
@@ -303,13 +309,16 @@ class BalanceLoss:
         self._of_step = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the window: for each of its steps the counts by layer, (E,) int64. {} without a window."""
+        """Returns the window of steps, to be saved in a checkpoint; {} unless the loss is over a window.
+
+        It has for each step a dict {name of a layer: (E,) int64, how many choices chose each expert}.
+        """
         return {"window": [dict(step) for step in self._window]} if self.over == "window" else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the window to one that `state_dict` returned.
+        """Sets the window of steps to one that `state_dict` returned.
 
-        Raises ValueError if it is of other layers.
+        Raises ValueError if the window has other layers than the model.
         """
         check_kind(Mapping, "a state dict", state=state)
         steps = list_of("state['window']", state.get("window", []))
@@ -328,15 +337,18 @@ class BalanceLoss:
         def collect(gate: nn.Module, inputs: Any, routing: Routing) -> None:
             if is_second_pass() or is_shape_run():
                 return
-            # No checkpoint sees these operations, so its second pass need not repeat them. Gradients go into
-            # the checkpointed graph by the logits.
+            # These operations are hidden from activation checkpoints, so the second pass need not repeat
+            # them. Gradients flow from them to the checkpointed graph through the logits.
             with hidden_from_checkpoints():
                 self._add(name, routing)
 
         return collect
 
     def _add(self, name: str, routing: Routing) -> None:
-        """Adds a call to the `_LayerSums` of a layer.
+        """Adds the scores and choices of a call to the `_LayerSums` of a layer.
+
+        name: the name of the layer.
+        routing: the result of the layer's gate.
 
         Raises ValueError if the loss is over sequences whose lengths are not known or do not add up.
         """
@@ -365,7 +377,7 @@ class BalanceLoss:
     def _lengths_of(self, num_tokens: int) -> list[int]:
         """Returns the lengths of the sequences of a call with this number of tokens.
 
-        Raises ValueError if they are not known or do not add up.
+        Raises ValueError if the lengths are not known, or do not add up to the number of tokens.
         """
         if self.sequence_length is not None:
             whole, rest = divmod(num_tokens, self.sequence_length)
@@ -382,7 +394,7 @@ class BalanceLoss:
         return self._lengths
 
     def _taken(self) -> dict[str, _LayerSums]:
-        """Returns what the calls since the last time add up to, by layer, and starts again from nothing."""
+        """Returns the sums over the calls since the last `loss` or `totals`, by layer, and resets them."""
         calls = self._calls
         self._calls = {name: _LayerSums() for name in calls}
         return calls
@@ -424,7 +436,7 @@ class BalanceLoss:
         return numbers
 
     def _check_totals(self, totals: StepTotals) -> None:
-        """Raises ValueError if the totals lack what the loss is over."""
+        """Raises ValueError if the totals lack a number that the loss needs: sequences or counts."""
         if self.over == "sequence" and totals.num_sequences < 1:
             raise ValueError(f"num_sequences ({totals.num_sequences}) must be that of the whole step")
         if self.over == "batch":
@@ -439,7 +451,10 @@ class BalanceLoss:
                 )
 
     def _counts(self, name: str, totals: StepTotals) -> Tensor:
-        """Returns the counts (E,) from which a layer's f_e come: those of the step or of the window."""
+        """Returns how many choices chose each expert, (E,), in the step or in the window of steps.
+
+        The fractions f_e of a layer are computed from these counts. While the window is empty, all are 1.
+        """
         if self.over == "batch":
             assert totals.counts is not None
             return totals.counts[name]
@@ -451,7 +466,11 @@ class BalanceLoss:
     # ---- the sum over layers
 
     def _summed(self, calls: Mapping[str, _LayerSums], totals: StepTotals) -> Tensor:
-        """Returns the summands of these calls, summed over layers: a scalar."""
+        """Returns the loss of these calls, as a summand of the step's loss, summed over layers: a scalar.
+
+        calls: the sums over the calls, by layer.
+        totals: the numbers of the whole step.
+        """
         losses = []
         for name, of_layer in calls.items():
             assert of_layer.share is not None
@@ -469,7 +488,13 @@ class BalanceLoss:
         return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
 
     def _pooled(self, calls: Mapping[str, _LayerSums], totals: StepTotals) -> Tensor:
-        """Returns the summands of these calls as transformers does: all layers' tokens together, a scalar."""
+        """Returns the loss of these calls as transformers computes it: for all layers' tokens together.
+
+        The result is a scalar, a summand of the step's loss.
+
+        calls: the sums over the calls, by layer.
+        totals: the numbers of the whole step.
+        """
         first = next(iter(calls.values())).share
         assert first is not None
         num_lines = max(totals.num_tokens * len(calls), 1)

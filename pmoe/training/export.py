@@ -1,15 +1,15 @@
-"""Weights of a model whose experts are spread over ranks, tensor by tensor in another system's names.
+"""Exports a model's weights, whose experts are spread over ranks, in another system's names and layout.
 
-An inference engine takes the weights of a training while it runs, and a file has those of all ranks. Neither
-needs a rank that holds all experts. Experts go from the rank that holds them to all ranks in parts of at most
-``max_bytes``:
+`export_weights` yields all weights tensor by tensor on every rank, for example to load them into an inference
+engine during training. `save_weights` writes them to files. No rank ever holds all experts: experts are sent
+from the rank that holds them to all ranks, in parts of at most ``max_bytes``:
 
-    for each layer, for each of w1, w2, b1, b2, for each rank of "ep":
+    for each layer, for each of w1, w2, b1, b2, for each rank of the mesh dimension "ep":
         with "esp", the ranks that share the experts gather their columns
-        the rank sends as many experts as fit to the others
+        the rank broadcasts as many experts as fit
         every rank yields them one by one
 
-Before each part all ranks meet, so that a rank that stops early stops the others, too.
+Before each part, the ranks exchange whether any of them has stopped early, so that all stop together.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ Item = tuple[str, int | None, Tensor]
 """A tensor of an export: its name, the number of its expert (None if it belongs to none), and the tensor."""
 
 Rename = Callable[[str], str]
+"""A function from a tensor's name in the model to the name that is exported."""
 
 INDEX = "model.safetensors.index.json"
 """Name of the file that says in which file each tensor is, as transformers writes it."""
@@ -60,8 +61,8 @@ def export_weights(
         for name, _, tensor in pmoe.export_weights(model, "qwen-moe", dtype=torch.bfloat16):
             engine.load_weights([(name, tensor)])  # vLLM, SGLang
 
-    Every rank gets all tensors, in the same order, and holds at most about three times ``max_bytes`` of the
-    experts for them. Tensors of the experts are copies; others may be the model's own.
+    Every rank gets all tensors, in the same order. At any time, a rank holds at most about three times
+    ``max_bytes`` of other ranks' experts. Tensors of the experts are copies; others may be the model's own.
 
     Args:
         model: the model, without a wrapper such as DistributedDataParallel. Its experts may be spread over
@@ -76,9 +77,10 @@ def export_weights(
         group: the ranks that export together; None is the default group.
 
     Every rank of the group must call the function, and take all items. If a rank stops early, the others
-    raise RuntimeError at their next part, with the number of that rank. It stops by ``close()``, which also
-    happens when nothing refers to the iterator any longer, as after a ``break``; in code that may raise, use
-    ``contextlib.closing``. If a rank dies, the others raise within the group's timeout.
+    raise RuntimeError, with the number of that rank, when they need the next part of the experts. A rank
+    stops early by ``close()``, which Python also calls when nothing refers to the iterator any longer, as
+    after a ``break``. In code that may raise, use ``contextlib.closing``. If a rank dies, the others raise an
+    error within the group's timeout.
 
     Raises ValueError or TypeError on every rank, before anything is sent, for wrong arguments: a layout that
     has no place for a tensor, two tensors of one name, experts that are modules or parametrized, a max_bytes
@@ -98,7 +100,7 @@ def export_weights(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a layer's axes, by their letters in `pmoe.convert.AXES`, for one expert."""
+    """The sizes of the dimensions of one expert's tensors, by the letters of `pmoe.convert.AXES`."""
 
     by_axis: Mapping[str, int]
 
@@ -118,7 +120,7 @@ class _Sizes:
 
 
 class ExportedItems(Iterator[Item]):
-    """The iterator that `export_weights` returns. `close` stops it before its end, on all ranks."""
+    """The iterator over tensors that `export_weights` returns. `close` ends the export on all ranks."""
 
     def __init__(self, export: _Export) -> None:
         self._export = export
@@ -144,7 +146,7 @@ class ExportedItems(Iterator[Item]):
 
 
 class _Export:
-    """The arguments of `export_weights`, checked."""
+    """One export: the arguments of `export_weights`, their checks, and the sending of the tensors."""
 
     def __init__(
         self,
@@ -171,7 +173,11 @@ class _Export:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raises ValueError or TypeError if the layout has no place for a tensor, or one is too large."""
+        """Raises ValueError or TypeError if this rank cannot export a tensor of the model.
+
+        Reasons are experts that are not plain stacked ones, a layout that has no place for a tensor, a tensor
+        of an expert that is larger than ``max_bytes``, and two tensors with one name.
+        """
         if self.rename is not None and not callable(self.rename):
             raise TypeError(f"rename ({self.rename!r}) must be None or a function from names to names")
         names: dict[str, str] = {}
@@ -206,7 +212,7 @@ class _Export:
             names[part] = name
 
     def compare(self) -> None:
-        """Raises ValueError on every rank if ranks export other tensors. A collective."""
+        """Raises ValueError on every rank unless all ranks export the same names and shapes. A collective."""
         lines = [f"{part} {tuple(shape)}" for _, part, shape in self._described()]
         lines.append(f"{self.limit} {self.dtype}")
         (is_same,) = same(self.ranks, self._device(), [digest(lines)], stage="comparing exports")
@@ -216,7 +222,10 @@ class _Export:
             )
 
     def _described(self) -> Iterator[tuple[str, str, torch.Size]]:
-        """Yields (name in the model, name that is yielded, shape) of all tensors, experts once each."""
+        """Yields (name in the model, exported name, shape) of each tensor that the export will yield.
+
+        If a layout stacks the experts in one tensor, the tensor is described once, by its first expert.
+        """
         for name, value in self._dense():
             yield name, self.renamed(name), value.shape
         for name, layer in self.layers.items():
@@ -232,7 +241,10 @@ class _Export:
                         yield f"{name}.experts.{own}[{expert}]", self.renamed(key), part.shape
 
     def _has_names_of_experts(self, own: str) -> bool:
-        """Returns whether each expert has a name of its own in the layout, for pmoe's tensor ``own``."""
+        """Returns whether the layout has a tensor for each expert, not one for all experts.
+
+        own: pmoe's name of the tensor: "w1", "w2", "b1" or "b2".
+        """
         return "{e}" in self.layout.names[f"experts.{own}"]
 
     def _device(self) -> torch.device:
@@ -240,7 +252,7 @@ class _Export:
         return next((one.device for one in self.model.parameters()), torch.device("cpu"))
 
     def renamed(self, name: str) -> str:
-        """Returns the name under which a tensor is yielded. Raises TypeError if it is no text."""
+        """Returns the name under which a tensor is exported. Raises TypeError if it is not a text."""
         if self.rename is None:
             return name
         found: object = self.rename(name)
@@ -274,9 +286,11 @@ class _Export:
 
     @staticmethod
     def _whole_shape(layer: MoELayer, own: str, value: Tensor) -> torch.Size:
-        """Returns the shape of one whole expert's tensor, without E_local.
+        """Returns the shape of a tensor of one expert, with all its hidden columns.
 
-        value: (E_local, ...), this rank's part of w1, w2, b1 or b2, as ``own`` says.
+        own: the name of the tensor: "w1", "w2", "b1" or "b2".
+        value: (E_local, ...), this rank's part of the tensor for its E_local experts. If experts are split
+            over ranks ("esp"), it has only some of the hidden columns.
         """
         experts = layer.layer_modules.experts
         shape = list(value.shape[1:])
@@ -286,13 +300,17 @@ class _Export:
         return torch.Size(shape)
 
     def _parts(self, layer: str, own: str, tensor: Tensor, expert: int | None) -> list[tuple[str, Tensor]]:
-        """Returns the layout's tensors for one of a layer's: (name with the layer's in front, tensor).
+        """Converts one tensor of a layer to the layout. Returns a list of (name, tensor).
 
-        own: pmoe's name, such as "experts.w1".
+        The layout may divide a tensor into several, for example a gated w1. Each name begins with that of the
+        layer.
+
+        layer: the name of the layer.
+        own: pmoe's name of the tensor, such as "experts.w1".
         tensor: the values, (1, ...) for one expert.
-        expert: the expert's number; None if the tensor has none.
+        expert: the expert's number; None if the tensor belongs to no expert.
 
-        Raises ValueError if the layout has no place for it.
+        Raises ValueError if the layout has no place for the tensor.
         """
         if own not in self.layout.names:
             raise ValueError(
@@ -317,7 +335,7 @@ class _Export:
 
     @torch.no_grad()
     def items(self) -> Iterator[Item]:
-        """Yields all tensors. Each part of the experts begins with a meeting of the ranks."""
+        """Yields all tensors. Before each part of the experts, the ranks check that none has stopped."""
         for name, value in self._dense():
             yield self.renamed(name), None, self._cast(_whole_tensor(value))
         for name, layer in self.layers.items():
@@ -329,9 +347,11 @@ class _Export:
         self.meet()
 
     def _of_experts(self, name: str, layer: MoELayer, own: str, value: Tensor) -> Iterator[Item]:
-        """Yields one weight or bias of all experts of a layer.
+        """Yields one weight or bias of all experts of a layer, expert by expert.
 
-        value: (E_local, ...), this rank's part.
+        name: the name of the layer.
+        own: the name of the weight or bias: "w1", "w2", "b1" or "b2".
+        value: (E_local, ...), this rank's part of it, for its E_local experts.
         """
         shape = self._whole_shape(layer, own, value)
         at_a_time = max(self.limit // (shape.numel() * value.itemsize), 1)
@@ -347,9 +367,13 @@ class _Export:
                         yield self.renamed(key), expert, part.contiguous()
 
     def _sent(self, layer: MoELayer, own: str, part: Tensor, owner: int, shape: torch.Size) -> Tensor:
-        """Returns some experts of rank ``owner`` of "ep" on every rank, (count, *shape). A collective.
+        """Sends some experts of one rank to all ranks. Returns their tensors, (count, *shape). A collective.
 
-        part: (count, ...), this rank's experts at the same places, perhaps a part of their columns.
+        own: the name of the tensor: "w1", "w2", "b1" or "b2".
+        part: (count, ...), the tensors of this rank's experts with the same local numbers. Only those of the
+            owner are sent. With "esp" they have only some of the hidden columns.
+        owner: the number in the mesh dimension "ep" of the rank that holds the experts.
+        shape: the shape of the tensor of one whole expert.
         """
         grid = layer.grid
         experts = layer.layer_modules.experts
@@ -376,7 +400,9 @@ class _Export:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     def meet(self, stops: bool = False) -> None:
-        """Meets the other ranks. Raises RuntimeError if another rank has stopped. A collective.
+        """Exchanges with the other ranks whether any of them stops the export early. A collective.
+
+        Raises RuntimeError if another rank stops and this rank does not.
 
         stops: whether this rank stops.
         """
@@ -402,14 +428,14 @@ def save_weights(
 ) -> None:
     """Writes all weights of a model as safetensors files with an index, for Hugging Face's libraries.
 
-    Rank 0 of the group writes, and holds at most one file's tensors at a time. The files appear together,
-    when all of them are complete: if the export fails or is interrupted, the folder is not there.
+    Rank 0 of the group writes, and holds at most one file's tensors at a time. The folder gets its name when
+    all files are complete. So if the export fails or is interrupted, there is no such folder.
 
     Args:
         folder: the folder, which must not exist. Files such as config.json are not written.
         max_shard_bytes: the most bytes of tensors in a file, such as "5GB".
-        model, layout, max_bytes, dtype, rename, group: as in `export_weights`. Stacked tensors are written
-            whole.
+        model, layout, max_bytes, dtype, rename, group: the same as in `export_weights`. If the layout stacks
+            all experts in one tensor, the whole tensor is written.
 
     Every rank of the group must call the function. Raises what `export_weights` raises, ImportError without
     safetensors, ValueError if the folder exists or a tensor is larger than a file, OSError if a file cannot
@@ -436,15 +462,16 @@ def save_weights(
 
 
 def _whole_tensor(value: Tensor) -> Tensor:
-    """Returns a DTensor's whole tensor, and any other tensor unchanged. Shapes may be any. A collective."""
+    """Returns the full tensor of a DTensor, and any other tensor unchanged. Collective for a DTensor."""
     whole = getattr(value, "full_tensor", None)
     return value if whole is None else whole()
 
 
 def _joined(items: Iterator[Item], is_stacked: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of an export by name, of any shape.
+    """Yields (name, tensor) for each tensor of an export, with the experts' parts stacked if needed.
 
-    is_stacked: whether the parts of several experts are joined, one after the other, to one tensor.
+    items: the items of the export.
+    is_stacked: whether the layout has one tensor for all experts. The items of its experts are then stacked.
     """
     for (name, expert), group in itertools.groupby(items, lambda item: (item[0], item[1] is not None)):
         tensors = [tensor for _, _, tensor in group]
@@ -452,14 +479,14 @@ def _joined(items: Iterator[Item], is_stacked: bool) -> Iterator[tuple[str, Tens
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Writes tensors of any shape to files of at most ``limit`` bytes of tensors, and the index.
+    """Writes tensors to files with at most ``limit`` bytes of tensors each, and the index.
 
-    The files are written to a folder beside it, which gets its name when all are complete.
+    The files are written to a temporary folder, which is renamed to ``folder`` when all are complete.
 
-    Raises ValueError if a tensor is larger than a file, OSError if a file cannot be written.
+    Raises ValueError if a tensor has more than ``limit`` bytes, OSError if a file cannot be written.
     """
     partial = Path(f"{folder}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
+    shutil.rmtree(partial, ignore_errors=True)  # the files of an earlier export that was killed
     partial.mkdir(parents=True)
     try:
         _write_files(partial, tensors, limit)
@@ -470,7 +497,7 @@ def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> N
 
 
 def _write_files(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Writes the files of `_write` into an empty folder."""
+    """Writes the files and the index into an empty folder (`_write`)."""
     from safetensors.torch import save_file
 
     places: dict[str, int] = {}

@@ -1,13 +1,14 @@
-"""Pruning and merging of a layer's experts, by how many rows they got: functions of state dicts.
+"""Functions that prune or merge the experts in a layer's state dict, for example those with few rows.
 
-A state dict is that of a whole `MoELayer`, with all experts. Every tensor of ``gate.`` and ``experts.`` whose
-dimension 0 has E values, for E experts, has values for each expert; others are the same for all.
+The state dict is that of a whole `MoELayer`, with all its E experts. Tensors under ``gate.`` and ``experts.``
+with E entries in dimension 0 have one entry for each expert. All other tensors stay unchanged.
 
-    prune_experts     drops experts; `restore_experts` puts them back, bit for bit
-    merge_experts     replaces each group of experts by their weighted mean
+    busiest_experts   finds the experts with the most rows
+    prune_experts     removes experts; `restore_experts` puts them back, bit for bit
     group_experts     groups experts around the busiest ones, by the cosine of their router rows
+    merge_experts     replaces each group of experts by one expert, their weighted mean
 
-Models with several layers are changed layer by layer.
+For a model with several layers, call the functions for each layer.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from pmoe.arguments import check_count, check_int, check_kind, check_not_negativ
 
 State = Mapping[str, Tensor]
 PROJECTION = "gate.projection"
-"""The tensor of `pmoe.gates.XMoEGate` that has no values for each expert, of any size."""
+"""Name of a tensor of `pmoe.gates.XMoEGate` that has no entries for experts, whatever its size is."""
 
 KEPT = "kept_experts"
-"""Name under which `prune_experts` returns the numbers of the experts that are left, in their order."""
+"""Name of the entry in which `prune_experts` returns the numbers of the kept experts, in their new order."""
 
 
 def busiest_experts(rows: Sequence[float], count: int) -> list[int]:
@@ -50,13 +51,13 @@ def busiest_experts(rows: Sequence[float], count: int) -> list[int]:
 
 
 def prune_experts(state: State, keep: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns two state dicts: of the layer with only some experts, and of what was removed.
+    """Removes experts from a layer's state dict. Returns the new state dict, and one of the removed experts.
 
-    state: of a layer with E experts; w1 is (E, ...), for example.
-    keep: the numbers of the experts that are left, in the order that they get.
+    The first result is for a `MoELayer` with ``len(keep)`` experts. `restore_experts` makes the original
+    state dict from both results. The results share no memory with ``state``.
 
-    The first result is for a `MoELayer` with ``len(keep)`` experts. Both together are the argument of
-    `restore_experts`. The results share no memory with ``state``.
+    state: the state dict of a layer with E experts; w1 is (E, ...), for example.
+    keep: the numbers of the experts to keep, in their new order.
 
     Raises ValueError or TypeError for numbers out of range, and for a state dict without experts.
     """
@@ -72,12 +73,14 @@ def prune_experts(state: State, keep: Sequence[int]) -> tuple[dict[str, Tensor],
 
 
 def restore_experts(pruned: State, removed: State) -> dict[str, Tensor]:
-    """Returns the state dict from which `prune_experts` made its two results.
+    """Puts the removed experts back: the inverse of `prune_experts`.
 
-    If the experts that are left were trained since, the result has their new values.
+    Returns the state dict of the layer with all E experts. If the kept experts were trained since, the result
+    has their new values.
 
-    pruned: of the layer with P experts; w1 is (P, ...), for example.
-    removed: of the E - P other experts, and the numbers of those that are left.
+    pruned: the state dict of the layer with P experts; w1 is (P, ...), for example.
+    removed: the second result of `prune_experts`: the tensors of the E - P removed experts, and the numbers
+        of the kept ones.
 
     Raises ValueError or TypeError if the two do not belong together.
     """
@@ -104,15 +107,18 @@ def restore_experts(pruned: State, removed: State) -> dict[str, Tensor]:
 
 
 def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[int]]:
-    """Returns ``count`` groups of experts: the busiest ones, each with the others that are most like it.
+    """Groups experts around the ``count`` busiest ones, each with the experts that are most similar to it.
 
-    As in M-SMoE (arXiv 2310.01334), the ``count`` experts with the most rows lead the groups. Each other
-    expert joins the leader whose router row has the largest cosine with its own, the lowest of equal ones.
+    This is the grouping of M-SMoE (arXiv 2310.01334). The ``count`` experts with the most rows are leaders.
+    Each other expert joins the group of the leader whose router row has the largest cosine with its own
+    router row; of leaders with equal cosines, the one with the lowest number.
 
-    state: of a layer with ``gate.weight`` (E, M), for E experts and M = d_model.
+    Returns a list of the numbers of experts for each group, in the order of the leaders' numbers. Each list
+    begins with the leader.
+
+    state: the state dict of a layer with ``gate.weight`` (E, M), for E experts and M = d_model.
     rows: for each expert its number of rows.
-
-    The groups are in the order of their leaders' numbers, and each begins with its leader.
+    count: the number of groups.
 
     Raises ValueError or TypeError for a state dict without router, or numbers out of range.
     """
@@ -135,15 +141,17 @@ def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[
 def merge_experts(
     state: State, groups: Sequence[Sequence[int]], rows: Sequence[float] | None = None
 ) -> dict[str, Tensor]:
-    """Returns the state dict of a layer in which each group of experts is one expert: their weighted mean.
+    """Replaces each group of experts by one expert, their weighted mean. Returns the new state dict.
 
-    state: of a layer with E experts; w1 is (E, ...), for example.
-    groups: for each new expert the numbers of the old ones that it replaces; every old one in one group.
-    rows: for each old expert its weight, usually its number of rows. None weighs all members of a group
-        equally, as do members without any rows.
+    Router rows are averaged like weights. Integer tensors, such as counters, are summed. If all experts of a
+    group have the same bits, or there is only one, the result has these bits. The result shares no memory
+    with ``state``.
 
-    Router rows are merged like weights. Integer tensors, such as counters, are summed. A group of one expert,
-    or of experts with the same bits, keeps its bits. The result shares no memory with ``state``.
+    state: the state dict of a layer with E experts; w1 is (E, ...), for example.
+    groups: for each new expert the numbers of the old experts that it replaces. Each old expert must be in
+        exactly one group.
+    rows: for each old expert its weight in the mean, usually its number of rows. All members of a group have
+        the same weight if ``rows`` is None, or if all of them have 0 rows.
 
     Raises ValueError or TypeError for groups that do not have every expert once, or numbers out of range.
     """
@@ -169,7 +177,7 @@ def merge_experts(
 def _mean(value: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tensor:
     """Returns the weighted mean of some experts' values; their sum if they are integers.
 
-    value: (E, ...), for all E experts.
+    value: (E, ...), a tensor of all E experts.
     group: the numbers of the experts.
     weights: the weight of each of the E experts.
     """
@@ -189,9 +197,9 @@ def _mean(value: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tens
 
 
 def _num_experts(state: State) -> int:
-    """Returns the number of experts of a state dict: the length of ``experts.w1`` or ``gate.weight``.
+    """Returns the number of experts of a state dict: dimension 0 of ``experts.w1`` or ``gate.weight``.
 
-    Raises ValueError or TypeError if it is no state dict of a whole layer.
+    Raises ValueError or TypeError if ``state`` is not the state dict of a whole layer.
     """
     check_kind(Mapping, "a state dict", state=state)
     check_tensors(None, **{f"state[{name!r}]": value for name, value in state.items()})
@@ -202,9 +210,9 @@ def _num_experts(state: State) -> int:
 
 
 def _of_experts(state: State, num_experts: int) -> list[str]:
-    """Returns the names of the tensors that have values for each expert.
+    """Returns the names of the tensors that have an entry for each expert in dimension 0.
 
-    Raises ValueError if tensors of experts have another number of them.
+    Raises ValueError if a tensor under ``experts.`` has another size than ``num_experts`` in dimension 0.
     """
     names = [name for name in state if name.startswith(("experts.", "gate."))]
     for name in names:
@@ -217,7 +225,10 @@ def _of_experts(state: State, num_experts: int) -> list[str]:
 
 
 def _ints(what: str, values: Any) -> list[int]:
-    """Returns values as a list, after a check that all are integers."""
+    """Returns values as a list, after a check that all are integers.
+
+    what: the name of the values, for errors.
+    """
     numbers = list_of(what, values)
     for number in numbers:
         check_int(**{what: number})
@@ -225,9 +236,11 @@ def _ints(what: str, values: Any) -> list[int]:
 
 
 def _checked_experts(what: str, experts: Any, num_experts: int) -> list[int]:
-    """Returns numbers of experts as a list.
+    """Returns the numbers of some experts as a list, after checks.
 
-    Raises ValueError or TypeError unless they are different numbers below num_experts, at least one.
+    Raises ValueError or TypeError unless they are one or more different integers in 0 ... num_experts - 1.
+
+    what: the name of the numbers, for errors.
     """
     numbers = [int(number) for number in _ints(what, experts)]
     if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(num_experts)}:
@@ -236,7 +249,12 @@ def _checked_experts(what: str, experts: Any, num_experts: int) -> list[int]:
 
 
 def _numbers_of(what: str, values: Any) -> list[float]:
-    """Returns numbers of at least 0 as a list. Raises ValueError or TypeError for others."""
+    """Returns one number for each expert as a list, after a check that none is negative.
+
+    Raises ValueError or TypeError if there are no numbers, or for other values.
+
+    what: the name of the numbers, for errors.
+    """
     numbers = list_of(what, values.tolist() if isinstance(values, Tensor) and values.dim() == 1 else values)
     for number in numbers:
         check_not_negative(**{what: number})

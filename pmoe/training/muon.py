@@ -1,9 +1,9 @@
-"""Muon for stacked experts: `ExpertMuon`, torch's Muon for each expert's matrices, all at a time.
+"""`ExpertMuon`: the Muon optimizer for experts whose matrices are stacked in one parameter.
 
-`torch.optim.Muon` takes parameters with two dimensions. The experts of a rank are one parameter with three,
-(E, H, M); flattened to two dimensions, they would be orthogonalized as one matrix, which mixes the experts.
-Here the Newton-Schulz iteration runs over a batch of matrices. An expert is whole on its rank, so nothing is
-communicated.
+`torch.optim.Muon` takes parameters with two dimensions. The weights of a rank's experts are parameters with
+three dimensions, such as (E, H, M). Flattened to two, the experts would be orthogonalized as one matrix,
+which would mix them. Here the Newton-Schulz iteration, which orthogonalizes a matrix, runs over a batch of
+matrices. Each rank has whole experts, so nothing is communicated.
 
 Letters: E experts of this rank, f = 2 for gated experts and else 1, H = d_hidden, M = d_model.
 """
@@ -34,7 +34,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of a Newton-Schulz step X -> a X + (b A + c A A) X with A = X X^T, as in `torch.optim.Muon`."""
 
 EPS = 1e-7
-"""Least norm by which a matrix is divided."""
+"""Smallest number by which a matrix is divided, if its norm is smaller."""
 
 AdjustName = Literal["original", "match_rms_adamw"]
 """Values of `ExpertMuon`'s argument adjust_lr_fn."""
@@ -52,18 +52,18 @@ class ExpertMuon(Optimizer):
         B = mu B + (1 - mu) G;  U = mu B + (1 - mu) G, or B without nesterov
         W = (1 - lr weight_decay) W - lr adjust(W) orthogonalized(U)
 
-    It trains w1 and w2 of each layer of experts. The gate's half and the other half of a gated w1 are two
-    matrices. Biases are not trained: give them to another optimizer. Copies of experts on other ranks get the
-    same steps, because their gradients are the same.
+    It trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1 (for the gate
+    and for the values) count as two matrices. Biases are not trained: give them to another optimizer. If
+    several ranks hold the same experts, their parameters stay equal, because their gradients are equal.
 
     Args:
         model: a model with MoE layers, after `pmoe.parallelize`, or a single layer.
-        lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
-        dtype: the dtype of the Newton-Schulz steps. bfloat16 is that of torch's Muon.
+        lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: the arguments of `torch.optim.Muon`.
+        dtype: the dtype of the Newton-Schulz steps. torch's Muon uses bfloat16.
 
     Raises ValueError for numbers out of range, for a model without stacked experts, and for experts whose
-    hidden columns are split over ranks ("esp"): a part of a matrix cannot be orthogonalized alone. Raises
-    TypeError for experts that are modules or parametrized.
+    hidden columns are split over ranks ("esp"), because a part of a matrix cannot be orthogonalized alone.
+    Raises TypeError for experts that are modules or parametrized.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class ExpertMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates all matrices that have a gradient. Returns what the closure returns, if there is one.
+        """Updates all matrices that have a gradient. Returns the closure's loss; None without a closure.
 
-        closure: computes the loss again, with gradients.
+        closure: function that computes the loss and its gradients again, and returns the loss.
 
         Raises TypeError if the closure is neither None nor a function.
         """
@@ -120,9 +120,10 @@ class ExpertMuon(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Updates one parameter, (E, fH, M) or (E, M, H).
+        """Does a step of Muon for one parameter, which has a matrix for each expert.
 
-        group: the options of its group.
+        parameter: (E, fH, M) or (E, M, H).
+        group: the options of the parameter's group.
         """
         state = self.state[parameter]
         if not state:
@@ -140,11 +141,14 @@ class ExpertMuon(Optimizer):
 
 
 def orthogonalized(matrices: Tensor, steps: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Returns each matrix of a batch with singular values near 1, (B, rows, columns), in ``dtype``.
+    """Orthogonalizes each matrix of a batch: makes all its singular values nearly 1.
 
-    It is the Newton-Schulz iteration of `torch.optim.Muon`, for each matrix by itself.
+    This is the Newton-Schulz iteration of `torch.optim.Muon`, for each matrix by itself. Returns (B, rows,
+    columns) in ``dtype``.
 
-    matrices: (B, rows, columns).
+    matrices: (B, rows, columns), B matrices.
+    steps: number of Newton-Schulz steps.
+    dtype: the dtype in which the steps are computed.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
@@ -159,16 +163,22 @@ def orthogonalized(matrices: Tensor, steps: int, dtype: torch.dtype = torch.bflo
 
 
 def _ratio(name: AdjustName, rows: int, columns: int) -> float:
-    """Returns the factor of the learning rate for matrices of this shape, as `torch.optim.Muon` has it."""
+    """Returns the factor by which `torch.optim.Muon` multiplies the learning rate for this shape of matrix.
+
+    name: the rule, an argument of `ExpertMuon`.
+    """
     if name == "original":
         return math.sqrt(max(1, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the parameter groups of `ExpertMuon`: those of one matrix an expert, and those of two halves.
+    """Returns the parameter groups of `ExpertMuon`, for a model's experts.
 
-    Raises ValueError or TypeError if experts cannot be trained by it.
+    One group has the parameters with one matrix for each expert, the other those with two halves (w1 of gated
+    experts). The entry "halves" of a group is 1 or 2.
+
+    Raises ValueError or TypeError if Muon cannot train the experts of a layer.
     """
     by_halves: dict[int, list[Tensor]] = {1: [], 2: []}
     for name, layer in model.named_modules():

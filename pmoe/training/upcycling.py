@@ -1,8 +1,8 @@
-"""Upcycling: experts that start as copies of one dense network, equal or varied.
+"""Upcycling: initializes every expert of a layer as a copy of one trained dense network.
 
-Sparse upcycling (arXiv 2212.05055) makes equal copies; noise makes them differ a little. Drop-Upcycling
-(arXiv 2502.19261, section 3) draws some hidden columns of each copy again, with the mean and the standard
-deviation of the values that they replace.
+Sparse upcycling (arXiv 2212.05055) makes equal copies. Noise can make them differ a little. Drop-Upcycling
+(arXiv 2502.19261, section 3) replaces some hidden columns of each copy by random values with the mean and the
+standard deviation of the values that they replace.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
-"""Names of the linear layers of a dense module, by `StackedExperts.hidden_factor` of the experts.
+"""Names of the linear layers of a dense module, for plain experts (1) and for gated experts (2).
 
-Factor 1 (FFN): two layers, which may have any names; the first is w1, the second w2. Factor 2 (SwiGLU): three
-layers, which must have these names; the first two are the halves of w1.
+A key is `StackedExperts.hidden_factor`:
+
+    1   FFN: two layers, which may have any names. The first is w1, the second w2
+    2   SwiGLU: three layers, which must have these names. The first two are the halves of w1
 """
 
 
@@ -35,7 +37,7 @@ def copy_into_experts(
     drop: float = 0.0,
     router_std: float | None = None,
 ) -> None:
-    """Gives every expert of ``layer`` the values of one dense network (upcycling).
+    """Initializes every expert of a layer with the weights of one dense network (upcycling).
 
     Args:
         layer: a layer on one rank or several, parallelized or not. Every rank must call it with the same
@@ -50,21 +52,22 @@ def copy_into_experts(
             - experts that are a user's modules: a module of the same class, or its state dict.
         noise: the standard deviation of normal noise on each weight matrix, as a part of the matrix's own
             standard deviation.
-        drop: the share of hidden columns that each expert draws again, from 0 to 1 (Drop-Upcycling); 0.5 is
-            usual. The columns are the same in all matrices of an expert, and others in each expert. Each
-            matrix draws from a normal distribution with the mean and the standard deviation of its values in
-            these columns.
-        router_std: the standard deviation with which the gate's weight is drawn; 0.02 is usual. None leaves
-            the gate as it is.
+        drop: the fraction of hidden columns that are replaced by random values in each expert, from 0 to 1
+            (Drop-Upcycling); 0.5 is usual. The columns are the same in all matrices of an expert, and differ
+            from expert to expert. The values of a matrix are drawn from a normal distribution with the mean
+            and the standard deviation of the values that they replace.
+        router_std: the standard deviation of random values for the gate's weight; 0.02 is usual. None leaves
+            the gate unchanged.
 
     Values are cast to the layer's dtype. If the experts' hidden columns are split over ranks ("esp"), each
-    rank takes its columns. Random values follow from torch's seed and the expert's number, so they do not
-    depend on the number of ranks.
+    rank takes its columns. Random values depend only on torch's seed and the expert's number, not on the
+    number of ranks.
 
-    If the routing weights of a token sum to 1 (top_k above 1, or normalize_gate=True), copies without noise
-    and drop compute what the dense network does. They are also marked as equal on purpose. Usually equal
-    experts after loading a state dict are a mistake, because all ranks have loaded one rank's file; so the
-    next call would raise ValueError. The mark prevents this.
+    If the routing weights of a token sum to 1 (top_k above 1, or normalize_gate=True), a layer whose experts
+    are copies without noise and drop computes the same as the dense network.
+
+    Such copies are also marked as equal on purpose. Without the mark the next call would raise ValueError,
+    because experts that are equal on all ranks are usually a mistake: all ranks have loaded one rank's file.
 
     Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, if a
     number is out of range, if the layer is on the meta device, or if the gate has no weight to draw. Raises
@@ -112,15 +115,16 @@ def _into_stacked(
     variation: tuple[float, float] | None = None,
     first_expert: int = 0,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns which values are copied into which parameters, as pairs (target, value), for stacked experts.
+    """Returns pairs (target, value): the values to copy into the parameters of stacked experts.
 
     Stacked experts have one tensor for a weight of all experts of the rank. A target is this rank's part of
-    such a parameter, (E_local, ...) for E_local experts of this rank. A value has the target's shape, or that
-    without E_local, and is then copied to every expert.
+    such a tensor, (E_local, ...) for E_local experts. A value has the same shape, or the shape without
+    E_local; it is then copied to every expert.
 
+    experts: the experts of this rank.
     dense: the dense network, or its tensors by name.
-    variation: (noise, drop), as in `copy_into_experts`; None makes equal copies.
-    first_expert: the number of this rank's first expert among all.
+    variation: the arguments (noise, drop) of `copy_into_experts`; None makes equal copies.
+    first_expert: the number of this rank's first expert among all experts.
 
     Raises ValueError if the names or shapes differ from those of an expert.
     """
@@ -148,9 +152,13 @@ def _into_stacked(
 
 
 def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
-    """Returns this rank's hidden columns of one expert's w1, w2, b1 or b2, as ``name`` says.
+    """Returns this rank's hidden columns of a tensor of one expert.
 
-    value: the whole expert's values.
+    Without expert sharding these are all columns.
+
+    experts: the experts of this rank.
+    name: the name of the tensor: "w1", "w2", "b1" or "b2".
+    value: the tensor of the whole expert.
     """
     dim = (experts.hidden_dims() or {})[name]
     if dim is None:
@@ -164,11 +172,15 @@ def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
 def _varied(
     experts: StackedExperts, values: Mapping[str, Tensor], noise: float, drop: float
 ) -> dict[str, Tensor]:
-    """Returns the values of one expert with noise, and with some hidden columns drawn again.
+    """Returns the dense network's values for one expert, with noise and with random hidden columns.
 
-    values: the dense network's w1 (fH, M), w2 (M, H), b1 (fH,), b2 (M,), where f is 2 for gated experts.
+    Random numbers come from the CPU's generator, and values are computed in float32 or wider.
 
-    All numbers come from the CPU's generator, and are computed in float32 or wider.
+    experts: the experts of this rank.
+    values: the dense network's w1 (fH, M), w2 (M, H), b1 (fH,), b2 (M,), where f is 2 for gated experts and
+        else 1, H = d_hidden and M = d_model.
+    noise: standard deviation of the noise, as a fraction of a matrix's own standard deviation.
+    drop: fraction of the hidden columns that are replaced by random values.
     """
     hidden = experts.all_hidden
     chosen = torch.randperm(hidden, device="cpu")[: round(drop * hidden)]
@@ -177,7 +189,7 @@ def _varied(
         value = values[name].detach().to("cpu")
         wide = value.to(torch.promote_types(value.dtype, torch.float32)).clone()
         if dim is not None:
-            # The gate and the other factor of w1 are two matrices.
+            # The two halves of a gated w1 are two matrices, each with its own standard deviation.
             for matrix in wide.unflatten(dim - 1, (-1, hidden)).unbind(dim - 1):
                 if noise and name in ("w1", "w2"):
                     matrix += noise * matrix.std() * torch.randn(matrix.shape, dtype=wide.dtype, device="cpu")
@@ -190,12 +202,13 @@ def _varied(
 
 
 def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Tensor]:
-    """Returns the weights and biases of a dense module under the names w1, w2, b1 and b2.
+    """Returns the weights and biases of a dense module under the names w1, w2, b1 and b2, for one expert.
 
-    The tensors have the shapes of one expert.
+    experts: experts of the class for which the tensors are.
+    dense: the module.
 
-    Raises ValueError if the module has other linear layers than the experts' class needs, or if some of them
-    have a bias and others none.
+    Raises ValueError if the module has other linear layers than the experts' class needs, or if only some of
+    its linear layers have a bias.
     """
     linears = {name: linear for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     wanted = LINEARS.get(experts.hidden_factor, ())
@@ -224,10 +237,9 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
 
 
 def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns which values are copied into which tensors of one expert that is a user's module.
+    """Returns pairs (target, value): the values to copy into one expert that is a user's module.
 
-    The result is a list of pairs (target, value). Both have the same shape, which may be any. A target is a
-    parameter or buffer of the expert.
+    A target is a parameter or buffer of the expert. The value has the same shape.
 
     expert: the user's module.
     dense: a module of the same class, or its state dict.
@@ -243,7 +255,11 @@ def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> 
 
 
 def _check_names(names: set[str], wanted: set[str]) -> None:
-    """Raises ValueError if the dense tensors have other names than those of one expert."""
+    """Raises ValueError unless the tensors of the dense network have the names of one expert's tensors.
+
+    names: the names of the dense network's tensors.
+    wanted: the names of one expert's tensors.
+    """
     if names != wanted:
         given_names = ", ".join(sorted(names)) or "none"
         raise ValueError(
@@ -252,9 +268,11 @@ def _check_names(names: set[str], wanted: set[str]) -> None:
 
 
 def _check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless a dense tensor has ``shape``, that of one whole expert.
+    """Raises ValueError unless a value of the dense network is a tensor of the shape that an expert needs.
 
     name: the tensor's name, for the error.
+    value: the value.
+    shape: the shape of this tensor in one whole expert.
     """
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         given_shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

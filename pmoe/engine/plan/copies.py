@@ -1,17 +1,19 @@
-"""The copies of busy experts in one call: who hosts which, and which part of the weights each rank sends.
+"""The copies of busy experts in one call: which ranks host them, and which part of the weights each sends.
 
-An expert's weights are sent as one row of numbers, all its parameters one behind the other. With C copies the
-row is cut into C parts. The owner sends each host another part (V), and the hosts send each other the parts
-that they got (VR), so that no link carries the row more than about twice:
+With ``balance``, rows of a busy expert are computed by its owner (the rank to which the expert belongs) and
+by other ranks, which host copies of the expert. An expert's weights are sent as one row of numbers: all its
+parameters, one after the other. With C copies the row is cut into C parts. The owner sends each host another
+part (task V), and the hosts send each other the parts that they got (task VR). So no rank sends or receives
+the row more than about twice:
 
     C = 2        owner   host a   host b
     V            a b     a        b          the owner sends part a to host a, part b to host b
     VR                   a b      a b        host a sends part a to host b, and b sends b to a
 
-Gradients go the opposite way: each host sends the others their parts of its gradient (VGR), adds up what it
-got for its own part, and sends the sum to the owner (VG).
+Gradients are sent in the opposite direction. Each host sends every other host that host's part of its
+gradient (task VGR). Then each host sums its own part over all copies, and sends the sum to the owner (VG).
 
-Letters: W ranks, E_local experts that a rank owns, P parameters of an expert.
+Letters: W ranks, E_local experts that a rank owns, P numbers of an expert's parameters.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ from pmoe.schedule.restore import CopiesFate
 class ExpertPart(NamedTuple):
     """A part of an expert's weights, or of its gradient, that is sent between this rank and another.
 
+    The weights are cut into ``of_all`` parts, whose sizes differ by at most one number.
+
     peer: the other rank.
     expert: the expert's number among all experts.
-    number, of_all: the weights are cut into ``of_all`` parts, of which this has the number ``number``.
+    number: the number of this part, from 0 to ``of_all`` - 1.
+    of_all: the number of parts.
     """
 
     peer: int
@@ -43,7 +48,7 @@ class ExpertPart(NamedTuple):
     of_all: int
 
     def of(self, num_elements: int) -> slice:
-        """Returns which of an expert's elements belong to the part.
+        """Returns which elements of an expert's row of weights belong to this part.
 
         num_elements: P, the number of elements of the whole expert.
         """
@@ -78,9 +83,13 @@ class KeptCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class HostedCopies:
-    """The copies of busy experts in one call, as one rank sees them. All ranks have the same plan.
+    """The copies of busy experts in one call: what this rank hosts, sends and receives.
 
-    plan: which ranks host copies of which experts.
+    In a call with copies, experts and copies are numbered together. Each rank has E_local + `per_rank`
+    numbers: first those of its own experts, then those of the copies that it hosts, sorted by expert. The
+    last numbers of a rank that hosts fewer copies than another rank are unused.
+
+    plan: which ranks host copies of which experts, the same on all ranks.
     rank: this rank.
     num_ranks: W.
     num_local: E_local, the experts that each rank owns.
@@ -103,7 +112,7 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
-        """The experts of which each rank hosts a copy, in rising order."""
+        """The numbers of the experts of which each rank hosts a copy: a rising list for each rank."""
         hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for expert in sorted(self.plan.hosts):
             for rank, _ in self.plan.hosts[expert][1:]:
@@ -112,22 +121,22 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted(self) -> list[int]:
-        """The experts of which this rank hosts a copy, in rising order."""
+        """The numbers of the experts of which this rank hosts a copy, in rising order."""
         return self.hosted_by[self.rank]
 
     @functools.cached_property
     def per_rank(self) -> int:
-        """The most copies that any rank hosts."""
+        """The largest number of copies that any rank hosts."""
         return max(map(len, self.hosted_by))
 
     @functools.cached_property
     def relays(self) -> bool:
-        """Whether some expert has several copies, whose ranks pass parts of its weights on to each other."""
+        """Whether some expert has several copies. Their hosts then send each other parts of its weights."""
         return any(len(hosts) > 2 for hosts in self.plan.hosts.values())
 
     @functools.cached_property
     def sent_experts(self) -> list[int]:
-        """The experts of this rank that have copies, in rising order."""
+        """The numbers of this rank's own experts that have copies on other ranks, in rising order."""
         first = self.rank * self.num_local
         return [expert for expert in range(first, first + self.num_local) if expert in self.plan.hosts]
 
@@ -136,7 +145,10 @@ class HostedCopies:
 
     @functools.cached_property
     def scattered(self) -> list[ExpertPart]:
-        """The parts that V sends from this rank, in the order of the message."""
+        """The parts of its experts' weights that this rank, as owner, sends to hosts of copies (task V).
+
+        They have the order in which they lie in the message.
+        """
         parts = []
         for expert in self.sent_experts:
             ranks = self._ranks_of_copies(expert)
@@ -145,7 +157,10 @@ class HostedCopies:
 
     @functools.cached_property
     def gathered(self) -> list[ExpertPart]:
-        """The parts that V brings to this rank, in the order of the message."""
+        """The parts of weights that this rank, as host of copies, receives from experts' owners (task V).
+
+        They have the order in which they lie in the message.
+        """
         parts = []
         for expert in self.hosted:
             ranks = self._ranks_of_copies(expert)
@@ -154,7 +169,10 @@ class HostedCopies:
 
     @functools.cached_property
     def relayed(self) -> list[ExpertPart]:
-        """The parts that VR sends from this rank, in the order of the message."""
+        """The parts of weights that this rank sends on to other hosts of the same experts (task VR).
+
+        They have the order in which they lie in the message.
+        """
         parts = []
         for expert in self.hosted:
             ranks = self._ranks_of_copies(expert)
@@ -164,7 +182,10 @@ class HostedCopies:
 
     @functools.cached_property
     def completed(self) -> list[ExpertPart]:
-        """The parts that VR brings to this rank, in the order of the message."""
+        """The parts of weights that this rank receives from other hosts of the same experts (task VR).
+
+        They have the order in which they lie in the message.
+        """
         parts = []
         for expert in self.hosted:
             ranks = self._ranks_of_copies(expert)
@@ -173,8 +194,9 @@ class HostedCopies:
         return sorted(parts)
 
     def elements_by_peer(self, parts: Iterable[ExpertPart], num_elements: int) -> list[int]:
-        """Returns how many elements of a message go to each rank, or come from it.
+        """Returns how many elements of a message go to each rank, or come from each rank.
 
+        parts: the parts of which the message consists.
         num_elements: P, the number of elements of an expert.
         """
         elements = [0] * self.num_ranks
@@ -184,13 +206,17 @@ class HostedCopies:
         return elements
 
     def numbered_hosts(self, num_experts: int) -> tuple[list[int], list[int]]:
-        """Returns where the rows of all experts are divided among their hosts, and the hosts' new numbers.
+        """Returns how the rows of each expert are divided among the expert and its copies.
 
-        The first list has ``expert * 2**32 + cut`` for each host of each expert, in rising order
-        (`pmoe.planner.copies.row_cuts`). The second has the number of the host's expert or copy. A row at
-        position u of expert e goes to the last host whose entry is at most e * 2**32 + u.
+        Each row of an expert gets a position u in 0 ... 2**32 - 1, and the range of positions is cut into one
+        piece for the expert itself and one for each copy (`pmoe.planner.copies.row_cuts`). The result is two
+        lists with an entry for each piece, in order:
 
-        num_experts: the number of experts of all ranks, before they get new numbers.
+            bounds   expert * 2**32 + first position of the piece. These rise from entry to entry, so that a
+                     row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
+            numbers  the number of the expert or copy that computes the piece, as numbered in this call
+
+        num_experts: the number of experts of all ranks, without copies.
 
         Example: 2 ranks with one expert each, expert 0 has a copy on rank 1, half of the rows each -> bounds
         [0, 2**31, 2**32] and numbers [0, 3, 2]: rank 1's own expert is 2, its copy 3.

@@ -1,16 +1,21 @@
-"""Passes of a call in which ranks host copies of busy experts: their weights and gradients travel as tasks.
+"""Forward and backward passes in which other ranks compute with copies of busy experts (``balance``).
 
-    V     sends the weights of busy experts to the ranks of their copies: whole, or in parts if an expert has
-          several copies
-    VR    ranks with copies of one expert send each other the parts that V brought
-    C     computes own experts and copies (`pmoe.experts.with_copies`)
-    KW    gradients of the copies' parameters
-    VGR   ranks with copies of one expert send each other parts of their gradients
-    VG    sends the gradients of copies home
-    VA    adds them to the gradients of the experts, expert by expert
+The rank that owns a busy expert sends the expert's weights to the ranks that host a copy. In backward, these
+ranks send back the gradients of the copies. Sending and adding are tasks of the pass:
 
-An expert travels as one row of P numbers: its parameters, one behind the other. `HostedCopies` says who sends
-which part of which expert.
+    V     the owner sends weights to the hosts: all of an expert's weights if there is one copy. If there are
+          several, each host gets another part
+    VR    the hosts of one expert send each other their parts of the weights
+    C     computes the rank's own experts and its copies (`pmoe.experts.with_copies`)
+    KW    computes the gradients of the copies' parameters
+    VGR   the hosts of one expert send each other parts of their gradients
+    VG    the hosts send the gradients to the owner
+    VA    the owner adds them to the gradients of its experts
+
+An expert is sent as one row of P numbers: all its parameters, one after the other. `HostedCopies` says which
+rank sends which part of which expert.
+
+Letters: C copies that this rank hosts, P numbers of an expert's parameters.
 """
 
 from __future__ import annotations
@@ -36,10 +41,11 @@ from pmoe.experts.with_copies import ExpertsWithCopies
 
 @dataclass(frozen=True)
 class _Messages:
-    """The buffers of the messages that bring weights to the copies.
+    """The buffers of the messages that bring experts' weights to the ranks that host copies.
 
-    sent, arrived: what V sends and brings.
-    relay_sent, relay_arrived: what VR sends and brings; None if V brings whole experts.
+    sent, arrived: the messages of task V: weights from the owners of experts to the hosts of copies.
+    relay_sent, relay_arrived: the messages of task VR: parts of weights that hosts send each other. None if
+        no expert has several copies, because V then sends whole experts.
     """
 
     sent: Tensor
@@ -49,11 +55,11 @@ class _Messages:
 
 
 class _WithCopies(Pass):
-    """A pass in which this rank hosts copies, or sends weights of its experts to other ranks' copies.
+    """A pass with copies of busy experts: this rank may host copies, or own experts that other ranks host.
 
-    copied: (C, P), the weights of the C copies that this rank hosts.
-    messages: the messages of V and VR until the first task has read the copies' weights; None afterwards, and
-        if copies were kept from forward.
+    copied: (C, P), the weights of the C copies that this rank hosts, P numbers each.
+    messages: the buffers of the messages that bring these weights. None once the weights have been read from
+        them, and in a backward pass that uses the weights which forward has kept.
     experts: the rank's experts and its copies.
     """
 
@@ -63,7 +69,7 @@ class _WithCopies(Pass):
 
     @property
     def hosted(self) -> HostedCopies:
-        """The copies of the call."""
+        """The plan of copies of this call: which ranks host which experts, and which parts are sent where."""
         copies = self.plan.modules.copies
         assert copies is not None
         return copies
@@ -74,12 +80,15 @@ class _WithCopies(Pass):
         return sum(parameter[:1].numel() for parameter in self.parameters)
 
     def buffer_for(self, parts: Sequence[ExpertPart]) -> Tensor:
-        """Returns new memory for a message that consists of these parts."""
+        """Allocates the buffer of a message that consists of the given parts of experts' weights."""
         sizes = self.hosted.elements_by_peer(parts, self.expert_elements)
         return self.pool.new(self.parameters[0], sum(sizes))
 
     def new_messages(self) -> _Messages:
-        """Returns memory for the messages of V and VR. Called on the compute lane (see `Pass.__init__`)."""
+        """Returns memory for the messages that bring weights to the copies (tasks V and VR).
+
+        Called on the compute lane, as all allocations of a pass are (`Pass.__init__`).
+        """
         hosted = self.hosted
         sent = self.buffer_for(hosted.scattered)
         if not hosted.relays:
@@ -88,9 +97,10 @@ class _WithCopies(Pass):
         return _Messages(sent, *others)
 
     def use_copies(self, copied: Tensor) -> None:
-        """Lets the passes compute with the rank's experts and its copies.
+        """Sets the memory of the copies' weights, and the experts with which the pass computes.
 
-        copied: (C, P), memory for the weights of the copies, or the weights.
+        copied: (C, P), memory for the weights of C copies, P numbers each. It may be filled later, before the
+            first task that computes with the copies.
         """
         self.copied = copied
         self.experts = ExpertsWithCopies(self.plan.modules.experts, parameters_in(copied, self.parameters))
@@ -102,9 +112,14 @@ class _WithCopies(Pass):
         arrived: Tensor,
         recv_parts: Sequence[ExpertPart],
     ) -> dist.Work:
-        """Starts the all-to-all of parts of experts. Every rank starts it, also without copies.
+        """Starts the all-to-all that sends parts of experts' weights, or of their gradients.
 
-        sent, arrived: the messages, with the parts in the order of the lists.
+        Every rank must call it, even if it sends none.
+
+        sent: the message of this rank, which has ``send_parts`` in their order.
+        send_parts: the parts that this rank sends.
+        arrived: memory for the parts that arrive, in the order of ``recv_parts``.
+        recv_parts: the parts that this rank receives.
         """
         hosted = self.hosted
         modules = self.plan.modules
@@ -118,10 +133,11 @@ class _WithCopies(Pass):
     def pack(
         self, parts: Sequence[ExpertPart], of_expert: Callable[[int], Sequence[Tensor]], out: Tensor
     ) -> None:
-        """Copies parts of experts to a message.
+        """Copies parts of experts' weights, or of gradients, one after the other to the buffer of a message.
 
-        of_expert: returns the P numbers of an expert, in one or several tensors.
-        out: the message.
+        parts: the parts.
+        of_expert: function from an expert's number to its P weights or gradients, in one or several tensors.
+        out: the buffer of the message.
         """
         pieces: list[Tensor] = []
         for part in parts:
@@ -136,9 +152,11 @@ class _WithCopies(Pass):
     def unpack(
         self, message: Tensor, parts: Sequence[ExpertPart], of_expert: Callable[[int], Tensor]
     ) -> None:
-        """Copies a message that has arrived to the experts of its parts.
+        """Copies the parts of experts' weights in a message that has arrived to the memory of these experts.
 
-        of_expert: returns the memory of an expert's P numbers, (P,).
+        message: the message, which has ``parts`` in their order.
+        parts: the parts.
+        of_expert: function from an expert's number to the memory of its P weights, (P,).
         """
         first = 0
         for part in parts:
@@ -147,16 +165,22 @@ class _WithCopies(Pass):
             first += target.numel()
 
     def own_weights(self, expert: int) -> list[Tensor]:
-        """Returns the parameters of one of this rank's experts, P numbers together."""
+        """Returns the parameters of one of this rank's experts, P numbers in all.
+
+        expert: the expert's number among all experts.
+        """
         place = expert - self.hosted.rank * self.hosted.num_local
         return [parameter[place] for parameter in self.parameters]
 
     def of_copy(self, expert: int) -> Tensor:
-        """Returns the weights of one of this rank's copies, (P,)."""
+        """Returns the weights, (P,), of the copy that this rank hosts of an expert.
+
+        expert: the expert's number among all experts.
+        """
         return self.copied[self.hosted.hosted.index(expert)]
 
     def copy_weights(self, _: int) -> dist.Work | None:
-        """Starts to send the weights of busy experts to the ranks of their copies (task V)."""
+        """Starts to send the weights of busy experts to the ranks that host copies (task V)."""
         hosted = self.hosted
         messages = self.messages
         assert messages is not None
@@ -164,7 +188,7 @@ class _WithCopies(Pass):
         return self.exchange_parts(messages.sent, hosted.scattered, messages.arrived, hosted.gathered)
 
     def relay_weights(self, _: int) -> dist.Work | None:
-        """Starts to send parts that V brought to other ranks with copies of the same experts (task VR)."""
+        """Starts to send the other hosts of the same experts the parts that this rank got (task VR)."""
         hosted = self.hosted
         messages = self.messages
         assert messages is not None and messages.relay_sent is not None
@@ -176,7 +200,10 @@ class _WithCopies(Pass):
         )
 
     def complete_copies(self) -> None:
-        """Makes the copies' weights ready for the first task that reads them, on the compute lane."""
+        """Copies arrived weights to the copies of busy experts, before the first task computes with them.
+
+        Called on the compute lane. Later calls do nothing.
+        """
         messages = self.messages
         if messages is None:
             return
@@ -212,12 +239,14 @@ class CopiesForward(_WithCopies, Forward):
 class CopiesBackward(_WithCopies, Backward):
     """A backward pass with copies of busy experts.
 
-    copy_sums: for each parameter, the gradients of the copies' parameters, summed over chunks; () if the
-        experts are frozen, like all that follows.
+    If the experts are frozen, `copy_sums` is empty, and the attributes below `chunks_left` are not set.
+
+    copy_sums: for each parameter, the gradients of the copies' parameters, summed over chunks.
     chunks_left: the number of chunks whose gradients are not in these sums yet.
     copied_gradients: (C, P), the gradients of the C copies.
-    relay_sent, relay_arrived: the messages of VGR; None if no expert has several copies.
-    home_sent, home_arrived: the messages of VG.
+    relay_sent, relay_arrived: the messages of task VGR: parts of gradients that hosts of the same expert send
+        each other. None if no expert has several copies.
+    home_sent, home_arrived: the messages of task VG: gradients from the hosts to the owners of experts.
     """
 
     copy_sums: list[GradientSum]
@@ -271,9 +300,9 @@ class CopiesBackward(_WithCopies, Backward):
         return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
     def copy_wgrad(self, i: int) -> None:
-        """Computes the gradients of the copies' parameters from the rows of chunk i, and adds them (task KW).
+        """Computes the gradients of the copies' parameters from chunk i, and adds them up (task KW).
 
-        After the last chunk the gradients of each copy are put into one row.
+        After the last chunk, the sums are copied to `copied_gradients`, one row for each copy.
         """
         unit = (i, "")
         self.experts.copy_gradient(self.pending[unit], self.groups(unit), self.copy_sums)
@@ -283,20 +312,24 @@ class CopiesBackward(_WithCopies, Backward):
                 target.copy_(self.copy_sums.pop(0).result())
 
     def gradient_of_copy(self, expert: int) -> Tensor:
-        """Returns the gradient of one of this rank's copies, (P,)."""
+        """Returns the gradient, (P,), of the copy that this rank hosts of an expert.
+
+        expert: the expert's number among all experts.
+        """
         return self.copied_gradients[self.hosted.hosted.index(expert)]
 
     def relay_gradients(self, _: int) -> dist.Work | None:
-        """Starts to send other ranks with copies of the same experts their parts of gradients (task VGR)."""
+        """Starts to send the other hosts of the same experts their parts of the gradients (task VGR)."""
         hosted = self.hosted
         assert self.relay_sent is not None and self.relay_arrived is not None
         self.pack(hosted.completed, lambda expert: [self.gradient_of_copy(expert)], self.relay_sent)
         return self.exchange_parts(self.relay_sent, hosted.completed, self.relay_arrived, hosted.relayed)
 
     def copy_gradients(self, _: int) -> dist.Work | None:
-        """Starts to send the gradients of copies to the ranks of their experts (task VG).
+        """Starts to send the gradients of copies to the ranks that own the experts (task VG).
 
-        If an expert has several copies, this rank sends the sum of all their gradients for its own part.
+        If an expert has several copies, each host sends only its own part of the gradient, summed over all
+        copies.
         """
         hosted = self.hosted
         if self.relay_arrived is not None:
@@ -304,9 +337,11 @@ class CopiesBackward(_WithCopies, Backward):
         return self.exchange_parts(self.home_sent, hosted.gathered, self.home_arrived, hosted.scattered)
 
     def _sum_own_parts(self, arrived: Tensor) -> None:
-        """Adds up this rank's parts of the gradients of all copies, in order of rank, for the message of VG.
+        """Sums this rank's part of the gradients over all copies of each expert, for the message of VG.
 
-        arrived: the message that VGR has brought.
+        They are added in at least float32: first this rank's own gradient, then the others' in order of rank.
+
+        arrived: the message that VGR has brought: the other hosts' gradients for this rank's parts.
         """
         hosted = self.hosted
         wide = torch.promote_types(arrived.dtype, torch.float32)
@@ -324,7 +359,7 @@ class CopiesBackward(_WithCopies, Backward):
             self.home_sent.copy_(torch.cat([sums[part.expert] for part in hosted.gathered]))
 
     def add_gradients(self, _: int) -> None:
-        """Adds the gradients of copies to those of this rank's experts, expert by expert (task VA)."""
+        """Adds the gradients of copies to the gradients of this rank's own experts (task VA)."""
         hosted = self.hosted
         sizes = [part.of(self.expert_elements) for part in hosted.scattered]
         messages = self.home_arrived.split_with_sizes([of.stop - of.start for of in sizes])
@@ -341,12 +376,13 @@ class CopiesBackward(_WithCopies, Backward):
 
 
 def parameters_in(rows: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the parameters of experts as views of their rows.
+    """Returns views of experts' rows of numbers that have the shapes of the experts' parameters.
 
-    rows: (C, P), a row of P numbers for each of C experts.
-    parameters: (E_local, ...) each, tensors whose shapes the parameters have, apart from the first dimension.
+    The result has a view (C, ...) for each parameter.
 
-    Returns (C, ...) for each parameter.
+    rows: (C, P), a row of P numbers for each of C experts: its parameters, one after the other.
+    parameters: the parameters of a rank's own experts, (E_local, ...) each. Only their shapes without the
+        first dimension are used.
     """
     views = []
     first = 0

@@ -1,7 +1,8 @@
-"""Passes on a GPU: pmoe's kernels copy, multiply and sum the rows, and each is launched directly.
+"""Forward and backward passes on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows.
 
-Everything that the launches of a pass share is checked once, when the pass begins. If the kernels do not take
-the layer's order or experts, the tasks of the plain passes run instead.
+The arguments that all launches of a pass share are checked once, when the pass begins, to save time of the
+host. If the kernels cannot run the layer's order (the module that sorts rows) or its experts, the tasks of
+the base classes, in PyTorch operators, run instead.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ from pmoe.ordering.sorted import SortedOrder
 
 
 class _OnCuda(Pass):
-    """A pass whose rows are copied and summed by kernels.
+    """A pass whose rows are copied and summed by pmoe's CUDA kernels, where they can.
 
-    moves: launches these kernels; None if they cannot copy the rows of this pass.
+    moves: launches the kernels that copy and sum rows; None if these kernels cannot read the rows of this
+        pass.
+    experts: the layer's experts, or an object that launches their matrix products directly.
     """
 
     moves: RowMoves | None
     experts: Experts | LaunchedExperts | ExpertsWithCopies
 
     def take_kernels(self) -> None:
-        """Prepares the launches of this pass. Called when the buffers have been allocated."""
+        """Checks which kernels can run in this pass, and prepares their launches.
+
+        Called when the buffers have been allocated.
+        """
         modules = self.plan.modules
         order = modules.order
         # Positions are int32 only if `pmoe.engine.plan.make_plan` expected the kernels.
@@ -67,7 +73,11 @@ class _OnCuda(Pass):
             super().put_back(leaving_NM, regroup.long(), rows_NM)
 
     def _moves_by(self, regroup: Tensor, rows_NM: Tensor) -> bool:
-        """Returns whether kernels can move rows by an index that sorts them."""
+        """Returns whether a kernel can reorder rows, which depends on their dtype and place in memory.
+
+        regroup: the index that sorts the rows by expert.
+        rows_NM: (N, M), the rows.
+        """
         has_type = regroup.dtype == torch.int32 and rows_NM.dtype == self.source_TM.dtype
         is_placed = rows_NM.is_contiguous() and rows_NM.data_ptr() % VECTOR_BYTES == 0
         return self.moves is not None and has_type and is_placed
@@ -89,7 +99,7 @@ class _OnCuda(Pass):
 
 
 class CudaForward(_OnCuda, Forward):
-    """A forward pass whose kernels are launched directly."""
+    """A forward pass on a GPU. Where possible, experts load rows unsorted, and no sorted copy is made."""
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)
@@ -104,7 +114,8 @@ class CudaForward(_OnCuda, Forward):
         i, place = unit
         if place or not self._gathers(i, rows_NM):
             return super().for_experts(unit, rows_NM, out, grad_weight_N)
-        # The first product sorts the rows while it loads them: row r is the arrived row regroup[r].
+        # The experts' first matrix product sorts the rows while it loads them: as row r it loads the arrived
+        # row regroup[r].
         regroup = self.regroup[i]
         assert regroup is not None
         return ExpertRows(
@@ -112,9 +123,10 @@ class CudaForward(_OnCuda, Forward):
         )
 
     def _gathers(self, i: int, arrived: Tensor) -> bool:
-        """Returns whether the experts read the rows of chunk i in the order in which they arrived.
+        """Returns whether the experts can load the rows of chunk i unsorted, in their order of arrival.
 
-        arrived: (N, M), the buffer in which they arrived.
+        i: number of the chunk.
+        arrived: (N, M), a buffer of rows. The result is False if it is not the one in which they arrived.
         """
         regroup = self.regroup[i]
         if regroup is None or regroup.dtype != torch.int32:
@@ -123,7 +135,7 @@ class CudaForward(_OnCuda, Forward):
         return is_arrived and self._reads(arrived, arrived, regroup.numel(), 1)
 
     def local(self, j: int) -> None:
-        """Computes block j of the rows that stay on this rank; the experts may read them from the tokens."""
+        """Computes block j of the rows that stay on this rank. If possible, no copy of the tokens is made."""
         piece = self.pass_plan.pieces[j]
         out_NM = self.home_rows(j, piece.rows)
         if not self._reads_tokens(j, out_NM):
@@ -137,10 +149,11 @@ class CudaForward(_OnCuda, Forward):
         self.compute_unit(unit, expert_rows, self.weight_sorted[piece.rows])
 
     def _reads_tokens(self, j: int, out_NM: Tensor) -> bool:
-        """Returns whether the experts read the rows of block j, which stay on this rank, from the tokens.
+        """Returns whether the experts can load the rows of block j directly from the tokens, without a copy.
 
-        They then need no copy. Backward must not need one that forward has kept.
+        The rows of the block stay on this rank.
 
+        j: number of the block.
         out_NM: (N, M), memory for the results of the block's N rows, with M = d_model columns.
         """
         num_rows = self.pass_plan.pieces[j].groups.num_rows
@@ -148,12 +161,14 @@ class CudaForward(_OnCuda, Forward):
         return has_slots and self._reads(self.source_TM, out_NM, num_rows, self.plan.top_k)
 
     def _reads(self, source: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
-        """Returns whether the experts gather rows in the load of their first product.
+        """Returns whether the experts' first matrix product can pick its rows from a tensor while loading.
 
-        source: the tensor from which they gather.
-        out_NM: (N, M), memory for the results, or memory that lies as that will.
+        The result is False if backward needs the sorted copy of the rows that forward would otherwise make.
+
+        source: the tensor from which rows are picked.
+        out_NM: (N, M), memory for the results, or memory with the same layout and alignment.
         num_rows: N.
-        top_k: how many rows are copies of a row of ``source``.
+        top_k: the number of rows that are copies of one row of ``source``.
         """
         experts = self.experts
         if not isinstance(experts, LaunchedExperts):
@@ -164,7 +179,7 @@ class CudaForward(_OnCuda, Forward):
 
 
 class CudaBackward(_OnCuda, Backward):
-    """A backward pass whose kernels are launched directly."""
+    """A backward pass on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows."""
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         super().__init__(plan, grad_TM, saved)
@@ -172,5 +187,5 @@ class CudaBackward(_OnCuda, Backward):
 
 
 def _is_readable(rows: Tensor) -> bool:
-    """Returns whether kernels can read a tensor (rows, columns) with its strides and its address."""
+    """Returns whether kernels can read a tensor (rows, columns): its strides and address suit their loads."""
     return rows.data_ptr() % VECTOR_BYTES == 0 and strides_fit(rows)

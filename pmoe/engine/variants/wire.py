@@ -1,15 +1,17 @@
-"""Passes that send rows to the experts in fewer bytes (``wire`` and ``wire_backward``).
+"""Passes that send rows to the experts in a narrower number format (``wire`` and ``wire_backward``).
 
-Task G copies the rows of a chunk and packs them into messages, and task C unpacks what arrived while it sorts
-it by expert:
+``wire`` is the format of the dispatched rows in forward, ``wire_backward`` that of the gradients which
+backward dispatches (dT_DO). Packing and unpacking are parts of two tasks of each chunk: the gather (G) copies
+rows and packs them into messages, and the experts' task (C) unpacks the messages and sorts the rows by
+expert. The all-to-all (S) between them sends messages:
 
     T_I  -G-> rows, packed into send  -S-> T_DI, messages  -C-> T_DI_sorted, rows  -C-> T_DO
 
-The messages are bytes (`pmoe.comm.wire`), so every exchange carries them. Rows that stay on this rank are
-not packed, and results return as they are. Backward treats the dispatch of the gradients (dT_DO) as
-``wire_backward`` says. If it sends T_DI again, the same rows are packed into the same bytes.
+A message is a row of bytes (`pmoe.comm.wire`), so any all-to-all can send it. Rows that stay on their rank
+are not packed. The experts' results are sent back as they are. If backward sends T_DI again, the same rows
+are packed into the same bytes as in forward.
 
-The gradient of packing and unpacking counts as the identity, as in a layer whose experts get rounded rows.
+Packing rounds the rows. The gradient of this rounding is taken to be the identity.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class _Wired(Pass):
 
     @functools.cached_property
     def wires(self) -> Wires:
-        """The forms in which rows are sent."""
+        """The formats in which the layer sends rows to the experts, one for each pass."""
         wires = self.plan.modules.wires
         assert wires is not None
         check_wires(wires, self.source_TM.dtype)
@@ -49,11 +51,12 @@ class _Wired(Pass):
         self.gather_packed(self.wires.of(self.direction), self.source_TM, "send", i)
 
     def gather_packed(self, wire: WireName | None, source_TM: Tensor, name: str, i: int) -> None:
-        """Copies the tokens that chunk i sends to a buffer, and packs them.
+        """Copies the rows that chunk i sends from the tokens to a buffer, and packs them.
 
-        wire: the form in which they are sent; None leaves them as they are.
+        wire: the format in which the rows are sent; None sends them as they are.
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
-        name: the buffer that is sent.
+        name: name of the buffer that the all-to-all will send.
+        i: number of the chunk.
         """
         messages = self.buffer(name, i)
         if wire is None:
@@ -67,7 +70,7 @@ class _Wired(Pass):
         wire = self.wires.rows if name == "send_again" else self.wires.of(self.direction)
         if wire is None:
             return super().send_rows(name, received, i)
-        # Sent as bytes, because an exchange must not take them for numbers of the rows' type.
+        # The buffers have the rows' dtype but hold messages, so the all-to-all gets them as bytes.
         chunk = self.pass_plan.chunks[i]
         sent, arrived = (self.buffer(each, i).view(torch.uint8) for each in (name, received))
         return self.plan.modules.dispatch.exchange(
@@ -95,9 +98,13 @@ class WiredBackward(_Wired, Backward):
 
 
 def check_wired(modules: PassModules, wires: Wires) -> None:
-    """Raises ValueError if a layer must not send rows in these forms.
+    """Raises ValueError if a layer cannot send rows in these formats.
+
+    A format must suit the dtype of the experts' parameters. Callbacks with hooks inside the layer allow no
+    format, because they see and replace the rows that are sent.
 
     modules: the layer's modules.
+    wires: the formats for both passes.
     """
     parameter = next((each for each in modules.experts.parameters() if each.is_floating_point()), None)
     if parameter is not None:

@@ -41,8 +41,11 @@ def changed(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 def expected(
     layer: pmoe.MoELayer, xs: list[Tensor], dys: list[Tensor], aux_weight: float
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Returns by the definition, for a layer of one rank with an adapter: the outputs of all ranks, each rank's
-    gradients of x and of the gate, and the gradients of the adapter, all of the sum of the ranks' losses."""
+    """Returns what a layer of one rank with an adapter computes by the definition, for all ranks' tokens.
+
+    It returns the outputs of all ranks, each rank's gradients of x and of the gate, and the adapter's
+    gradients, all of the sum of the ranks' losses.
+    """
     adapter = layer.experts.adapter(layer.experts.active)
     leaves = {name: value.detach().clone().requires_grad_() for name, value in adapter.named_parameters()}
     state = {name: value.detach() for name, value in layer.named_parameters() if ".adapters." not in name}

@@ -357,7 +357,7 @@ def layer_costs(
     else:
         # An expert computes two products, each with a launch of its own at worst.
         gemm = operations.gemm.line
-        row_multiply_adds = shape.d_model * (shape.columns.hidden + shape.columns.scratch)
+        row_multiply_adds = shape.multiply_adds
         launches = 2 * num_local * alphas(row_multiply_adds / 2, device_type)
         expert_line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
         expert_size = gathered_rows * row_multiply_adds
@@ -407,9 +407,15 @@ def step_costs(
     if lines.expert is None:
         forward = make_costs(lines=lines)
         backward = make_costs(lines=lines, direction="backward").backward()
+        # Weight gradients take as long as gradients of rows, unless only an adapter is trained, or nothing.
+        trained = sizes.gradient_multiply_adds / sizes.multiply_adds
+        if trained != 1:
+            exp = LineCost(*((1 + trained) * number for number in vars(forward.exp).values()))
+            backward = replace(backward, exp=exp)
     else:
         forward = make_costs(lines.expert[0], lines)
         backward = make_costs(lines.expert[1], lines, "backward")
+        trained = 1.0
     if sizes.wires != AS_THEY_ARE:
         backward = replace(backward, again=(forward.a2a, forward.ag))
     make_options = functools.partial(
@@ -428,7 +434,7 @@ def step_costs(
         forward=_with_fixed(forward, fixed[0]),
         backward=_with_fixed(backward, fixed[1]),
         forward_options=make_options(direction="forward"),
-        backward_options=make_options(direction="backward"),
+        backward_options=make_options(direction="backward", wgrad_share=trained / (1 + trained)),
         copy_of_block=lines.order.alpha_seconds * len(kept_columns) * local_experts,
         copy_of_rows=lines.order.beta_seconds * sum(kept_columns) * rows * sizes.esp_size,
         sort=lines.sort(rows),

@@ -217,6 +217,8 @@ class Experts(nn.Module, abc.ABC):
     They have no dimension that counts experts. An adapter that all experts share has them
     (`pmoe.experts.lora`).
     """
+    num_scaled = 0
+    """The number of elements of parameters that a call copies, to multiply them by a factor."""
     operand_names: tuple[str, ...] = ()
     """The attribute names of the values that `operands` returns, such as "w1", in the order of its result.
 
@@ -402,16 +404,19 @@ class Experts(nn.Module, abc.ABC):
         return HiddenColumns()
 
     def use_ranks(self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int) -> None:
-        """Takes the ranks over which the experts are spread, for parameters that all experts share.
+        """Stores the ranks over which the experts are spread, for parameters that all experts share.
 
         This default does nothing, because there are none (`replicated_names`).
 
-        sum_shared: sums gradients over these ranks, in place; a collective.
+        sum_shared: sums gradients, of any shape, over these ranks, in place; a collective.
         num_ranks: the number of ranks.
         """
 
     def reset_replicated(self) -> None:
-        """Draws new values for the parameters that all experts share. This default does nothing."""
+        """Draws new values, of any shape, for the parameters that all experts share.
+
+        This default does nothing, because there are none.
+        """
 
     @abc.abstractmethod
     def compute(

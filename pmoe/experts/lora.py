@@ -276,6 +276,14 @@ class LoraExperts(StackedExperts):
         self.setting = f"{name}: {self.adapter(name).extra_repr()}" if name else "none"
         self.note_operands()
 
+    @property
+    def num_scaled(self) -> int:  # type: ignore[override]
+        """The number of elements of scale * B, which a call computes."""
+        if not self.active or self.adapter(self.active).scale == 1:
+            return 0
+        adapter = self.adapter(self.active)
+        return sum(local_part(adapter.of(weight)[1]).numel() for weight in adapter.targets)
+
     def note_operands(self) -> None:
         own_names = tuple(name for name in HIDDEN_DIMS if name[0] == "w" or self.has_bias)
         self.operand_names = own_names
@@ -444,6 +452,18 @@ def check_whole(shard: Shard) -> None:
         raise ValueError(
             f'mesh (with {shard.count} ranks along "esp") must not split experts that have adapters: spread '
             'whole experts over "ep" alone, or merge the adapters first by pmoe.merge_lora(model)'
+        )
+
+
+def check_no_adapters(experts: Experts, what: str) -> None:
+    """Raises ValueError if experts have adapters, which a function that reads the weights alone would drop.
+
+    what: the function's argument, for the message.
+    """
+    if isinstance(experts, LoraExperts):
+        raise ValueError(
+            f"{what} (experts with adapters {', '.join(experts.adapters)}) must have plain experts, because "
+            "only the weights would be read: call pmoe.merge_lora(model) or pmoe.remove_lora(model) first"
         )
 
 

@@ -257,11 +257,8 @@ def _layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
 
 def _path(model: nn.Module, layer: MoELayer) -> str:
     """Returns the name of a layer in a model."""
-    name: str
-    for name, module in model.named_modules():
-        if module is layer:
-            break
-    return name
+    names: list[str] = [name for name, module in model.named_modules() if module is layer]
+    return names[0]
 
 
 def _lora_experts(layer: MoELayer) -> LoraExperts | None:

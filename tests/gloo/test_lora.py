@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts on 1, 2 and 4 ranks: the definition's results, for every n and restore pair."""
+"""Low-rank adapters of experts on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -72,3 +72,224 @@ def test_results_and_gradients_are_the_definitions_for_every_n_and_pair(
     ]
     for wrong in ranks(world).run(step_job, cases):
         assert not wrong
+
+
+# ---- parallelize, wrappers, the optimizer, checkpoints
+
+
+def mesh_of(world: int, copies: int = 1) -> Any:
+    names = ("dp", "ep") if copies > 1 else ("ep",)
+    return init_device_mesh(
+        "cpu", (copies, world // copies) if copies > 1 else (world,), mesh_dim_names=names
+    )
+
+
+def model_of(shared: bool, order: str, mesh: Any, dp: bool = False) -> nn.Module:
+    """A dense layer and an MoE layer with an adapter, parallelized over a mesh."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), adapted.whole_layer(pipeline=2))
+    if order == "adapters first":
+        pmoe.add_lora(model, rank=RANK, alpha=ALPHA, shared=shared)
+    pmoe.parallelize(model, mesh)
+    if order == "adapters last":
+        pmoe.add_lora(model, rank=RANK, alpha=ALPHA, shared=shared)
+    return DistributedDataParallel(model) if dp else model
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return value.detach().clone()
+
+
+def training_job(rank: int, world: int, shared: bool, order: str, copies: int) -> list[float]:
+    """Three steps with clipping beside the same model on one rank with the tokens of all ranks."""
+    mesh = mesh_of(world, copies)
+    wrapped = model_of(shared, order, mesh, dp=True)
+    model = wrapped.module
+    torch.manual_seed(7)
+    single = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), adapted.whole_layer(pipeline=1))
+    pmoe.add_lora(single, rank=RANK, alpha=ALPHA, shared=shared)
+    adapters = pmoe.lora_adapters(model)
+    for one, first in ((model[1], model[1].first_expert), (single[1], 0)):
+        adapted.fill(one.experts.adapter("default"), first)
+    assert all(is_expert(parameter) for parameter in adapters.parameters())
+    everybody = [inputs(each, world) for each in range(world)]
+    errors = []
+    optimizers = [
+        torch.optim.AdamW(pmoe.parameter_groups(each.parameters()), lr=0.1) for each in (model, single)
+    ]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, dy = everybody[rank]
+        (wrapped(x) * dy).sum().backward()
+        (sum((single(x) * dy).sum() for x, dy in everybody) / world).backward()
+        norm = pmoe.clip_grad_norm_(model, 0.5)
+        expected = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        errors.append(relative_error(norm, expected))
+        for optimizer in optimizers:
+            optimizer.step()
+    names = dict(model.named_parameters())
+    errors += [
+        relative_error(whole(names[name]), value.detach()) for name, value in single.named_parameters()
+    ]
+    return errors
+
+
+@pytest.mark.parametrize(
+    "world, shared, order, copies",
+    [
+        (1, False, "adapters last", 1),
+        (2, False, "adapters first", 1),
+        (2, True, "adapters first", 1),
+        (2, True, "adapters last", 1),
+        (4, False, "adapters last", 2),
+        (4, True, "adapters last", 2),
+        (4, True, "adapters first", 1),
+    ],
+)
+def test_training_with_ddp_and_clipping_does_not_depend_on_the_ranks(
+    world: int, shared: bool, order: str, copies: int
+) -> None:
+    for errors in ranks(world).run(training_job, shared, order, copies):
+        assert max(errors) < 1e-9  # Adam divides by roots of squares: 1e-12 of gradients becomes more
+
+
+def save_job(rank: int, world: int, folder: str, shared: bool) -> dict[str, torch.Tensor]:
+    model = model_of(shared, "adapters last", mesh_of(world))
+    adapted.fill(model[1].experts.adapter("default"), model[1].first_expert)
+    adapters = pmoe.lora_adapters(model)
+    optimizer = torch.optim.AdamW(adapters.parameters(), lr=0.1)
+    x, dy = inputs(0, 1)
+    (model(x[rank::world]) * dy[rank::world]).sum().backward()
+    optimizer.step()
+    pmoe.save_checkpoint(f"{folder}/adapters", adapters, optimizer, step=3)
+    pmoe.save_checkpoint(f"{folder}/all", model, step=3)
+    found = {name: whole(value) for name, value in model.named_parameters()}
+    merged = pmoe.merge_lora(model)
+    pmoe.save_checkpoint(f"{folder}/merged", model, step=3)
+    pmoe.unmerge_lora(model, merged)
+    back = {name: whole(value) for name, value in model.named_parameters()}
+    assert max(relative_error(back[name], value) for name, value in found.items()) < 1e-12
+    return found
+
+
+def load_job(
+    rank: int, world: int, folder: str, shared: bool, saved: dict[str, torch.Tensor]
+) -> tuple[list[float], list[str]]:
+    errors = []
+    loaded = {}
+    for kind in ("adapters", "all"):
+        model = model_of(shared, "adapters first", mesh_of(world))
+        with torch.no_grad():
+            for parameter in model.parameters() if kind == "all" else ():
+                parameter.mul_(2)
+        target = model if kind == "all" else pmoe.lora_adapters(model)
+        optimizer = torch.optim.AdamW(target.parameters(), lr=0.1) if kind == "adapters" else None
+        assert pmoe.load_checkpoint(f"{folder}/{kind}", target, optimizer).step == 3
+        assert not optimizer or len(optimizer.state) == 4
+        loaded = {name: whole(value) for name, value in model.named_parameters()}
+        errors += [relative_error(loaded[name], value) for name, value in saved.items()]
+    pmoe.merge_lora(model)
+    plain = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), adapted.whole_layer(pipeline=1))
+    pmoe.parallelize(plain, mesh_of(world))
+    pmoe.load_checkpoint(f"{folder}/merged", plain)
+    values = {name: whole(value) for name, value in plain.named_parameters()}
+    errors += [relative_error(whole(value), values[name]) for name, value in model.named_parameters()]
+    other = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), adapted.whole_layer(pipeline=1))
+    pmoe.add_lora(other, rank=RANK + 1, shared=shared)
+    pmoe.parallelize(other, mesh_of(world))
+    return errors, [
+        error_of(lambda: pmoe.load_checkpoint(f"{folder}/adapters", pmoe.lora_adapters(other))),
+        error_of(lambda: pmoe.load_checkpoint(f"{folder}/merged", other)),
+    ]
+
+
+@pytest.mark.parametrize("worlds, shared", [((2, 4), False), ((4, 1), True), ((1, 2), False)])
+def test_checkpoints_of_adapters_alone_and_of_all_load_on_other_numbers_of_ranks(
+    tmp_path: Path, worlds: tuple[int, int], shared: bool
+) -> None:
+    saved = ranks(worlds[0]).run(save_job, str(tmp_path), shared)[0]
+    for errors, (other_rank, without) in ranks(worlds[1]).run(load_job, str(tmp_path), shared, saved):
+        assert max(errors) < 1e-12
+        assert "experts.adapters.default.w1_A" in other_rank and "shape" in other_rank
+        assert "experts.adapters.default.w1_A" in without and "missing" in without
+
+
+def differing_job(rank: int, world: int) -> list[str]:
+    errors = []
+    for arguments in (
+        {"rank": 1 + rank},
+        {"rank": 1 if rank else 0},
+        {"rank": 1, "targets": ("w1", "w2")[rank]},
+    ):
+        layer = build()
+        errors.append(error_of(lambda layer=layer, arguments=arguments: pmoe.add_lora(layer, **arguments)))
+        assert layer.experts.w1.requires_grad
+    layer = build()
+    pmoe.add_lora(layer, rank=1)
+    errors.append(error_of(lambda: pmoe.save_checkpoint("/nowhere", pmoe.lora_adapters(layer), step=1)))
+    return errors
+
+
+def test_arguments_that_differ_between_ranks_are_named_on_all() -> None:
+    for number, (ranks_differ, bad, targets, plain) in enumerate(ranks(2).run(differing_job)):
+        assert "rank 0: rank=1" in ranks_differ and "rank 1: rank=2" in ranks_differ
+        assert "rank (0) must be at least 1" in bad and bad.startswith("ValueError") == bad.startswith(
+            "ValueError"
+        )
+        assert "targets=('w1',)" in targets and "targets=('w2',)" in targets, number
+        assert "must hold its parameters as DTensors" in plain and "pmoe.parallelize(model, mesh)" in plain
+
+
+def sharded_job(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("ep", "esp"))
+    layer = build(mesh=mesh)
+    first = error_of(lambda: pmoe.add_lora(layer, rank=1))
+    whole_layer = adapted.whole_layer()
+    pmoe.add_lora(whole_layer, rank=1)
+    return [first, error_of(lambda: pmoe.parallelize(whole_layer, mesh))]
+
+
+def test_experts_that_are_split_over_ranks_are_refused_by_name() -> None:
+    for errors in ranks(2).run(sharded_job):
+        for error in errors:
+            assert '"esp"' in error and "pmoe.merge_lora(model)" in error
+
+
+def collectives_job(rank: int, world: int, shared: bool) -> list[list[str]]:
+    """One rank froze the adapter: the collectives stay the same on every rank."""
+    layer = build()
+    pmoe.add_lora(layer, rank=1, shared=shared)
+    one_step(layer, rank, world)
+    if rank == 1:
+        pmoe.lora_adapters(layer).requires_grad_(False)
+    with counted_collectives() as names:
+        one_step(layer, rank, world)
+    with pmoe.disable_lora(layer), counted_collectives() as without:
+        one_step(layer, rank, world)
+    return [names, without]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_rank_starts_the_same_collectives_if_one_has_frozen_its_adapter(shared: bool) -> None:
+    found = ranks(4).run(collectives_job, shared)
+    assert all(each == found[0] for each in found)
+    names, without = found[0]
+    assert len(names) == len(without) + 4 * shared
+
+
+def one_rank_switches_job(rank: int, world: int) -> str:
+    layer = build()
+    pmoe.add_lora(layer, rank=1)
+    one_step(layer, rank, world)
+    if rank == 0:
+        pmoe.add_lora  # noqa: B018
+        with pmoe.disable_lora(layer):
+            return error_of(lambda: one_step(layer, rank, world))
+    return error_of(lambda: one_step(layer, rank, world))
+
+
+def test_a_rank_that_alone_disables_its_adapter_is_named() -> None:
+    for error in ranks(2).run(one_rank_switches_job):
+        assert "experts (LoraFFNExperts" in error and "set the options of a layer on all ranks" in error

@@ -217,6 +217,8 @@ class Experts(nn.Module, abc.ABC):
     They have no dimension that counts experts. An adapter that all experts share has them
     (`pmoe.experts.lora`).
     """
+    setting = ""
+    """Words for a setting of the experts that may change between calls, such as the adapter in use."""
     num_scaled = 0
     """The number of elements of parameters that a call copies, to multiply them by a factor."""
     operand_names: tuple[str, ...] = ()

@@ -320,7 +320,8 @@ class LoraExperts(StackedExperts):
         matrices = values[self.num_own :]
         like = own_values[0]
         if adapter.shared and self.num_ranks > 1:
-            matrices = list(SumOverRanks.apply(self.sum_shared, *matrices))  # type: ignore[no-untyped-call]
+            anchor = torch.empty(0, device=like.device, requires_grad=True)
+            matrices = list(SumOverRanks.apply(self.sum_shared, anchor, *matrices))  # type: ignore[no-untyped-call]
         of_weight = dict(zip(adapter.targets, zip(matrices[::2], matrices[1::2], strict=True), strict=True))
         for weight, value in zip(WEIGHTS, own_values, strict=False):
             experts, out_features, in_features = value.shape
@@ -494,12 +495,14 @@ class SumOverRanks(torch.autograd.Function):
     """Returns matrices that all ranks share; its backward sums their gradients over the ranks.
 
     Every rank computes the rows of its own experts, so each has a part of the gradient of a shared adapter.
-    All outputs ask for gradients, even if a rank has frozen the adapter. So every rank starts the same
-    collectives.
+    All outputs ask for gradients, even if a rank has frozen the adapter, because ``anchor`` does: an empty
+    tensor that requires a gradient. So every rank starts the same collectives.
     """
 
     @staticmethod
-    def forward(ctx: Any, sum_shared: Callable[[Sequence[Tensor]], None], *matrices: Tensor) -> Any:
+    def forward(
+        ctx: Any, sum_shared: Callable[[Sequence[Tensor]], None], anchor: Tensor, *matrices: Tensor
+    ) -> Any:
         ctx.sum_shared = sum_shared
         return tuple(matrix.detach() for matrix in matrices)
 
@@ -507,4 +510,4 @@ class SumOverRanks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         sums = [gradient.contiguous() for gradient in gradients]
         ctx.sum_shared(sums)
-        return None, *sums
+        return None, None, *sums

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
+from pmoe.experts.marks import is_expert
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import adapted
 from tests.adapted import ALPHA, RANK
-from tests.gloo.kit import build, inputs, one_step
+from tests.gloo.kit import build, counted_collectives, error_of, inputs, one_step
 from tests.kit import AUX
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -213,7 +218,7 @@ def test_checkpoints_of_adapters_alone_and_of_all_load_on_other_numbers_of_ranks
     for errors, (other_rank, without) in ranks(worlds[1]).run(load_job, str(tmp_path), shared, saved):
         assert max(errors) < 1e-12
         assert "experts.adapters.default.w1_A" in other_rank and "shape" in other_rank
-        assert "experts.adapters.default.w1_A" in without and "missing" in without
+        assert "experts.adapters.default.w1_A is not in it" in without
 
 
 def differing_job(rank: int, world: int) -> list[str]:
@@ -284,7 +289,6 @@ def one_rank_switches_job(rank: int, world: int) -> str:
     pmoe.add_lora(layer, rank=1)
     one_step(layer, rank, world)
     if rank == 0:
-        pmoe.add_lora  # noqa: B018
         with pmoe.disable_lora(layer):
             return error_of(lambda: one_step(layer, rank, world))
     return error_of(lambda: one_step(layer, rank, world))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -297,3 +298,29 @@ def one_rank_switches_job(rank: int, world: int) -> str:
 def test_a_rank_that_alone_disables_its_adapter_is_named() -> None:
     for error in ranks(2).run(one_rank_switches_job):
         assert "experts (LoraFFNExperts" in error and "set the options of a layer on all ranks" in error
+
+
+def peft_job(rank: int, world: int) -> list[str]:
+    errors = []
+    for spread in (False, True):
+        model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), build())
+        if spread:
+            model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), adapted.whole_layer())
+            pmoe.parallelize(model, mesh_of(world))
+        config = peft.LoraConfig(r=RANK, target_parameters=["1.experts.w1"])
+        x, _ = inputs(rank, world)
+        errors.append(error_of(lambda model=model, config=config, x=x: peft.get_peft_model(model, config)(x)))
+    model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), build())
+    both = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=["0"]))
+    pmoe.add_lora(both, rank=RANK)
+    x, _ = inputs(rank, world)
+    both(x).sum().backward()
+    trained = [parameter.grad is not None for parameter in both.parameters() if parameter.requires_grad]
+    return [*errors, f"{sum(trained)} of {len(trained)}"]
+
+
+def test_peft_on_stacked_experts_of_several_ranks_is_refused_by_name_and_add_lora_works_beside_it() -> None:
+    for plain, parallelized, trained in ranks(2).run(peft_job):
+        for error in (plain, parallelized):
+            assert "target_parameters (with w1 of experts)" in error and "pmoe.add_lora(model" in error
+        assert trained == "6 of 6"

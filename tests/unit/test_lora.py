@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -156,6 +157,52 @@ def test_reset_parameters_gives_the_values_of_a_new_layer() -> None:
     for name, parameter in layer.named_parameters():
         assert parameter.isfinite().all(), name
         assert bool(parameter.any()) != name.endswith("_B"), name
+
+
+# ---- PEFT
+
+
+@pytest.mark.parametrize("expert, bias", [("ffn", True), ("swiglu", False)])
+def test_peft_on_stacked_weights_gives_the_same_as_an_adapter_of_pmoe(expert: str, bias: bool) -> None:
+    for n, pair in ((1, False), (2, "S1"), (3, "S2"), (4, "S4")):
+        options = {"expert": expert, "bias": bias, "pipeline": n, "memory_reuse": pair}
+        layer = build(**options)
+        pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)
+        filled(layer)
+        model = nn.Sequential(build(**options))
+        config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_parameters=["0.experts.w1", "0.experts.w2"])
+        adapted = peft.get_peft_model(model, config)
+        theirs = {name: value for name, value in adapted.named_parameters() if "lora_" in name}
+        of_weight = {}
+        for path, module in adapted.named_modules():
+            if type(module).__name__ == "ParamWrapper":
+                of_weight[module.parameter_name] = [theirs[f"{path}.lora_{x}.default.weight"] for x in "AB"]
+        ours = layer.experts.adapter("default")
+        with torch.no_grad():
+            for weight, (down, up) in of_weight.items():
+                # PEFT has A as (E R, I), and B as (O, R E), with the experts last.
+                down.copy_(ours.of(weight)[0].reshape(down.shape))
+                up.copy_(ours.of(weight)[1].permute(1, 2, 0).reshape(up.shape))
+        xs = [tokens().requires_grad_() for _ in range(2)]
+        outputs = [layer(xs[0]), adapted(xs[1])]
+        assert relative_error(outputs[1].detach(), outputs[0].detach()) < 1e-12
+        for output in outputs:
+            (output * tokens(seed=4)).sum().backward()
+        assert relative_error(xs[1].grad, xs[0].grad) < 1e-12
+        for weight, (down, up) in of_weight.items():
+            of_a, of_b = (parameter.grad for parameter in ours.of(weight))
+            assert relative_error(down.grad, of_a.reshape(down.shape)) < 1e-12
+            assert relative_error(up.grad, of_b.permute(1, 2, 0).reshape(up.shape)) < 1e-12
+
+
+def test_peft_that_froze_adapters_is_undone_by_use_lora() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), build())
+    pmoe.add_lora(model, rank=RANK)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=["0"]))
+    assert not any(parameter.requires_grad for parameter in pmoe.lora_adapters(adapted).parameters())
+    pmoe.use_lora(adapted)
+    assert all(parameter.requires_grad for parameter in pmoe.lora_adapters(adapted).parameters())
+    assert sum(parameter.requires_grad for parameter in adapted.parameters()) == 6
 
 
 # ---- what is frozen

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         prune_experts,
         restore_experts,
     )
+    from pmoe.training.frozen_experts import freeze_experts
     from pmoe.training.lora import (
         add_lora,
         disable_lora,
@@ -75,6 +76,7 @@ _LATER = {
     "engine_routing": "pmoe.integrations.routing_replay",
     "expert_parameters": "pmoe.training.expert_parallel",
     "export_weights": "pmoe.training.export",
+    "freeze_experts": "pmoe.training.frozen_experts",
     "group_experts": "pmoe.training.fewer_experts",
     "load_checkpoint": "pmoe.training.checkpoint",
     "lora_adapters": "pmoe.training.lora",
@@ -128,6 +130,7 @@ __all__ = [
     "engine_routing",
     "expert_parameters",
     "export_weights",
+    "freeze_experts",
     "group_experts",
     "load_checkpoint",
     "lora_adapters",

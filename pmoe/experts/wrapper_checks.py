@@ -77,8 +77,8 @@ def check_peft(experts_module: nn.Module) -> None:
         if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
             raise ValueError(
                 f"target_parameters (with {module.parameter_name} of experts) must leave out experts that "
-                "are spread over ranks: PEFT would save and load the adapters of one rank as if these were all. "
-                "Call pmoe.add_lora(model, rank=...) after peft.get_peft_model, which adapts the rest"
+                "are spread over ranks: PEFT would save the adapters of one rank as if these were all. Call "
+                "pmoe.add_lora(model, rank=...) after peft.get_peft_model, which adapts the rest"
             )
 
 

@@ -350,8 +350,8 @@ def _check_layer(
         )
     if layer.options.balance and layer.ranks.size > 1:
         raise ValueError(
-            f"{layer_name} (balance={layer.options.balance}) must not copy busy experts where experts have "
-            "adapters: set layer.balance = False"
+            f"balance ({layer.options.balance}) of {layer_name} must be False where experts have adapters: "
+            "set layer.balance = False"
         )
     widths = {weight: min(experts.shapes()[weight][1:]) for weight in targets}
     narrow = {weight: width for weight, width in widths.items() if rank > width}

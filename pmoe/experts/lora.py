@@ -1,4 +1,4 @@
-"""Low-rank adapters of stacked experts (LoRA, arXiv 2106.09685), computed inside each chunk.
+"""Computes low-rank adapters of stacked experts (LoRA, arXiv 2106.09685) inside each chunk.
 
 An adapter of rank R changes a weight of expert e by a product of two small matrices. Only these are trained:
 
@@ -261,8 +261,8 @@ class LoraExperts(StackedExperts):
     sum_shared: Callable[[Sequence[Tensor]], None]
     num_ranks: int
     fused_activation = None  # pmoe's fused products have no place for an adapter
-    product = staticmethod(adapted_product)  # type: ignore[assignment]
-    input_product = staticmethod(adapted_input_gradient)  # type: ignore[assignment]
+    product: Callable[..., Tensor] = staticmethod(adapted_product)
+    input_product: Callable[..., Tensor] = staticmethod(adapted_input_gradient)
 
     def adapter(self, name: str) -> Adapter:
         """Returns the adapter called ``name``."""
@@ -357,7 +357,7 @@ class LoraExperts(StackedExperts):
         return {**{name: HIDDEN_DIMS[name] for name in own_names}, **of_adapters}
 
     def keep(self, experts: slice, shard: Shard) -> None:
-        check_whole(shard)
+        check_not_split(shard)
         super().keep(experts, shard)
 
     def use_ranks(self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int) -> None:
@@ -447,7 +447,7 @@ def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight
     return AdaptedWeight(weight, down, up) if down.shape[-2] else weight
 
 
-def check_whole(shard: Shard) -> None:
+def check_not_split(shard: Shard) -> None:
     """Raises ValueError if each expert is split over ranks: gradients of A and B would be partial sums."""
     if shard.count > 1:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -81,9 +81,9 @@ class StackedExperts(Experts):
     w2: nn.Parameter
     b1: nn.Parameter | None
     b2: nn.Parameter | None
-    product = staticmethod(expert_product)
+    product: Callable[..., Tensor] = staticmethod(expert_product)
     """The function that multiplies rows by a weight of the experts."""
-    input_product = staticmethod(expert_input_gradient)
+    input_product: Callable[..., Tensor] = staticmethod(expert_input_gradient)
     """The function that multiplies gradients of results by a weight of the experts."""
 
     @property

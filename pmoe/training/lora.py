@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) for the experts of a model: adding, choosing, merging and removing them.
+"""Adds low-rank adapters (LoRA) to the experts of a model, chooses, merges and removes them.
 
     add_lora        gives the experts of a model's layers an adapter, and freezes their weights
     use_lora        chooses which of several adapters calls use
@@ -39,7 +39,7 @@ from pmoe.experts.lora import (
     WEIGHTS,
     Adapter,
     LoraExperts,
-    check_whole,
+    check_not_split,
     with_adapters,
     without_adapters,
 )
@@ -342,7 +342,7 @@ def _check_layer(
             "experts: call pmoe.add_lora before they are wrapped"
         )
     check_own_parameters(experts, targets)
-    check_whole(layer.shard)
+    check_not_split(layer.shard)
     if isinstance(experts, LoraExperts) and name in experts.adapters:
         raise ValueError(
             f"name ({name!r}) must not be that of an adapter of {layer_name}: pass another name, or call "

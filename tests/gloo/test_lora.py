@@ -324,3 +324,29 @@ def test_peft_on_stacked_experts_of_several_ranks_is_refused_by_name_and_add_lor
         for error in (plain, parallelized):
             assert "target_parameters (with w1 of experts)" in error and "pmoe.add_lora(model" in error
         assert trained == "6 of 6"
+
+
+def some_frozen_job(rank: int, world: int) -> list[Any]:
+    """Two of eight experts of a parallelized layer are frozen, on the ranks that hold them."""
+    first = adapted.whole_layer()
+    pmoe.freeze_experts(first, [1])
+    early = error_of(lambda: pmoe.parallelize(first, mesh_of(world)))
+    layer = adapted.whole_layer()
+    pmoe.parallelize(layer, mesh_of(world))
+    pmoe.freeze_experts(layer, [1, 6])
+    before = whole(layer.experts.w1)
+    x, dy = inputs(rank, world)
+    (layer(x) * dy).sum().backward()
+    optimizer = torch.optim.AdamW(pmoe.parameter_groups(layer.parameters()), lr=0.1, weight_decay=0.1)
+    optimizer.step()
+    after = whole(layer.experts.w1)
+    gradient = whole(layer.experts.w1.grad)
+    same = [bool(torch.equal(*pair)) for pair in zip(before, after, strict=True)]
+    return [early, same, [bool(each.any()) for each in gradient[[1, 6]]]]
+
+
+def test_some_experts_of_a_parallelized_layer_are_frozen_by_their_numbers_among_all() -> None:
+    for early, same, gradients in ranks(2).run(some_frozen_job):
+        assert "pmoe.freeze_experts after pmoe.parallelize" in early
+        assert [number for number, is_same in enumerate(same) if is_same] == [1, 6]
+        assert gradients == [False, False]

@@ -227,6 +227,54 @@ def test_frozen_experts_have_no_tasks_of_weight_gradients(rotates: bool, n: int)
     assert torch.equal(x.grad, found)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_frozen_experts_keep_their_bits_and_the_others_train_as_without_freezing(
+    adapted: bool, make: Any
+) -> None:
+    options = {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if make is torch.optim.SGD else {})
+    layers = [build() for _ in range(2)]
+    for layer in layers:
+        if adapted:
+            pmoe.add_lora(layer, rank=RANK)
+            filled(layer)
+            layer.experts.requires_grad_()
+    frozen = pmoe.freeze_experts(layers[0], [1, 3])
+    before = {name: value.detach().clone() for name, value in layers[0].experts.named_parameters()}
+    optimizers = [make(layer.parameters(), **options) for layer in layers]
+    gradients = []
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        layer(tokens()).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in layer.experts.parameters()])
+        optimizer.step()
+    for (name, value), ours, theirs, other in zip(
+        layers[0].experts.named_parameters(), *gradients, layers[1].experts.parameters(), strict=True
+    ):
+        assert not ours[[1, 3]].any() and torch.equal(ours[[0, 2]], theirs[[0, 2]]), name
+        assert torch.equal(value[[1, 3]], before[name][[1, 3]]), name
+        assert torch.equal(value[[0, 2]], other[[0, 2]]) and not torch.equal(
+            value[[0, 2]], before[name][[0, 2]]
+        )
+    frozen.remove()
+    layers[0](tokens()).square().sum().backward()
+    optimizers[0].step()
+    assert not torch.equal(layers[0].experts.w1[1], before["w1"][1])
+
+
+def test_numbers_of_no_expert_and_frozen_layers_are_named() -> None:
+    layer = build()
+    for experts, kind, words in (
+        ([4], ValueError, r"experts \(4 among them\) must be numbers from 0 to 3"),
+        ([0.5], TypeError, r"experts \(0.5 among them\) must be ints"),
+        (2, TypeError, r"experts \(2\) must be an iterable"),
+    ):
+        with pytest.raises(kind, match=words):
+            pmoe.freeze_experts(layer, experts)
+    pmoe.freeze_experts(layer, [0])
+    with pytest.raises(ValueError, match=r"call remove\(\) on what pmoe.freeze_experts returned first"):
+        pmoe.freeze_experts(layer, [1])
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_frozen_schedule_keeps_the_order_of_all_other_tasks(n: int) -> None:
     stages = Stages(local=True, remote=True)

@@ -10,7 +10,7 @@ The product B @ A is never made. Rows go through A and then through B, beside th
     backward   dT_DI = dT_M W1 + (dT_M B) A
                gradient of B = dT_M^T (x A^T),  gradient of A = (dT_M B)^T x
 
-The second weight W2 likewise has its own A and B. W1 and W2 stay as they are, so they need no gradients.
+The second weight W2 has an A and a B of its own. W1 and W2 stay as they are, so they need no gradients.
 
 Letters: N rows, E experts of this rank, M = d_model, H hidden columns, G columns of T_M, the hidden
 activation before the nonlinearity (H, or 2H for gated experts); O output and I input features of a weight; R
@@ -63,7 +63,9 @@ class Adapter(nn.Module):
     num_ranks is the number of ranks over which the experts are spread.
     """
 
-    num_ranks = 1
+    num_ranks: int = 1
+    alpha: float
+    targets: tuple[str, ...]
 
     def __init__(
         self,
@@ -260,9 +262,15 @@ class LoraExperts(StackedExperts):
     setting: str
     sum_shared: Callable[[Sequence[Tensor]], None]
     num_ranks: int
-    fused_activation = None  # pmoe's fused products have no place for an adapter
+    operand_names: tuple[str, ...]
+    replicated_names: tuple[str, ...]
     product: Callable[..., Tensor] = staticmethod(adapted_product)
     input_product: Callable[..., Tensor] = staticmethod(adapted_input_gradient)
+
+    @property
+    def fused_activation(self) -> str | None:
+        """None: pmoe's fused products have no place for an adapter."""
+        return None
 
     def adapter(self, name: str) -> Adapter:
         """Returns the adapter called ``name``."""

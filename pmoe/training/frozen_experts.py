@@ -31,7 +31,7 @@ class FrozenExperts:
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
 
-    def freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
+    def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
         """Freezes some experts' part of a parameter, (E_local, ...) for the E_local experts of this rank.
 
         experts: their numbers on this rank.
@@ -86,7 +86,7 @@ def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
         local = sorted({int(n) - first for n in numbers if 0 <= int(n) - first < layer.num_local_experts})
         for parameter in layer.layer_modules.experts.parameters() if local else ():
             if is_stacked(parameter):
-                frozen.freeze(parameter, local)
+                frozen._freeze(parameter, local)
     _watch_optimizers()
     return frozen
 

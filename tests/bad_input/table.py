@@ -109,7 +109,6 @@ TAKEN: dict[str, dict[str, str]] = {
     "remove_lora": {"model": NOTHING, "name": NONE},
     "lora_adapters": {"model": NOTHING, "name": NONE},
     "freeze_experts": {"model": NOTHING, "experts": "empty () list numpy.array integers"},
-    "FrozenExperts.freeze": {"parameter": NOTHING, "experts": NOTHING},
     "ExpertMuon": {
         "model": NOTHING, "lr": SHARE, "weight_decay": SHARE, "momentum": "0 0.5", "nesterov": FLAG,
         "ns_steps": COUNT, "adjust_lr_fn": NOTHING, "dtype": NOTHING,

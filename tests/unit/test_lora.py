@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import pmoe
@@ -141,6 +142,40 @@ def test_float32_adapters_of_narrower_weights_are_cast_and_get_float32_gradients
     layer(tokens(dtype=torch.bfloat16)).sum().backward()
     for parameter in pmoe.lora_adapters(layer).parameters():
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_train_adapters_as_others_do(reentrant: bool) -> None:
+    """Everything but the adapter is frozen. A reentrant checkpoint asks for an input with a gradient."""
+    gradients = []
+    for checkpoint in (False, True):
+        layer = build(pipeline=2)
+        layer.requires_grad_(False)
+        pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)
+        filled(layer)
+        x = tokens().requires_grad_(reentrant)
+        if checkpoint:
+            y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+        else:
+            y = layer(x)
+        y.square().sum().backward()
+        gradients.append([parameter.grad for parameter in pmoe.lora_adapters(layer).parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours is not None and ours.any() and torch.equal(ours, theirs)
+
+
+def test_autocast_trains_float32_adapters() -> None:
+    layer = build(dtype=torch.float32)
+    pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)
+    filled(layer)
+    x = tokens(dtype=torch.float32)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16 and relative_error(y.detach().float(), expected.detach()) < 0.05
+    y.float().square().sum().backward()
+    for parameter in pmoe.lora_adapters(layer).parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32 and parameter.grad.any()
 
 
 def test_reset_parameters_gives_the_values_of_a_new_layer() -> None:

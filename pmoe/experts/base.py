@@ -405,13 +405,16 @@ class Experts(nn.Module, abc.ABC):
         """
         return HiddenColumns()
 
-    def use_ranks(self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int) -> None:
+    def use_ranks(
+        self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int, first_expert: int
+    ) -> None:
         """Stores the ranks over which the experts are spread, for parameters that all experts share.
 
         This default does nothing, because there are none (`replicated_names`).
 
         sum_shared: sums gradients, of any shape, over these ranks, in place; a collective.
         num_ranks: the number of ranks.
+        first_expert: the number of this rank's first expert among all experts.
         """
 
     def reset_replicated(self) -> None:

@@ -60,10 +60,12 @@ class Adapter(nn.Module):
     shared: whether all experts of all ranks share one adapter.
     device, dtype: of the parameters.
 
-    num_ranks is the number of ranks over which the experts are spread.
+    num_ranks: the number of ranks over which the experts are spread.
+    first_expert: the number of this rank's first expert among all experts.
     """
 
     num_ranks: int = 1
+    first_expert: int = 0
     alpha: float
     targets: tuple[str, ...]
 
@@ -119,20 +121,36 @@ class Adapter(nn.Module):
             own_up.zero_()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Returns the numbers that a state dict must have beside the matrices."""
-        return {"alpha": self.alpha, "rank": self.rank, "shared": self.shared}
+        """Returns what a state dict must have beside the matrices.
+
+        experts: the numbers of the experts whose matrices it has; None if all experts share one adapter, or
+        if the matrices are DTensors, which know their place.
+        """
+        down, _ = self.of(self.targets[0])
+        is_whole = self.shared or not self.is_plain
+        experts = None if is_whole else [self.first_expert, self.first_expert + down.shape[0]]
+        return {"alpha": self.alpha, "rank": self.rank, "shared": self.shared, "experts": experts}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Takes alpha from a state dict, because the matrices were trained with it.
 
-        Raises ValueError if the state dict has an adapter of another rank.
+        Raises ValueError if the state dict has an adapter of another rank, or of other experts.
         """
+        own = self.get_extra_state()
         for name in ("rank", "shared"):
-            if state[name] != getattr(self, name):
+            if state[name] != own[name]:
                 raise ValueError(
-                    f"{name} ({getattr(self, name)}) of the adapter must be that of the state dict, "
-                    f"{state[name]}: call pmoe.add_lora(model, {name}={state[name]!r}, ...) before loading"
+                    f"{name} ({own[name]}) of the adapter must be that of the state dict, {state[name]}: "
+                    f"call pmoe.add_lora(model, {name}={state[name]!r}, ...) before loading"
                 )
+        if None not in (state["experts"], own["experts"]) and state["experts"] != own["experts"]:
+            first, end = state["experts"]
+            raise ValueError(
+                f"a state dict of the adapters of experts {first} to {end - 1} must not be loaded into those "
+                f"of experts {own['experts'][0]} to {own['experts'][1] - 1}: save and load with "
+                "pmoe.save_checkpoint and pmoe.load_checkpoint(folder, pmoe.lora_adapters(model)), both on "
+                "every rank and after pmoe.parallelize, or let every rank load its own file"
+            )
         self.alpha = state["alpha"]
 
     def extra_repr(self) -> str:
@@ -368,9 +386,12 @@ class LoraExperts(StackedExperts):
         check_not_split(shard)
         super().keep(experts, shard)
 
-    def use_ranks(self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int) -> None:
+    def use_ranks(
+        self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int, first_expert: int
+    ) -> None:
         self.sum_shared = sum_shared
         self.num_ranks = num_ranks
+        self._first_expert = first_expert  # private, because ranks compare public attributes
         self.mark_parameters()
 
     def mark_parameters(self) -> None:
@@ -378,6 +399,7 @@ class LoraExperts(StackedExperts):
         for name in self.adapters:
             adapter = self.adapter(name)
             adapter.num_ranks = self.num_ranks
+            adapter.first_expert = self._first_expert
             for parameter in adapter.parameters():
                 if adapter.shared:
                     parameter.num_copies = self.num_ranks  # type: ignore[attr-defined]
@@ -485,13 +507,14 @@ def with_adapters(experts: Experts) -> LoraExperts:
     assert isinstance(experts, LoraExperts)
     experts.adapters = nn.ModuleDict()
     experts.num_ranks = 1
+    experts._first_expert = 0
     experts.activate_adapter("")
     return experts
 
 
 def without_adapters(experts: LoraExperts) -> None:
     """Gives experts their own class back, after their last adapter was removed."""
-    for name in ("adapters", "sum_shared", "num_ranks", "active", "setting"):
+    for name in ("adapters", "sum_shared", "num_ranks", "_first_expert", "active", "setting"):
         delattr(experts, name)
     experts.replicated_names = ()
     own_class = next(own for own, kind in CLASSES.items() if kind is type(experts))

@@ -65,7 +65,8 @@ def share_ranks(experts: Experts, grid: Grid) -> None:
     grid: the ranks of the layer.
     """
     stage = "summing the gradients of what all experts share"
-    experts.use_ranks(functools.partial(sum_over_ranks, grid.ep, stage), grid.ep.size)
+    first_expert = grid.ep.rank * experts.num_local_experts
+    experts.use_ranks(functools.partial(sum_over_ranks, grid.ep, stage), grid.ep.size, first_expert)
 
 
 def reset_parameters(modules: LayerModules) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +354,33 @@ def test_some_experts_of_a_parallelized_layer_are_frozen_by_their_numbers_among_
         assert "pmoe.freeze_experts after pmoe.parallelize" in early
         assert [number for number, is_same in enumerate(same) if is_same] == [1, 6]
         assert gradients == [False, False]
+
+
+def own_files_job(rank: int, world: int, folder: str) -> tuple[str, float, float]:
+    """Each rank writes a file of its own; a rank that reads rank 0's is refused. Copies keep their group."""
+    layer = build()
+    pmoe.add_lora(layer, rank=RANK, alpha=ALPHA, name="each")
+    adapted.fill(layer.experts.adapter("each"), layer.first_expert)
+    torch.save(pmoe.lora_adapters(layer).state_dict(), f"{folder}/{rank}.pt")
+    expected = one_step(layer, rank, world)["y"]
+    other = build()
+    pmoe.add_lora(other, rank=RANK, name="each")
+    adapters = pmoe.lora_adapters(other)
+    adapters.load_state_dict(torch.load(f"{folder}/{rank}.pt"))
+    same = relative_error(one_step(other, rank, world)["y"], expected)
+    error = ""
+    if rank:
+        error = error_of(lambda: adapters.load_state_dict(torch.load(f"{folder}/0.pt")))
+    pmoe.add_lora(other, rank=RANK, shared=True, name="shared")
+    adapted.fill(other.experts.adapter("shared"))
+    copied = copy.deepcopy(other)
+    found, again = (one_step(each, rank, world) for each in (other, copied))
+    name = "experts.adapters.shared.w1_A"
+    return error, same, relative_error(again[name], found[name])
+
+
+def test_a_rank_refuses_the_file_of_another_ranks_adapters(tmp_path: Path) -> None:
+    for rank, (error, same, copied) in enumerate(ranks(2).run(own_files_job, str(tmp_path))):
+        assert same == copied == 0
+        wanted = "adapters of experts 0 to 3 must not be loaded into those of experts 4 to 7"
+        assert not rank or wanted in error

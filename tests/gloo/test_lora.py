@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
@@ -384,3 +385,59 @@ def test_a_rank_refuses_the_file_of_another_ranks_adapters(tmp_path: Path) -> No
         assert same == copied == 0
         wanted = "adapters of experts 0 to 3 must not be loaded into those of experts 4 to 7"
         assert not rank or wanted in error
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "trials": {"pipeline": True},
+    "solver": {"pipeline": "solve"},
+    "trials and the cost model": {"pipeline": True, "memory_reuse": True},
+    "a budget": {"pipeline": True, "memory_budget": "4MiB"},
+    "other chunks in backward": {"pipeline": 4, "pipeline_backward": 2, "memory_reuse": "S4"},
+    "rows that travel once": {"send_once": True},
+    "nodes": {"dispatch": "hierarchical_1d", "nodes": 2},
+}
+
+
+def ways_job(rank: int, world: int, shared: bool) -> list[tuple[str, float]]:
+    """The same step by every way of choosing chunks and of sending rows."""
+    steps: dict[str, dict[str, Any]] = {}
+    for way, options in {"fixed": {}, **WAYS}.items():
+        layer = build(**options)
+        pmoe.add_lora(layer, rank=RANK, alpha=ALPHA, shared=shared)
+        adapted.fill(layer.experts.adapter("default"), layer.first_expert)
+        for _ in range(4 if options.get("pipeline") in (True, "solve") else 1):
+            steps[way] = one_step(layer, rank, world)
+    return [
+        (f"{way}: {name}", relative_error(step[name], value))
+        for way, step in steps.items()
+        for name, value in steps["fixed"].items()
+        if value is not None
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_way_to_choose_chunks_and_to_send_rows_computes_adapters(shared: bool) -> None:
+    for errors in ranks(2).run(ways_job, shared):
+        assert not [(name, error) for name, error in errors if not error < EXACT]
+
+
+def fsdp_job(rank: int, world: int, shared: bool) -> list[float]:
+    """FSDP2 shards the dense part; adapters are left to the experts."""
+    gradients = []
+    for sharded in (False, True):
+        model = model_of(shared, "adapters last", mesh_of(world))
+        adapted.fill(model[1].experts.adapter("default"), model[1].first_expert)
+        if sharded:
+            dense = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+            fully_shard(model, mesh=dense, ignored_params=pmoe.expert_parameters(model))
+        x, dy = inputs(rank, world)
+        (model(x) * dy).sum().backward()
+        gradients.append([whole(parameter.grad) for parameter in pmoe.lora_adapters(model).parameters()])
+    return [relative_error(ours, theirs) for ours, theirs in zip(*gradients, strict=True)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_fsdp_leaves_adapters_alone(shared: bool) -> None:
+    for errors in ranks(2).run(fsdp_job, shared):
+        assert max(errors) < EXACT

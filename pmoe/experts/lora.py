@@ -342,20 +342,20 @@ class LoraExperts(StackedExperts):
         if not self.active:
             return values
         adapter = self.adapter(self.active)
-        own_values = values[: self.num_own]
         matrices = values[self.num_own :]
-        like = own_values[0]
+        like = values[0]
         if adapter.shared and self.num_ranks > 1:
             anchor = torch.empty(0, device=like.device, requires_grad=True)
             matrices = list(SumOverRanks.apply(self.sum_shared, anchor, *matrices))  # type: ignore[no-untyped-call]
         of_weight = dict(zip(adapter.targets, zip(matrices[::2], matrices[1::2], strict=True), strict=True))
-        for weight, value in zip(WEIGHTS, own_values, strict=False):
+        call_values = values[: self.num_own]
+        for weight, value in zip(WEIGHTS, values, strict=False):
             experts, out_features, in_features = value.shape
             none = (like.new_empty(experts, 0, in_features), like.new_empty(experts, out_features, 0))
             down, up = of_weight.get(weight, none)
             scaled = up if adapter.scale == 1 or not up.numel() else up * adapter.scale
-            own_values += [down.to(like.dtype), scaled.to(like.dtype)]
-        return own_values
+            call_values += [down.to(like.dtype), scaled.to(like.dtype)]
+        return call_values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
         super().check_operands(values[: self.num_own])
@@ -423,9 +423,8 @@ class LoraExperts(StackedExperts):
 
     def weights(self, parameters: Sequence[Tensor]) -> Any:
         """Returns (w1, w2, b1, b2). w1 and w2 are `AdaptedWeight` if the call has adapters of them."""
-        own = len(parameters) if len(parameters) <= self.num_own else self.num_own
-        w1, w2, b1, b2 = super().weights(parameters[:own])
-        matrices = parameters[own:]
+        w1, w2, b1, b2 = super().weights(parameters[: self.num_own])
+        matrices = parameters[self.num_own :]
         if not matrices:
             return w1, w2, b1, b2
         down_1, up_1, down_2, up_2 = matrices

@@ -180,6 +180,8 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
 
     merged: the result of `merge_lora` for this model.
 
+    Collective: every rank must call it.
+
     Raises ValueError if the model has other layers, or a layer has an adapter of this name.
     """
     check_kind(MergedLora, "what pmoe.merge_lora returned", merged=merged)

@@ -19,6 +19,7 @@ from pmoe.experts.marks import is_expert
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import adapted
 from tests.adapted import ALPHA, RANK
+from tests.gloo import test_footprint
 from tests.gloo.kit import build, counted_collectives, error_of, inputs, one_step
 from tests.kit import AUX
 from tests.pool import Pool, ranks
@@ -66,6 +67,7 @@ def step_job(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[s
     return [(name, error) for name, error in errors if not error < EXACT]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
@@ -441,3 +443,28 @@ def fsdp_job(rank: int, world: int, shared: bool) -> list[float]:
 def test_fsdp_leaves_adapters_alone(shared: bool) -> None:
     for errors in ranks(2).run(fsdp_job, shared):
         assert max(errors) < EXACT
+
+
+def bytes_job(rank: int, world: int, pair: Any, n: int, shared: bool) -> tuple[float, float, int]:
+    layer = test_footprint.build(pipeline=n, memory_reuse=pair)
+    full = layer.predict_memory(test_footprint.TOKENS).gradients
+    pmoe.add_lora(layer, rank=8, alpha=12, shared=shared)
+    num_tokens = test_footprint.TOKENS - 37 * rank
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, test_footprint.D_MODEL, generator=generator)
+    found = test_footprint.step_bytes(layer, x)
+    exact = layer.predict_memory(num_tokens, layer.row_counts)
+    bound = layer.predict_memory(test_footprint.TOKENS)
+    return exact.peak / found.peak, bound.peak / found.peak, full - bound.gradients
+
+
+@pytest.mark.parametrize(
+    "pair, world, n, shared", [(False, 2, 4, False), (ALL_PAIRS[0], 2, 4, True), (ALL_PAIRS[-1], 4, 1, False)]
+)
+def test_the_peak_on_every_rank_is_within_two_percent_of_the_prediction(
+    pair: Any, world: int, n: int, shared: bool
+) -> None:
+    for exact, bound, saved in ranks(world).run(bytes_job, pair, n, shared):
+        assert exact == pytest.approx(1, rel=0.02)
+        assert bound >= 1
+        assert saved > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.comm.hierarchical import HierarchicalExchange
 from pmoe.engine.variants.padding import PaddedRowCounts
 from pmoe.experts.operands import local_part
+from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
@@ -107,6 +109,21 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         copies=copies_at_most(modules),
         relays=dispatch.topology.max_local if isinstance(dispatch, HierarchicalExchange) else 0,
     )
+
+
+def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
+    """Returns the sizes of a layer that all ranks share, and by which they choose.
+
+    A user may freeze parameters on some ranks only. So ``requires_grad`` does not count here: an adapter is
+    taken to be all that is trained where one is in use, and all parameters elsewhere.
+
+    rows_TM: (T, M), rows of T tokens with M = d_model columns.
+    """
+    sizes = memory_shape(modules, rows_TM)
+    beside_adapter = 0
+    if isinstance(modules.experts, StackedExperts) and sizes.columns.adapter:
+        beside_adapter = _elements_of(parameter for _, parameter in modules.experts.own_parameters())
+    return replace(sizes, frozen_parameters=beside_adapter)
 
 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:

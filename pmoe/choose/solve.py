@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import memory_shape
+from pmoe.call.sizes import agreed_sizes
 from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import digest, largest
 from pmoe.comm.base import Exchange, FlatAllToAll
@@ -208,7 +208,7 @@ def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
     gradient), four rows of hidden columns, and six 4-byte numbers for each expert, which a gate keeps for its
     backward pass.
     """
-    sizes = memory_shape(modules, rows_TM)
+    sizes = agreed_sizes(modules, rows_TM)
     return 4 * (sizes.d_model + sizes.columns.hidden + sizes.columns.scratch) * sizes.element_size + (
         24 * sizes.num_experts
     )
@@ -402,7 +402,7 @@ def step_costs(
     """
     options = modules.options
     operations, lines = module_lines(modules, rows_TM, most_bytes)
-    sizes = memory_shape(modules, rows_TM)
+    sizes = agreed_sizes(modules, rows_TM)
     make_costs = functools.partial(layer_costs, sizes, operations, num_tokens, rows_TM.device.type)
     if lines.expert is None:
         forward = make_costs(lines=lines)

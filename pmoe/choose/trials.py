@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import memory_shape, rows_of_call
+from pmoe.call.sizes import agreed_sizes, rows_of_call
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts, cuts
 from pmoe.comm.failures import publishing_failures
@@ -90,7 +90,7 @@ class TrialBatch:
     @property
     def sizes(self) -> LayerSizes:
         """Sizes of the layer (widths, experts, ranks), and bytes of an element of the experts' rows."""
-        return memory_shape(self.modules, self.inputs.x_TM)
+        return agreed_sizes(self.modules, self.inputs.x_TM)
 
     def profile(self) -> Profile:
         """Returns the profile of this device and group: measured rates of products and messages.

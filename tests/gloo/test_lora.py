@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
+from pmoe.call.sizes import agreed_sizes
 from pmoe.experts.marks import is_expert
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import adapted
@@ -468,3 +469,25 @@ def test_the_peak_on_every_rank_is_within_two_percent_of_the_prediction(
         assert exact == pytest.approx(1, rel=0.02)
         assert bound >= 1
         assert saved > 0
+
+
+def chosen_alike_job(rank: int, world: int) -> list[Any]:
+    """One rank has frozen its experts, or its adapter: what the ranks choose from is the same."""
+    found: list[Any] = []
+    for adapts in (False, True):
+        layer = build(pipeline="solve")
+        if adapts:
+            pmoe.add_lora(layer, rank=1)
+        if rank == 1:
+            layer.experts.requires_grad_(False)
+        x, _ = inputs(rank, world)
+        found.append(agreed_sizes(layer.layer_modules, x))
+        one_step(layer, rank, world)
+        found.append((layer.ran.forward, layer.ran.backward))
+    return found
+
+
+def test_ranks_choose_alike_where_one_of_them_has_frozen_its_experts() -> None:
+    first, second = ranks(2).run(chosen_alike_job)
+    assert first == second
+    assert not first[0].frozen_parameters and first[2].frozen_parameters

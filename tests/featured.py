@@ -137,6 +137,7 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.MODULE_EXPERTS: sets("expert", mlp),
     Feature.OTHER_EXPERTS: Recipe("expert", lambda: {"expert": OwnExperts}),
     Feature.COPIES: sets("balance", 1),
+    Feature.ADAPTERS: Recipe("expert", dict),
 }
 
 
@@ -166,6 +167,9 @@ def build(features: Features) -> pmoe.MoELayer:
     if options.get("expert") is OwnExperts:
         options["expert"] = OwnExperts(M, H, E * shard.count // world, shard=shard, dtype=F64)
     layer = switched_layer(M, H, E, K, dtype=F64, **options)
+    if Feature.ADAPTERS in features:
+        pmoe.add_lora(layer, rank=1, alpha=2)
+        layer.experts.requires_grad_()  # the weights are trained too, as those of all layers here
     fill(layer)
     if Feature.GRADIENTS in features:
         layer.gradients = Carried()
@@ -181,10 +185,16 @@ def values(name: str, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=F64)
 
 
-def whole_experts() -> dict[str, Tensor]:
-    """Parameters of all experts."""
+def whole_experts(adapted: bool = False) -> dict[str, Tensor]:
+    """Parameters of all experts, and of adapters of rank 1."""
     shapes = {"w1": (E, H, M), "b1": (E, H), "w2": (E, M, H), "b2": (E, M)}
+    if adapted:
+        shapes |= {"w1_A": (E, 1, M), "w1_B": (E, H, 1), "w2_A": (E, 1, H), "w2_B": (E, M, 1)}
     return {name: values(name, *shape) for name, shape in shapes.items()}
+
+
+def is_adapted(layer: pmoe.MoELayer) -> bool:
+    return Feature.ADAPTERS in layer.layer_modules.features
 
 
 def tokens(rank: int) -> tuple[Tensor, Tensor]:
@@ -203,6 +213,7 @@ def own_part(layer: pmoe.MoELayer, whole: dict[str, Tensor]) -> dict[str, Tensor
         "w2": whole["w2"][local, :, columns],
         "b2": whole["b2"][local],
     }
+    own |= {f"adapters.default.{name}": value[local] for name, value in whole.items() if name[2:3] == "_"}
     if not layer.experts.are_modules:
         return {f"experts.{name}": value for name, value in own.items()}
     names = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}
@@ -216,7 +227,7 @@ def own_part(layer: pmoe.MoELayer, whole: dict[str, Tensor]) -> dict[str, Tensor
 @torch.no_grad()
 def fill(layer: pmoe.MoELayer) -> None:
     """Gives a layer the values that all layers here have. Gates are bent to be uneven."""
-    experts = own_part(layer, whole_experts())
+    experts = own_part(layer, whole_experts(is_adapted(layer)))
     layer.to(F64)
     for name, parameter in layer.named_parameters():
         parameter.copy_(experts[name] if name in experts else values(name, *parameter.shape))
@@ -251,7 +262,7 @@ def found(layer: pmoe.MoELayer, call: Any = None) -> dict[str, Tensor | None]:
 
 def expected(layer: pmoe.MoELayer) -> dict[str, Tensor]:
     """The same by the plain definition. Experts' gradients are sums over all ranks' tokens."""
-    whole = {name: value.requires_grad_() for name, value in whole_experts().items()}
+    whole = {name: value.requires_grad_() for name, value in whole_experts(is_adapted(layer)).items()}
     loss, own = torch.zeros((), dtype=F64), {}
     for other in range(layer.ranks.size):
         x, dy = tokens(other)
@@ -293,7 +304,10 @@ def _of_rank(
     return (y * 3 if hooked else y), routing.l_aux
 
 
-def _feed_forward(rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+def _feed_forward(rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, **adapter: Tensor) -> Tensor:
+    if adapter:  # alpha / rank is 2
+        w1 = w1 + 2 * adapter["w1_B"] @ adapter["w1_A"]
+        w2 = w2 + 2 * adapter["w2_B"] @ adapter["w2_A"]
     return F.gelu(rows @ w1.t() + b1) @ w2.t() + b2
 
 

@@ -43,6 +43,12 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
         with pytest.raises(ValueError, match=sentence(Feature.SHARDED)):  # whoever might compute them
             build(features)
         return []
+    without = {Feature.SHARDED, Feature.COPIES} & {*features}
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if Feature.ADAPTERS in features and without and several:
+        with pytest.raises(ValueError, match="adapters|are sharded"):  # pmoe.add_lora says why
+            build(features)
+        return []
     asked = {
         *build([feature for feature in features if feature not in LATE]).layer_modules.features,
         *features,

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from pmoe.call.modules import LayerModules
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
-PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
+PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu", "pmoe.experts.lora")
 """The Python modules of the gates and experts that the kernels compute.
 
-A subclass in another module may compute something else, so the kernels refuse it.
+A subclass in another module may compute something else, so the kernels refuse it. Experts with adapters have
+a feature of their own.
 """
 
 
@@ -85,5 +86,6 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.MODULE_EXPERTS: modules.experts.are_modules,
         Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
         Feature.COPIES: bool(options.balance) and modules.ranks.size > 1,
+        Feature.ADAPTERS: experts_kind.__module__ == "pmoe.experts.lora",
     }
     return frozenset(feature for feature, holds in is_asked.items() if holds)

@@ -149,7 +149,7 @@ class LayerModules(PassModules):
         """
         modules = (self.experts, self.gate, self.shared_expert, self.order, self.dispatch, self.combine)
         kinds = tuple(type(module) for module in modules)
-        return (self.options, *kinds, self.hooks is None, self.gradients is None)
+        return (self.options, *kinds, self.experts.setting, self.hooks is None, self.gradients is None)
 
     @functools.cached_property
     def ranks(self) -> Ranks:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
 from pmoe.comm.hierarchical import HierarchicalExchange
 from pmoe.engine.variants.padding import PaddedRowCounts
-from pmoe.experts.base import Experts
 from pmoe.experts.operands import local_part
+from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
@@ -85,8 +86,14 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         columns=columns,
         element_size=row_size,
         weight_size=max(4, row_size),
-        expert_parameters=_elements_of(modules.experts),
-        gate_parameters=sum(parameter.numel() for parameter in modules.gate.parameters()),
+        expert_parameters=_elements_of(modules.experts.used_parameters()),
+        frozen_parameters=_elements_of(
+            parameter for parameter in modules.experts.used_parameters() if not parameter.requires_grad
+        ),
+        scaled_parameters=modules.experts.num_scaled,
+        gate_parameters=sum(
+            parameter.numel() for parameter in modules.gate.parameters() if parameter.requires_grad
+        ),
         bypass_local=modules.stages.local,
         esp_size=modules.grid.esp.size,
         has_drops=Feature.EXTERNAL_ROUTING in modules.features
@@ -98,10 +105,25 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
-        shared_parameters=0 if shared_expert is None else _elements_of(shared_expert),
+        shared_parameters=0 if shared_expert is None else _elements_of(shared_expert.parameters()),
         copies=copies_at_most(modules),
         relays=dispatch.topology.max_local if isinstance(dispatch, HierarchicalExchange) else 0,
     )
+
+
+def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
+    """Returns the sizes of a layer that all ranks share, and by which they choose.
+
+    A user may freeze parameters on some ranks only. So ``requires_grad`` does not count here: an adapter is
+    taken to be all that is trained where one is in use, and all parameters elsewhere.
+
+    rows_TM: (T, M), rows of T tokens with M = d_model columns.
+    """
+    sizes = memory_shape(modules, rows_TM)
+    beside_adapter = 0
+    if isinstance(modules.experts, StackedExperts) and sizes.columns.adapter:
+        beside_adapter = _elements_of(parameter for _, parameter in modules.experts.own_parameters())
+    return replace(sizes, frozen_parameters=beside_adapter)
 
 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:
@@ -111,6 +133,6 @@ def copies_at_most(modules: LayerModules) -> CopyNumbers:
     return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks)
 
 
-def _elements_of(experts: Experts) -> int:
-    """Returns the number of elements of the experts' parameters that this rank holds."""
-    return sum(local_part(parameter).numel() for parameter in experts.parameters())
+def _elements_of(parameters: Iterable[Tensor]) -> int:
+    """Returns the number of elements of parameters, of any shape, that this rank holds."""
+    return sum(local_part(parameter).numel() for parameter in parameters)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import memory_shape
+from pmoe.call.sizes import agreed_sizes
 from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import digest, largest
 from pmoe.comm.base import Exchange, FlatAllToAll
@@ -222,7 +222,7 @@ def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer. Only their width, dtype and device are used.
     """
-    sizes = memory_shape(modules, rows_TM)
+    sizes = agreed_sizes(modules, rows_TM)
     return 4 * (sizes.d_model + sizes.columns.hidden + sizes.columns.scratch) * sizes.element_size + (
         24 * sizes.num_experts
     )
@@ -381,7 +381,7 @@ def layer_costs(
     else:
         # An expert computes two matrix products, and at worst each product is a kernel launch of its own.
         gemm = operations.gemm.line
-        row_multiply_adds = shape.d_model * (shape.columns.hidden + shape.columns.scratch)
+        row_multiply_adds = shape.multiply_adds
         launches = 2 * num_local * alphas(row_multiply_adds / 2, device_type)
         expert_line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
         expert_size = gathered_rows * row_multiply_adds
@@ -428,14 +428,20 @@ def step_costs(
     """
     options = modules.options
     operations, lines = module_lines(modules, rows_TM, most_bytes)
-    sizes = memory_shape(modules, rows_TM)
+    sizes = agreed_sizes(modules, rows_TM)
     make_costs = functools.partial(layer_costs, sizes, operations, num_tokens, rows_TM.device.type)
     if lines.expert is None:
         forward = make_costs(lines=lines)
         backward = make_costs(lines=lines, direction="backward").backward()
+        # Weight gradients take as long as gradients of rows, unless only an adapter is trained, or nothing.
+        trained = sizes.gradient_multiply_adds / sizes.multiply_adds
+        if trained != 1:
+            exp = LineCost(*((1 + trained) * number for number in vars(forward.exp).values()))
+            backward = replace(backward, exp=exp)
     else:
         forward = make_costs(lines.expert[0], lines)
         backward = make_costs(lines.expert[1], lines, "backward")
+        trained = 1.0
     if sizes.wires != AS_THEY_ARE:
         backward = replace(backward, again=(forward.a2a, forward.ag))
     make_options = functools.partial(
@@ -454,7 +460,7 @@ def step_costs(
         forward=_with_fixed(forward, fixed[0]),
         backward=_with_fixed(backward, fixed[1]),
         forward_options=make_options(direction="forward"),
-        backward_options=make_options(direction="backward"),
+        backward_options=make_options(direction="backward", wgrad_share=trained / (1 + trained)),
         copy_of_block=lines.order.alpha_seconds * len(kept_columns) * local_experts,
         copy_of_rows=lines.order.beta_seconds * sum(kept_columns) * rows * sizes.esp_size,
         sort=lines.sort(rows),
@@ -558,9 +564,9 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     """Returns the numbers of chunks, n in forward and m in backward, with the fewest predicted seconds.
 
     A step is simulated for every allowed pair (n, m) (`LayerModules.degree_pairs`). Of equally fast pairs,
-    the one with fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is fastest in the
-    forward pass. On a single rank the result is the pair with the fewest chunks. With a memory budget, only
-    pairs are allowed with which memory stays within the budget for any routing.
+    the one with fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is
+    fastest in the forward pass. On a single rank the result is the pair with the fewest chunks. With a memory
+    budget, only pairs are allowed with which memory stays within the budget for any routing.
 
     The seconds are predicted for the number of tokens of the rank that has most, rounded up to three
     significant binary digits, so that batches of similar size have the same n and m. The layer remembers the

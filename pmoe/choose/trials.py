@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import memory_shape, rows_of_call
+from pmoe.call.sizes import agreed_sizes, rows_of_call
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts, cuts
 from pmoe.comm.failures import publishing_failures
@@ -94,11 +94,11 @@ class TrialBatch:
 
     @property
     def sizes(self) -> LayerSizes:
-        """Sizes of the layer (widths, experts, ranks), and bytes of an element of the experts' rows.
+        """Sizes of the layer: widths, numbers of experts and ranks, and bytes of an element of a row.
 
         Of copies of busy experts, they have as many as the batch has, and not as many as the layer may have.
         """
-        sizes = memory_shape(self.modules, self.inputs.x_TM)
+        sizes = agreed_sizes(self.modules, self.inputs.x_TM)
         num_local = self.modules.experts.num_local_experts
         copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.ranks.size)
         return replace(sizes, copies=copies)

@@ -19,7 +19,7 @@ from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, f
 from pmoe.decide.route import is_fetched
 from pmoe.decide.stored_state import check_loaded
 from pmoe.experts.values import check_not_meta
-from pmoe.experts.wrapper_checks import COPIED, check_wrapped, sampled
+from pmoe.experts.wrapper_checks import COPIED, check_peft, check_wrapped, sampled
 from pmoe.warn import warn_once
 
 
@@ -41,6 +41,8 @@ def check_same_options(modules: LayerModules) -> None:
         changed = changed_options(cache.words, modules)
     enter_call(modules.ranks, changed)
     check_wrapped(modules.experts, set(modules.ranks.members))
+    if modules.experts_module is not modules.experts:
+        check_peft(modules.experts_module)
     if cache.differed is None or changed:
         # A library that hooks or wraps the experts may keep them on the meta device until it fetches them.
         if not is_fetched(modules):

@@ -4,6 +4,7 @@
     stacked          `StackedExperts`: two-layer experts; one tensor holds a weight of all experts of a rank
     ffn              feed-forward experts, and the nonlinearities
     swiglu           gated experts
+    lora             low-rank adapters of stacked experts
     borrowed         experts that compute with another module's parameters
     few_rows         their outputs for a call of few rows without gradients
     modules          experts that are a user's own modules

@@ -17,7 +17,7 @@ other ranks (Lancet, section 4: weight-gradient scheduling).
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +211,16 @@ class Experts(nn.Module, abc.ABC):
 
     `pmoe.parallelize` sets it to a function that averages gradients over ranks.
     """
+    replicated_names: tuple[str, ...] = ()
+    """The names of parameters that all experts of all ranks share, so that every rank holds the same copy.
+
+    They have no dimension that counts experts. An adapter that all experts share has them
+    (`pmoe.experts.lora`).
+    """
+    setting = ""
+    """Words for a setting of the experts that may change between calls, such as the adapter in use."""
+    num_scaled = 0
+    """The number of elements of parameters that a call copies, to multiply them by a factor."""
     operand_names: tuple[str, ...] = ()
     """The attribute names of the values that `operands` returns, such as "w1", in the order of its result.
 
@@ -319,6 +329,10 @@ class Experts(nn.Module, abc.ABC):
             "compute_alone(x): its class must implement that method"
         )
 
+    def used_parameters(self) -> Iterable[nn.Parameter]:
+        """Returns the parameters with which a call computes now. They may have any shape."""
+        return self.parameters()
+
     def note_operands(self) -> None:
         """Stores in `operand_names` the attribute names of the weights and biases, such as "w1".
 
@@ -390,6 +404,24 @@ class Experts(nn.Module, abc.ABC):
         device_type: "cpu" or "cuda", because some buffers are needed on one of them only.
         """
         return HiddenColumns()
+
+    def use_ranks(
+        self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int, first_expert: int
+    ) -> None:
+        """Stores the ranks over which the experts are spread, for parameters that all experts share.
+
+        This default does nothing, because there are none (`replicated_names`).
+
+        sum_shared: sums gradients, of any shape, over these ranks, in place; a collective.
+        num_ranks: the number of ranks.
+        first_expert: the number of this rank's first expert among all experts.
+        """
+
+    def reset_replicated(self) -> None:
+        """Draws new values, of any shape, for the parameters that all experts share.
+
+        This default does nothing, because there are none.
+        """
 
     @abc.abstractmethod
     def compute(

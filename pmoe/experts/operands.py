@@ -23,6 +23,9 @@ DERIVED = ("_orig", "_g", "_v")
 "_orig" belongs to pruning and to the older spectral_norm, "_g" and "_v" to the older weight_norm.
 """
 
+FROZEN_ROWS = "frozen_rows"
+"""Attribute of a parameter that lists the numbers of its frozen experts (`pmoe.freeze_experts`)."""
+
 
 def value_names(module: nn.Module) -> list[str]:
     """Returns the dotted attribute names of the weights and biases that a module computes with.
@@ -122,6 +125,11 @@ def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
             raise ValueError(
                 f"experts' {name} (parametrized, pruned or replaced) must be a plain parameter to be spread "
                 "over ranks: call pmoe.parallelize(model, mesh) before it is changed"
+            )
+        if hasattr(experts.get_parameter(name), FROZEN_ROWS):
+            raise ValueError(
+                f"experts' {name} (of which some experts are frozen) must be spread over ranks before: call "
+                "pmoe.freeze_experts after pmoe.parallelize(model, mesh)"
             )
 
 

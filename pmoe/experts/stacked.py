@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,9 @@ V = TypeVar("V")
 OPERANDS = ("w1", "w2", "b1", "b2")
 """Names of the weights and biases, in the order in which kernels take them. Experts have both biases or none.
 """
+
+HIDDEN_DIMS: dict[str, int | None] = {"w1": 1, "w2": 2, "b1": 1, "b2": None}
+"""The dimension of each weight and bias that counts hidden columns; None if there is none."""
 
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """Bytes of one block of rows that `input_gradient` processes at a time, by device type.
@@ -78,6 +81,10 @@ class StackedExperts(Experts):
     w2: nn.Parameter
     b1: nn.Parameter | None
     b2: nn.Parameter | None
+    product: Callable[..., Tensor] = staticmethod(expert_product)
+    """The function that multiplies rows by a weight of the experts."""
+    input_product: Callable[..., Tensor] = staticmethod(expert_input_gradient)
+    """The function that multiplies gradients of results by a weight of the experts."""
 
     @property
     def fused_activation(self) -> str | None:
@@ -201,15 +208,18 @@ class StackedExperts(Experts):
         return F.linear(activate(self.activation, hidden), w2[0], None if b2 is None else b2[0])
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
-        dims = {"w1": 1, "w2": 2, "b1": 1, "b2": None}
         names = value_names(self)
         # Only a subclass knows how to split parameters that it added.
-        return {name: dims[name] for name in names} if set(names) <= set(dims) else None
+        return {name: HIDDEN_DIMS[name] for name in names} if set(names) <= set(HIDDEN_DIMS) else None
 
     def keep(self, experts: slice, shard: Shard) -> None:
         if self.hidden_dims() is None:
             super().keep(experts, shard)  # raises TypeError
         keep_part(self, experts, shard)
+
+    def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Returns the weights and biases of the experts themselves as pairs (name, parameter)."""
+        return self.named_parameters()
 
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:
@@ -228,7 +238,7 @@ class StackedExperts(Experts):
             "b1": (self.hidden_factor, self.all_hidden),
             "b2": (d_model,),
         }
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.own_parameters():
             bound = 1 / math.sqrt(d_model if name in ("w1", "b1") else self.all_hidden)
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             values = torch.empty(whole_shapes[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
@@ -316,12 +326,12 @@ class StackedExperts(Experts):
             )  # fmt: skip
         else:
             assert hidden_NG is not None and expert_rows.slots is None
-            expert_product(rows_NM, w1, groups, b1, out=hidden_NG)
+            self.product(rows_NM, w1, groups, b1, out=hidden_NG)
             self.activate(hidden_NG, active_NH)
         if not keep:
             hidden_NG = None  # frees it before T_DO is allocated
         out = expert_rows.new("T_DO", w2.shape[1]) if expert_rows.out is None else expert_rows.out
-        expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
+        self.product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
 
     def _fused(
@@ -344,7 +354,7 @@ class StackedExperts(Experts):
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
         w1, _, b1, _ = self.weights(expert_rows.parameters)
         hidden_NG = expert_rows.new("T_M", w1.shape[1])
-        expert_product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG)
+        self.product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG)
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def join(
@@ -400,7 +410,7 @@ class StackedExperts(Experts):
             grad_weight_N = grad_weight_N.to(weight_N.dtype)
         else:
             grad_active_NH = _first(grad_hidden_NG, num_hidden, 1)
-            expert_input_gradient(grad_NM, w2, groups, out=grad_active_NH)
+            self.input_product(grad_NM, w2, groups, out=grad_active_NH)
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
                 scratch = expert_rows.new("scratch", num_hidden, min(rows, grad_NM.shape[0]))
@@ -428,7 +438,7 @@ class StackedExperts(Experts):
                 else:
                     grad_weight.add_((grad @ b2_M[expert]).to(grad_weight.dtype))
         out = expert_rows.new("dT_DI", w1.shape[2]) if expert_rows.out is None else expert_rows.out
-        expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
+        self.input_product(grad_hidden_NG, w1, groups, out=out)
         if not weighs_active:
             grad_NM.mul_(scale_N1)
         return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM)
@@ -500,7 +510,7 @@ def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
     num_experts = experts.stop - experts.start
     num_columns = stacked.all_hidden // shard.count
     for name, dim in (stacked.hidden_dims() or {}).items():
-        parameter = getattr(stacked, name)
+        parameter = stacked.get_parameter(name)
         parts = stacked.hidden_factor if dim == 1 else 1
         shape = [num_experts, *parameter.shape[1:]]
         if dim is not None:
@@ -513,7 +523,8 @@ def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
                 columns = part.unflatten(dim, (parts, stacked.all_hidden))
                 part = columns.narrow(dim + 1, shard.index * num_columns, num_columns)
             part = part.reshape(shape).clone()
-        replace_parameter(stacked, name, part)
+        path, _, own_name = name.rpartition(".")
+        replace_parameter(stacked.get_submodule(path), own_name, part)
     stacked.num_local_experts = num_experts
     stacked.shard = shard
     stacked.mark_parameters()

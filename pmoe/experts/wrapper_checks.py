@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.experts.base import Experts
@@ -60,6 +61,24 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
             raise ValueError(
                 f"experts' parameters must not be in {wrapper}, which treats them as the same on every rank. "
                 f"Build the model again and wrap it by {RIGHT[wrapper]}"
+            )
+
+
+def check_peft(experts_module: nn.Module) -> None:
+    """Raises ValueError if PEFT adapts stacked weights (``target_parameters``) of experts on several ranks.
+
+    PEFT's adapter would hold the matrices of this rank's experts only, under the same name on every rank. So
+    PEFT would save those of one rank, and could not load them on another number of ranks.
+
+    experts_module: the module in the place of the layer's experts.
+    """
+    for module in experts_module.modules():
+        kind = type(module)
+        if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
+            raise ValueError(
+                f"target_parameters (with {module.parameter_name} of experts) must leave out experts that "
+                "are spread over ranks: PEFT would save the adapters of one rank as if these were all. Call "
+                "pmoe.add_lora(model, rank=...) after peft.get_peft_model, which adapts the rest"
             )
 
 

@@ -488,12 +488,15 @@ class MoELayer(OldAttributes, nn.Module):
 
         Every rank must call this method. Raises what `check_spread` raises, before anything is changed.
         """
+        from pmoe.layer import reshard
+
         self.check_spread(mesh)
         self.grid = construct.make_grid(None, mesh)
         self._bind_to_ranks()
         self.layer_modules.experts.keep(
             slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard
         )
+        reshard.share_ranks(self.layer_modules.experts, self.grid)
         self.last = LastCall()
         self.cache = LayerCache()
         # What was loaded before had all experts, so the ranks need not compare which experts they loaded.

@@ -8,8 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.call.modules import LayerModules
+from pmoe.comm.gradient_sum import sum_over_ranks
+from pmoe.comm.grid import Grid
 from pmoe.comm.topology import dimensions_of, grid_of_mesh
 from pmoe.experts import initialise, seeded
+from pmoe.experts.base import Experts
 from pmoe.experts.operands import check_own_parameters
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.wrapper_checks import sampled
@@ -56,6 +59,16 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
         raise ValueError('pad_to_capacity (True) must be False if experts are split over "esp"')
 
 
+def share_ranks(experts: Experts, grid: Grid) -> None:
+    """Tells experts the ranks over which they are spread, for parameters that all experts share.
+
+    grid: the ranks of the layer.
+    """
+    stage = "summing the gradients of what all experts share"
+    first_expert = grid.ep.rank * experts.num_local_experts
+    experts.use_ranks(functools.partial(sum_over_ranks, grid.ep, stage), grid.ep.size, first_expert)
+
+
 def reset_parameters(modules: LayerModules) -> None:
     """Draws new random values for all parameters of a layer.
 
@@ -78,6 +91,7 @@ def reset_parameters(modules: LayerModules) -> None:
         elif experts is not None and experts.are_modules:
             resets = [functools.partial(reset_modules, module) for module in experts.as_modules()]
             seeded(lambda i: resets[i](), first_expert=first_number, count=len(resets))  # noqa: B023
+    modules.experts.reset_replicated()
     if modules.shared_gate is not None:
         reset_modules(modules.shared_gate)
     modules.experts.built = sampled(modules.experts) if modules.ranks.size > 1 else ""

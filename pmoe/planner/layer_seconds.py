@@ -73,11 +73,10 @@ def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kin
     rows: number of rows of one task.
     """
     hidden, active, size = sizes.columns.hidden, sizes.columns.scratch, sizes.element_size
-    of_row = sizes.d_model * (hidden + active)
     weights = sizes.d_model * sizes.num_experts / sizes.ep_size
     return {
-        Kind.COMPUTE: profile.products(rows * of_row, weights * (hidden + active)),
-        Kind.WGRAD: profile.compute(rows * of_row),
+        Kind.COMPUTE: profile.products(rows * sizes.multiply_adds, weights * (hidden + active)),
+        Kind.WGRAD: profile.compute(rows * sizes.gradient_multiply_adds),
         Kind.RECOMPUTE: profile.products(rows * sizes.d_model * hidden, weights * hidden),
         Kind.COPY_ROWS_OUT: profile.copy_out(rows * sizes.d_model * size),
         Kind.COPY_HIDDEN_OUT: profile.copy_out(rows * hidden * size),
@@ -104,6 +103,7 @@ def simulated_step(
         restore = choice.restore
         rearranged = choice.rearranged
         schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
+        schedule = schedule.frozen if sizes.is_frozen else schedule
         alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n, direction))
         if profile.interference == Interference():  # no lane is slowed: the simpler simulation is faster
             simulated[direction] = simulate(schedule.tasks, alone)

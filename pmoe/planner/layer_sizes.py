@@ -77,7 +77,10 @@ class LayerSizes:
     element_size: bytes of an element of the rows.
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
-    gate_parameters: elements of the gate.
+    frozen_parameters: how many of these elements need no gradient.
+    scaled_parameters: how many of these elements a call copies, because it multiplies them by a factor: the
+        scale of an adapter's B.
+    gate_parameters: elements of the gate that need a gradient.
     bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
     has_drops: whether some choices of a token may have no row, because the chosen expert is full.
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
@@ -103,6 +106,8 @@ class LayerSizes:
     weight_size: int
     expert_parameters: int
     gate_parameters: int
+    frozen_parameters: int = 0
+    scaled_parameters: int = 0
     bypass_local: bool = True
     has_drops: bool = False
     gate_scores: int = 1
@@ -115,6 +120,37 @@ class LayerSizes:
     merges: bool = False
     wires: Wires = AS_THEY_ARE
     copies: CopyNumbers = CopyNumbers()
+
+    @property
+    def trained_parameters(self) -> int:
+        """Elements of this rank's experts that need a gradient."""
+        return self.expert_parameters - self.frozen_parameters
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter of this rank's experts needs a gradient."""
+        return 0 < self.frozen_parameters == self.expert_parameters
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of one row in the experts' products in forward, those of an adapter included."""
+        columns = self.columns
+        widths = columns.hidden + columns.scratch
+        return self.d_model * widths + columns.adapter * (2 * self.d_model + widths)
+
+    @property
+    def gradient_multiply_adds(self) -> int:
+        """Multiply-adds of one row in the products of weight gradients (tasks W and LW).
+
+        0 if the experts are frozen. If only an adapter is trained, each of its matrices needs two products.
+        """
+        columns = self.columns
+        widths = columns.hidden + columns.scratch
+        if self.is_frozen:
+            return 0
+        if columns.adapter and 2 * self.frozen_parameters > self.expert_parameters:
+            return 2 * columns.adapter * (2 * self.d_model + widths)
+        return self.d_model * widths + 2 * columns.adapter * (2 * self.d_model + widths)
 
     @property
     def expert_bytes(self) -> int:

@@ -113,7 +113,8 @@ def predict(
     # SoftMoE saves the experts' results; if backward sends T_DI again, also the mixed rows that were sent.
     copies = copy_bytes(sizes, backward, restore)
     mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
-    saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures + copies.saved
+    scaled = sizes.scaled_parameters * sizes.element_size
+    saved = rows_T + sum(kept.values()) + shared + small + cast + scaled + mixtures + copies.saved
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
@@ -136,8 +137,9 @@ def predict(
     gate_backward = (
         (4 if call.spread == "mixed" else 3) * rows_T + wide_dx + small + _gate_gradients(sizes, call)
     )
-    gate_peak = gate_backward + parameters * sizes.element_size
-    gradients = parameters + sizes.gate_parameters
+    trained = sizes.trained_parameters + sizes.shared_parameters
+    gate_peak = gate_backward + trained * sizes.element_size
+    gradients = trained + sizes.gate_parameters
     return PredictedMemory(
         saved=saved,
         temporary=max(forward_work, backward_work),
@@ -404,6 +406,7 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 
     - the routing weights of the product's rows, the gradients of these weights, and the rows' indices;
     - the product's results, if they are computed in temporary memory and then copied to their buffer;
+    - the product of the rows with the first matrix of an adapter;
     - `SMALL`;
     - float32 copies of rows and weights, if bfloat16 or float16 rows are multiplied by float32 weights
       outside of a kernel.
@@ -411,13 +414,14 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     rows: numbers of rows of the pass.
     """
     unit = rows.largest_unit
-    num_bytes = unit * (4 * sizes.weight_size + INDEX + sizes.columns.staged * sizes.element_size) + SMALL
+    columns = sizes.columns.staged + sizes.columns.adapter
+    num_bytes = unit * (4 * sizes.weight_size + INDEX + columns * sizes.element_size) + SMALL
     widened = not sizes.columns.staged and sizes.element_size < WIDE
     return num_bytes + unit * sizes.d_model * 2 * WIDE * widened
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the bytes of the sums, over all chunks, of the gradients of the experts' parameters.
+    """Returns the bytes of the sums, over all chunks, of the gradients of the experts' trained parameters.
 
     If there are several additions in bfloat16 or float16, the sums are float32, because narrower sums would
     lose bits.
@@ -426,11 +430,12 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.travels)
     additions += bool(sizes.copies.sent)
-    narrow = sizes.expert_parameters * sizes.element_size
+    narrow = sizes.trained_parameters * sizes.element_size
     if sizes.element_size >= WIDE or additions < 2:
         return narrow
     # Several additions in bfloat16 would lose bits. So the sums are float32, and are rounded at the end.
-    return sizes.expert_parameters * WIDE + _largest_weight(sizes) * sizes.element_size
+    largest = min(_largest_weight(sizes), sizes.trained_parameters)
+    return sizes.trained_parameters * WIDE + largest * sizes.element_size
 
 
 def _largest_weight(sizes: LayerSizes) -> int:
@@ -629,7 +634,8 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
     live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live
     makes = MAKES[direction]
-    for task in build(n, sizes.stages).tasks:
+    schedule = build(n, sizes.stages)
+    for task in (schedule.frozen if sizes.is_frozen else schedule).tasks:
         i = task.chunk
         if task.kind in ENDS:
             live -= num_bytes(makes[ENDS[task.kind]].pending, i)
@@ -645,6 +651,8 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
         computing = max(
             computing, live + num_bytes(task_buffers.brief, i) + num_bytes(task_buffers.result, i)
         )
+        if sizes.is_frozen:  # no task of weight gradients will free them
+            live -= num_bytes(task_buffers.pending, i)
         live += num_bytes(late, i)
         leaving = max(leaving, live + num_bytes(task_buffers.result, i))
     return PassBytes(first, computing, leaving, live)

@@ -50,6 +50,7 @@ class Feature(str, enum.Enum):
     MODULE_EXPERTS = "experts ({experts}) are modules of one's own"
     OTHER_EXPERTS = "the experts are {experts}, neither ffn nor swiglu"
     COPIES = "busy experts may have copies (balance={balance})"
+    ADAPTERS = "experts have adapters (pmoe.add_lora; pmoe.merge_lora puts them into the weights)"
 
 
 F = Feature
@@ -73,7 +74,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     # Options that say how a call is cut into chunks and buffers are kept: the engine runs such a layer.
     "few rows": frozenset(
         {F.RANKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE}
-        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS}
+        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS}
     ),
     # A layer in a graph of torch.compile(model, backend="pmoe"). The backend chooses chunks itself.
     "whole graph": frozenset(
@@ -84,7 +85,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "padded counts": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
         | {F.WIRE, F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
-        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT}
+        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS}
     ),
     "one rank's counts": frozenset(
         {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS}
@@ -95,7 +96,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "memory budget": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.WIRE, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
-        | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT, F.COPIES}
+        | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT, F.COPIES, F.ADAPTERS}
     ),
 }
 SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
@@ -119,7 +120,7 @@ SUPPORTED["copies"] = frozenset(
     | {F.OTHER_EXPERTS, F.OFFLOADS, F.BUDGET, F.COPIES}
 )
 """A layer on several ranks with ``balance``, whose busy experts may have copies on other ranks."""
-SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
+SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT, F.ADAPTERS}
 """The features that each runner, source of row counts or prediction supports, by its name.
 
 The pipeline runner supports all features, because it computes the calls that no other runner takes.

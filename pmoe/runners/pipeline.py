@@ -224,7 +224,12 @@ class PipelineBackward:
         saved = map_saved_tensors(self.emptied, lambda _: next(remaining))
         saved.wanted = wanted
         with publishing_failures(self.plan.modules.grid.all, "a backward pass"):
-            return make_backward(self.plan, grad_TM, saved, Backward).run()
+            plain: type[Backward] = Backward
+            if not any(saved.inputs.like(wanted).parameters) and self.plan.modules.copies is None:
+                from pmoe.engine.variants.frozen import FrozenBackward
+
+                plain = FrozenBackward
+            return make_backward(self.plan, grad_TM, saved, plain).run()
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
         """Runs the first half of the pass, if the layer's schedule has two halves (`InputsFirst.fits`).

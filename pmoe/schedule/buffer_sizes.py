@@ -30,6 +30,7 @@ class HiddenColumns:
     scratch_rows: rows of a block. Backward computes some products for one block of rows at a time.
     staged: columns of the widest product that is computed in temporary memory and then copied to its buffer.
     graph: the most columns, of all tensors together, that autograd holds while it differentiates a block.
+    adapter: columns of the result of an adapter's first matrix, its rank; 0 without adapters.
     """
 
     hidden: int = 0
@@ -38,6 +39,7 @@ class HiddenColumns:
     scratch_rows: int = 0
     staged: int = 0
     graph: int = 0
+    adapter: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

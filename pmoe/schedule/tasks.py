@@ -221,6 +221,23 @@ class Schedule:
         return sum(task.kind in kinds for task in self.tasks)
 
     @functools.cached_property
+    def frozen(self) -> Schedule:
+        """This schedule for frozen experts: without the gradients of the experts' parameters (W, LW).
+
+        A task that waited for such a task waits for what that one waited for.
+        """
+        kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD)
+        waits_of: dict[str, tuple[str, ...]] = {}
+        tasks = []
+        for task in self.tasks:
+            waits = dict.fromkeys(name for before in task.waits for name in waits_of.get(before, (before,)))
+            if task.kind in kinds:
+                waits_of[task.name] = tuple(waits)
+            else:
+                tasks.append(replace(task, waits=tuple(waits)))
+        return replace(self, tasks=tuple(tasks))
+
+    @functools.cached_property
     def halves(self) -> tuple[Schedule, Schedule]:
         """This schedule without the gradients of parameters (W, LW, XW), and a schedule of these tasks alone.
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from pmoe.experts.lora import Adapter
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.operands import local_part
 from pmoe.layer import MoELayer
@@ -65,13 +66,15 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self._first_experts = dict[str, int]()
         for name, layer in model.named_modules():
+            if isinstance(layer, Adapter):
+                _check_adapter(name, layer)
             if isinstance(layer, MoELayer):
                 _check_names_differ(name, layer)
                 if isinstance(layer.layer_modules.experts, ModuleExperts):
-                    prefix = _unwrapped(model, f"{name}.experts.local".lstrip(".")) + "."
+                    prefix = unwrapped(model, f"{name}.experts.local".lstrip(".")) + "."
                     self._first_experts[prefix] = layer.first_expert
         self._by_parameter: dict[Tensor, str] = {
-            parameter: self.stored(_unwrapped(model, name)) for name, parameter in model.named_parameters()
+            parameter: self.stored(unwrapped(model, name)) for name, parameter in model.named_parameters()
         }
 
     def stored(self, name: str) -> str:
@@ -359,7 +362,19 @@ def _check_names_differ(name: str, layer: MoELayer) -> None:
         )
 
 
-def _unwrapped(model: nn.Module, name: str) -> str:
+def _check_adapter(name: str, adapter: Adapter) -> None:
+    """Raises ValueError if ranks hold different parts of an adapter under the same names.
+
+    name: name of the adapter in the model, for the message.
+    """
+    if adapter.num_ranks > 1 and not adapter.shared and adapter.is_plain:
+        raise ValueError(
+            f"{name} (spread over {adapter.num_ranks} ranks) must hold its parameters as DTensors, so that a "
+            "checkpoint can name them: call pmoe.parallelize(model, mesh)"
+        )
+
+
+def unwrapped(model: nn.Module, name: str) -> str:
     """Returns a module's or parameter's name without the parts that wrappers add.
 
     Wrappers are DistributedDataParallel, torch.compile and checkpoint_wrapper.

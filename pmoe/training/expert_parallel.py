@@ -9,7 +9,7 @@ DistributedDataParallel, the loss is the mean of the ranks' losses:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
 from pmoe.comm.agreement import all_fail_together, largest, same
-from pmoe.comm.failures import at_stage, wait_for
+from pmoe.comm.failures import at_stage
+from pmoe.comm.gradient_sum import sum_over_ranks
 from pmoe.comm.grid import Grid
-from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts
@@ -99,8 +99,10 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
             layer.spread(inner)
         layer.ranks.layer = name
         layer.ranks.takes_default = False  # DTensors stay on the mesh's groups
-        _take_first(layer.layer_modules.experts, copies, grid.esp)
-        _lay_out(layer.layer_modules.experts, mesh)
+        experts = layer.layer_modules.experts
+        take_first(experts, copies, grid.esp, names_of(experts))
+        take_first(experts, grid.ep, Ranks.single(), experts.replicated_names)
+        lay_out(experts, mesh, names_of(experts))
         layer.layer_modules.experts.is_parallelized = True
         if reduce:
             names = tuple(own for own, _ in layer.layer_modules.experts.named_parameters())
@@ -275,16 +277,7 @@ class MeanOverRanks:
         if not gradients:
             return
         torch._foreach_div_(list(gradients), self.num_ranks)
-        self.copies.reconnect()
-        if self.copies.size == 1:
-            return
-        with at_stage("summing the gradients of copies of experts", self.copies):
-            collectives.begun += len(gradients)
-            works = [
-                dist.all_reduce(gradient, group=self.copies.group, async_op=True) for gradient in gradients
-            ]
-            for work in works:
-                wait_for(work, self.copies.group, gradients[0].is_cuda)
+        sum_over_ranks(self.copies, "summing the gradients of copies of experts", gradients)
 
 
 def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -341,8 +334,13 @@ def _is_over(layer: MoELayer, grid: Grid) -> bool:
     return all(own.size == wanted.size == 1 or own.members == wanted.members for own, wanted in pairs)
 
 
+def names_of(experts: Experts) -> tuple[str, ...]:
+    """Returns the names of all parameters and buffers of experts."""
+    return tuple(name for name, _ in (*experts.named_parameters(), *experts.named_buffers()))
+
+
 @torch.no_grad()
-def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
+def take_first(experts: Experts, copies: Ranks, inside: Ranks, names: Collection[str]) -> None:
     """Makes the copies of experts equal by broadcasts from the first rank that holds a copy.
 
     DistributedDataParallel does the same for dense parameters.
@@ -356,7 +354,7 @@ def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
             continue
         dims = experts.hidden_dims() or {}
         for name, tensor in (*experts.named_parameters(), *experts.named_buffers()):
-            if tensor.is_meta or (ranks is inside and dims.get(name) is not None):
+            if name not in names or tensor.is_meta or (ranks is inside and dims.get(name) is not None):
                 continue
             whole = local_part(tensor).contiguous()
             with at_stage("taking the values of the first copy of experts", ranks):
@@ -364,16 +362,22 @@ def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
             local_part(tensor).copy_(whole)
 
 
-def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
-    """Replaces the experts' parameters, (E_local, ...) for E_local experts of this rank, by DTensors.
+def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
+    """Replaces parameters of experts, (E_local, ...) for E_local experts of this rank, by DTensors.
 
     Experts that are a user's modules are not changed.
+
+    names: the names of the parameters that are replaced, among those that `Experts.hidden_dims` has and those
+        that all experts share.
     """
-    for name, dim in (experts.hidden_dims() or {}).items():
+    dims = experts.hidden_dims() or {}
+    for name in (*dims, *experts.replicated_names):
+        if name not in names:
+            continue
         parameter = experts.get_parameter(name)
         placements: list[Placement] = []
         for along in mesh.mesh_dim_names or ():
-            split = {ACROSS: 0, INSIDE: dim}.get(along)
+            split = {ACROSS: 0, INSIDE: dims[name]}.get(along) if name in dims else None
             if split is None:
                 placements.append(Replicate())
                 continue

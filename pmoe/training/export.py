@@ -32,6 +32,7 @@ from pmoe.comm.agreement import all_fail_together, digest, largest, same
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.convert import LAYOUTS, Layout, LayoutName, parts_of
+from pmoe.experts.lora import check_no_adapters
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
@@ -183,6 +184,7 @@ class _Export:
         names: dict[str, str] = {}
         for name, layer in self.layers.items():
             experts = layer.layer_modules.experts
+            check_no_adapters(experts, f"layer {name!r} of the model")
             if not isinstance(experts, StackedExperts) or experts.hidden_dims() is None:
                 raise TypeError(
                     f"model has a layer {name!r} whose experts ({type(experts).__name__}) must be plain "

@@ -202,6 +202,12 @@ def _num_experts(state: State) -> int:
     Raises ValueError or TypeError if ``state`` is not the state dict of a whole layer.
     """
     check_kind(Mapping, "a state dict", state=state)
+    adapted = next((name for name in state if str(name).startswith("experts.adapters.")), None)
+    if adapted is not None:
+        raise ValueError(
+            f"state (with {adapted}) must be of a layer without adapters: call pmoe.merge_lora(model) or "
+            "pmoe.remove_lora(model) first"
+        )
     check_tensors(None, **{f"state[{name!r}]": value for name, value in state.items()})
     first = next((state[name] for name in ("experts.w1", "gate.weight") if name in state), None)
     if first is None or not first.dim():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_kind, check_not_negative, check_positive
 from pmoe.experts import seeded
+from pmoe.experts.lora import check_no_adapters
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
@@ -80,6 +81,7 @@ def copy_into_experts(
         raise ValueError(f"drop ({drop}) must be at most 1")
     check_positive(router_std=router_std)
     experts = layer.experts
+    check_no_adapters(layer.layer_modules.experts, "layer")
     if any(parameter.is_meta for parameter in experts.parameters()):
         raise ValueError("layer (on the meta device) must have values: call to_empty(device=...) before")
     router = getattr(layer.layer_modules.router, "weight", None)

@@ -51,6 +51,23 @@ def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(M, H), nn.Linear(H, M))
 
 
+def adapted() -> nn.Module:
+    made = layer()
+    pmoe.add_lora(made, rank=1)
+    return made
+
+
+def use_disabled(model: Any) -> None:
+    with pmoe.disable_lora(model):
+        pass
+
+
+def use_unmerge(**given: Any) -> None:
+    made = adapted()
+    merged = pmoe.merge_lora(made)
+    pmoe.unmerge_lora(**{"model": made, "merged": merged, **given})
+
+
 def trained() -> nn.Module:
     found = model()
     found(torch.randn(T, M)).sum().backward()
@@ -365,6 +382,17 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "GradientReducer": (pmoe.GradientReducer, with_right(pmoe.GradientReducer, model=model)),
     "GradScaler": (pmoe.GradScaler, with_right(pmoe.GradScaler, device=lambda: "cpu")),
     "parameter_groups": (pmoe.parameter_groups, with_right(pmoe.parameter_groups, parameters=model)),
+    "add_lora": (pmoe.add_lora, with_right(pmoe.add_lora, model=layer, rank=lambda: 1)),
+    "use_lora": (pmoe.use_lora, with_right(pmoe.use_lora, model=adapted, name=lambda: "default")),
+    "disable_lora": (pmoe.disable_lora, lambda **given: use_disabled(**{"model": adapted(), **given})),
+    "merge_lora": (pmoe.merge_lora, with_right(pmoe.merge_lora, model=adapted)),
+    "unmerge_lora": (pmoe.unmerge_lora, use_unmerge),
+    "remove_lora": (pmoe.remove_lora, with_right(pmoe.remove_lora, model=adapted)),
+    "lora_adapters": (pmoe.lora_adapters, with_right(pmoe.lora_adapters, model=adapted)),
+    "freeze_experts": (
+        pmoe.freeze_experts,
+        with_right(pmoe.freeze_experts, model=layer, experts=lambda: [0]),
+    ),
     "ExpertMuon": (pmoe.ExpertMuon, with_right(pmoe.ExpertMuon, model=layer)),
     "ExpertMuon.step": (pmoe.ExpertMuon.step, lambda **given: pmoe.ExpertMuon(layer()).step(**given)),
     "busiest_experts": (

@@ -29,6 +29,8 @@ LEFT_OUT: dict[str, str] = {
             "Loaded",
             "Traffic",
             "Meshes",
+            "MergedLora",
+            "FrozenExperts",
         ),
         "a record that pmoe makes",
     ),

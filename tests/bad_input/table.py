@@ -98,6 +98,17 @@ TAKEN: dict[str, dict[str, str]] = {
     "copy_into_experts": {
         "dense": NOTHING, "noise": SHARE, "drop": "0 1 0.5", "router_std": POSITIVE,
     },
+    "add_lora": {
+        "model": NOTHING, "rank": "1 2 numpy.int numpy.uint8", "alpha": POSITIVE, "targets": NOTHING,
+        "shared": FLAG, "name": "text",
+    },
+    "use_lora": {"model": NOTHING, "name": NOTHING},
+    "disable_lora": {"model": "module"},
+    "merge_lora": {"model": NOTHING, "name": NONE},
+    "unmerge_lora": {"model": NOTHING, "merged": NOTHING},
+    "remove_lora": {"model": NOTHING, "name": NONE},
+    "lora_adapters": {"model": NOTHING, "name": NONE},
+    "freeze_experts": {"model": NOTHING, "experts": "empty () list numpy.array integers"},
     "ExpertMuon": {
         "model": NOTHING, "lr": SHARE, "weight_decay": SHARE, "momentum": "0 0.5", "nesterov": FLAG,
         "ns_steps": COUNT, "adjust_lr_fn": NOTHING, "dtype": NOTHING,

@@ -267,8 +267,8 @@ PLANNER = (
         name="weights-read-for-nothing",
         breaks="chunks do not read the experts' weights anew: sixteen are as good as two",
         file="pmoe/planner/layer_seconds.py",
-        old="        Kind.COMPUTE: profile.products(rows * of_row, weights * (hidden + active)),\n",
-        new="        Kind.COMPUTE: profile.compute(rows * of_row),\n",
+        old="profile.products(rows * sizes.multiply_adds, weights * (hidden + active)),\n",
+        new="profile.compute(rows * sizes.multiply_adds),\n",
         tests="tests/unit/test_chosen_degrees.py",
     ),
     Plant(

@@ -1,0 +1,30 @@
+"""The backward pass of experts none of whose parameters needs a gradient: it has no tasks W and LW."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pmoe.engine.passes.backward import Backward
+from pmoe.engine.passes.base import ForwardState, Unit
+from pmoe.engine.plan.plan import Plan
+from pmoe.schedule.tasks import Schedule
+
+
+class FrozenBackward(Backward):
+    """A backward pass that computes gradients of rows and routing weights, and none of the experts.
+
+    What the task of weight gradients would read is freed as soon as the gradients of the rows are there.
+    """
+
+    schedule: Schedule
+
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
+        super().__init__(plan, grad_TM, saved)
+        self.schedule = self.schedule.frozen
+
+    def _input_gradient(
+        self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor, grad_weight_N: Tensor
+    ) -> None:
+        super()._input_gradient(unit, grad_NM, weight_N, out_NM, grad_weight_N)
+        del self.pending[unit]
+        self.rows.pop(unit, None)

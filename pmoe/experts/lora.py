@@ -1,0 +1,543 @@
+"""Computes low-rank adapters of stacked experts (LoRA, arXiv 2106.09685) inside each chunk.
+
+An adapter of rank R changes a weight of expert e by a product of two small matrices. Only these are trained:
+
+    weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R
+
+The product B @ A is never made. Rows go through A and then through B, beside the large product:
+
+    forward    T_M  = x W1^T + (x A^T) B^T                 (N, R) numbers more for the N rows of a chunk
+    backward   dT_DI = dT_M W1 + (dT_M B) A
+               gradient of B = dT_M^T (x A^T),  gradient of A = (dT_M B)^T x
+
+The second weight W2 has an A and a B of its own. W1 and W2 stay as they are, so they need no gradients.
+
+Letters: N rows, E experts of this rank, M = d_model, H hidden columns, G columns of T_M, the hidden
+activation before the nonlinearity (H, or 2H for gated experts); O output and I input features of a weight; R
+rank of an adapter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.experts.base import ExpertRows, Experts, Hidden, Shard
+from pmoe.experts.ffn import FFNExperts
+from pmoe.experts.operands import local_part, value_names
+from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
+from pmoe.experts.stacked import HIDDEN_DIMS, StackedExperts
+from pmoe.experts.swiglu import SwiGLUExperts
+from pmoe.kernels.registry import Form
+from pmoe.schedule.buffer_sizes import HiddenColumns
+
+WEIGHTS = ("w1", "w2")
+"""The weights that may have an adapter."""
+
+ADAPTERS = "adapters."
+"""The beginning of the names of all adapters' parameters among those of the experts."""
+
+
+class Adapter(nn.Module):
+    """One adapter of a layer's experts: the matrices A and B of each weight that it changes.
+
+    ``w1_A`` and ``w1_B`` belong to the weight w1, (E, O, I) for E experts of this rank with O output and I
+    input features:
+
+        for each expert     w1_A (E, R, I)    w1_B (E, O, R)
+        shared by all       w1_A (R, I)       w1_B (O, R)
+
+    A has random values and B zeros, so that a new adapter changes nothing.
+
+    shapes: (E, O, I) of each weight that gets an adapter, by name.
+    rank: R, the number of rows of A.
+    alpha: the factor of B @ A is alpha / rank.
+    shared: whether all experts of all ranks share one adapter.
+    device, dtype: of the parameters.
+
+    num_ranks: the number of ranks over which the experts are spread.
+    first_expert: the number of this rank's first expert among all experts.
+    """
+
+    num_ranks: int = 1
+    first_expert: int = 0
+    alpha: float
+    targets: tuple[str, ...]
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, int, int]],
+        *,
+        rank: int,
+        alpha: float,
+        shared: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        self.alpha = alpha
+        self.shared = shared
+        self.targets = tuple(shapes)
+        for name, (experts, out_features, in_features) in shapes.items():
+            lead = () if shared else (experts,)
+            for letter, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
+                values = torch.empty(*lead, *shape, device=device, dtype=dtype)
+                self.register_parameter(f"{name}_{letter}", nn.Parameter(values))
+
+    @property
+    def scale(self) -> float:
+        """The factor of B @ A."""
+        return self.alpha / self.rank
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the parameters are plain tensors and no DTensors."""
+        return not any(hasattr(parameter, "to_local") for parameter in self.parameters())
+
+    def of(self, weight: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """Returns A and B of the weight "w1" or "w2"."""
+        return self.get_parameter(f"{weight}_A"), self.get_parameter(f"{weight}_B")
+
+    @torch.no_grad()
+    def initialise(self, local_expert: int | None) -> None:
+        """Draws A of one expert from the CPU's generator, as `torch.nn.Linear` does, and sets B to zero.
+
+        local_expert: the expert's number on this rank; None draws an adapter that all experts share.
+        """
+        for weight in self.targets:
+            down, up = (local_part(parameter) for parameter in self.of(weight))
+            if down.is_meta:
+                continue
+            own_down, own_up = (down, up) if local_expert is None else (down[local_expert], up[local_expert])
+            bound = 1 / math.sqrt(own_down.shape[-1])
+            dtype = torch.promote_types(down.dtype, torch.float32)
+            own_down.copy_(torch.empty(own_down.shape, dtype=dtype, device="cpu").uniform_(-bound, bound))
+            own_up.zero_()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Returns what a state dict must have beside the matrices.
+
+        experts: the numbers of the experts whose matrices it has; None if all experts share one adapter, or
+        if the matrices are DTensors, which know their place.
+        """
+        down, _ = self.of(self.targets[0])
+        is_whole = self.shared or not self.is_plain
+        experts = None if is_whole else [self.first_expert, self.first_expert + down.shape[0]]
+        return {"alpha": self.alpha, "rank": self.rank, "shared": self.shared, "experts": experts}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Takes alpha from a state dict, because the matrices were trained with it.
+
+        Raises ValueError if the state dict has an adapter of another rank, or of other experts.
+        """
+        own = self.get_extra_state()
+        for name in ("rank", "shared"):
+            if state[name] != own[name]:
+                raise ValueError(
+                    f"{name} ({own[name]}) of the adapter must be that of the state dict, {state[name]}: "
+                    f"call pmoe.add_lora(model, {name}={state[name]!r}, ...) before loading"
+                )
+        if None not in (state["experts"], own["experts"]) and state["experts"] != own["experts"]:
+            first, end = state["experts"]
+            raise ValueError(
+                f"a state dict of the adapters of experts {first} to {end - 1} must not be loaded into those "
+                f"of experts {own['experts'][0]} to {own['experts'][1] - 1}: save and load with "
+                "pmoe.save_checkpoint and pmoe.load_checkpoint(folder, pmoe.lora_adapters(model)), both on "
+                "every rank and after pmoe.parallelize, or let every rank load its own file"
+            )
+        self.alpha = state["alpha"]
+
+    def extra_repr(self) -> str:
+        kind = "shared by all experts" if self.shared else "for each expert"
+        return f"rank={self.rank}, alpha={self.alpha}, {kind}, targets={', '.join(self.targets)}"
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight of all experts with its adapter. The matrix of expert e is base[e] + up[e] @ down[e].
+
+    base: (E, O, I), E matrices with O output and I input features.
+    down: A, (E, R, I), or (R, I) if all experts share it.
+    up: scale * B, (E, O, R), or (O, R) if all experts share it.
+    """
+
+    base: Tensor
+    down: Tensor
+    up: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(E, O, I), the shape of the weight."""
+        return self.base.shape
+
+    def lowered(self, rows_NI: Tensor, groups: RowGroups) -> Tensor:
+        """Returns rows @ A^T, (N, R), for rows (N, I) that are sorted by expert."""
+        if self.down.dim() == 2:
+            return rows_NI @ self.down.t()
+        return expert_product(rows_NI, self.down, groups)
+
+    def lowered_gradient(self, grad_NO: Tensor, groups: RowGroups) -> Tensor:
+        """Returns scale * grad @ B, (N, R), for the gradient (N, O) of results that are sorted by expert."""
+        if self.up.dim() == 2:
+            return grad_NO @ self.up
+        return expert_input_gradient(grad_NO, self.up, groups)
+
+    def add_gradients(
+        self,
+        grad_NO: Tensor,
+        rows_NI: Tensor,
+        groups: RowGroups,
+        of_down: GradientSum | None,
+        of_up: GradientSum | None,
+    ) -> None:
+        """Adds the gradients of ``down`` and ``up`` from some rows; None for one that needs no gradient.
+
+        grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+        rows_NI: (N, I), the rows of I input features that the results were computed from.
+        groups: where each expert's rows begin and end.
+        """
+        if of_up is not None:
+            _add_weight(of_up, grad_NO, self.lowered(rows_NI, groups), groups)
+        if of_down is not None:
+            _add_weight(of_down, self.lowered_gradient(grad_NO, groups), rows_NI, groups)
+
+
+def _add_weight(total: GradientSum, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> None:
+    """Adds grad^T @ rows to the sum of a gradient: for each expert, or over all rows if experts share it."""
+    if total.total.dim() == 2:
+        total.add(grad_NO.t() @ rows_NI)
+    else:
+        total.add_weight(grad_NO, rows_NI, groups)
+
+
+def _add_product(out_NO: Tensor, rows_NR: Tensor, matrix: Tensor, groups: RowGroups) -> None:
+    """Adds rows @ matrix[e] to ``out``, for the rows of each expert e.
+
+    out_NO: (N, O), changed in place.
+    rows_NR: (N, R), sorted by expert.
+    matrix: (E, R, O), or (R, O) if all experts share it.
+    """
+    if matrix.dim() == 2:
+        out_NO.addmm_(rows_NR, matrix)
+    elif out_NO.is_cuda:
+        out_NO.add_(expert_input_gradient(rows_NR, matrix, groups))
+    else:
+        for expert, rows, out in zip(
+            groups.with_rows, groups.split(rows_NR), groups.split(out_NO), strict=True
+        ):
+            out.addmm_(rows, matrix[expert])
+
+
+def adapted_product(
+    rows_NI: Tensor,
+    weight: Tensor | AdaptedWeight,
+    groups: RowGroups,
+    bias_EO: Tensor | None = None,
+    out: Tensor | None = None,
+    scale_N: Tensor | None = None,
+) -> Tensor:
+    """Returns what `expert_product` does, for a weight that may have an adapter."""
+    if isinstance(weight, Tensor):
+        return expert_product(rows_NI, weight, groups, bias_EO, out, scale_N)
+    out = expert_product(rows_NI, weight.base, groups, bias_EO, out)
+    _add_product(out, weight.lowered(rows_NI, groups), weight.up.transpose(-2, -1), groups)
+    return out if scale_N is None else out.mul_(scale_N.unsqueeze(1))
+
+
+def adapted_input_gradient(
+    grad_NO: Tensor, weight: Tensor | AdaptedWeight, groups: RowGroups, out: Tensor | None = None
+) -> Tensor:
+    """Returns what `expert_input_gradient` does, for a weight that may have an adapter."""
+    if isinstance(weight, Tensor):
+        return expert_input_gradient(grad_NO, weight, groups, out)
+    out = expert_input_gradient(grad_NO, weight.base, groups, out)
+    _add_product(out, weight.lowered_gradient(grad_NO, groups), weight.down, groups)
+    return out
+
+
+class LoraExperts(StackedExperts):
+    """Stacked experts with low-rank adapters, of which at most one is active.
+
+    A call's tensors are the weights, the biases, and then A and scale * B of w1 and of w2. A weight without
+    an adapter has matrices of rank 0. With no adapter active, there are only the weights and biases.
+
+    adapters: the adapters by name.
+    active: the name of the adapter that calls use; "" for none.
+    setting: the active adapter in words, which ranks compare.
+    sum_shared: a function that sums gradients over the ranks that the experts are spread over, in place. It
+        is a collective, for the gradients of a shared adapter.
+    num_ranks: the number of these ranks.
+    """
+
+    adapters: nn.ModuleDict
+    active: str
+    setting: str
+    sum_shared: Callable[[Sequence[Tensor]], None]
+    num_ranks: int
+    operand_names: tuple[str, ...]
+    replicated_names: tuple[str, ...]
+    product: Callable[..., Tensor] = staticmethod(adapted_product)
+    input_product: Callable[..., Tensor] = staticmethod(adapted_input_gradient)
+
+    @property
+    def fused_activation(self) -> str | None:
+        """None: pmoe's fused products have no place for an adapter."""
+        return None
+
+    def adapter(self, name: str) -> Adapter:
+        """Returns the adapter called ``name``."""
+        adapter = self.adapters[name]
+        assert isinstance(adapter, Adapter)
+        return adapter
+
+    def activate_adapter(self, name: str) -> None:
+        """Makes calls use the adapter called ``name``, or none if it is ""."""
+        self.active = name
+        self.setting = f"{name}: {self.adapter(name).extra_repr()}" if name else "none"
+        self.note_operands()
+
+    @property
+    def num_scaled(self) -> int:  # type: ignore[override]
+        """The number of elements of scale * B, which a call computes."""
+        if not self.active or self.adapter(self.active).scale == 1:
+            return 0
+        adapter = self.adapter(self.active)
+        return sum(local_part(adapter.of(weight)[1]).numel() for weight in adapter.targets)
+
+    def note_operands(self) -> None:
+        own_names = tuple(name for name in HIDDEN_DIMS if name[0] == "w" or self.has_bias)
+        self.operand_names = own_names
+        self.replicated_names = tuple(
+            f"{ADAPTERS}{name}.{own}"
+            for name in self.adapters
+            if self.adapter(name).shared
+            for own, _ in self.adapter(name).named_parameters()
+        )
+        if self.active:
+            adapter = self.adapter(self.active)
+            own_names += tuple(
+                f"{ADAPTERS}{self.active}.{weight}_{letter}" for weight in adapter.targets for letter in "AB"
+            )
+        self.operand_names = own_names
+
+    @property
+    def call_names(self) -> tuple[str, ...]:
+        """The names of a call's tensors. A weight without an adapter has names of matrices of rank 0."""
+        matrices = [f"{ADAPTERS}{self.active}.{weight}_{letter}" for weight in WEIGHTS for letter in "AB"]
+        return (*self.operand_names[: self.num_own], *(matrices if self.active else ()))
+
+    @property
+    def num_own(self) -> int:
+        """The number of weights and biases, which are the first of a call's tensors."""
+        return sum(not name.startswith(ADAPTERS) for name in self.operand_names)
+
+    def operands(self) -> list[Tensor]:
+        values = super().operands()
+        if not self.active:
+            return values
+        adapter = self.adapter(self.active)
+        matrices = values[self.num_own :]
+        like = values[0]
+        if adapter.shared and self.num_ranks > 1:
+            anchor = torch.empty(0, device=like.device, requires_grad=True)
+            matrices = list(SumOverRanks.apply(self.sum_shared, anchor, *matrices))  # type: ignore[no-untyped-call]
+        of_weight = dict(zip(adapter.targets, zip(matrices[::2], matrices[1::2], strict=True), strict=True))
+        call_values = values[: self.num_own]
+        for weight, value in zip(WEIGHTS, values, strict=False):
+            experts, out_features, in_features = value.shape
+            none = (like.new_empty(experts, 0, in_features), like.new_empty(experts, out_features, 0))
+            down, up = of_weight.get(weight, none)
+            scaled = up if adapter.scale == 1 or not up.numel() else up * adapter.scale
+            call_values += [down.to(like.dtype), scaled.to(like.dtype)]
+        return call_values
+
+    def check_operands(self, values: Sequence[Tensor]) -> None:
+        super().check_operands(values[: self.num_own])
+
+    def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return (pair for pair in self.named_parameters() if not pair[0].startswith(ADAPTERS))
+
+    def used_parameters(self) -> Iterable[nn.Parameter]:
+        of_others = {
+            id(parameter)
+            for name in self.adapters
+            if name != self.active
+            for parameter in self.adapter(name).parameters()
+        }
+        return (parameter for parameter in self.parameters() if id(parameter) not in of_others)
+
+    def hidden_dims(self) -> Mapping[str, int | None] | None:
+        names = value_names(self)
+        own_names = [name for name in names if not name.startswith(ADAPTERS)]
+        if not set(own_names) <= set(HIDDEN_DIMS):
+            return None
+        of_adapters = dict.fromkeys(
+            name for name in names if name.startswith(ADAPTERS) and name not in self.replicated_names
+        )
+        return {**{name: HIDDEN_DIMS[name] for name in own_names}, **of_adapters}
+
+    def keep(self, experts: slice, shard: Shard) -> None:
+        check_not_split(shard)
+        super().keep(experts, shard)
+
+    def use_ranks(
+        self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int, first_expert: int
+    ) -> None:
+        self.sum_shared = sum_shared
+        self.num_ranks = num_ranks
+        self._first_expert = first_expert  # private, because ranks compare public attributes
+        self.mark_parameters()
+
+    def mark_parameters(self) -> None:
+        super().mark_parameters()
+        for name in self.adapters:
+            adapter = self.adapter(name)
+            adapter.num_ranks = self.num_ranks
+            adapter.first_expert = self._first_expert
+            for parameter in adapter.parameters():
+                if adapter.shared:
+                    parameter.num_copies = self.num_ranks  # type: ignore[attr-defined]
+                else:
+                    parameter.stacked = True  # type: ignore[attr-defined]
+
+    def initialise_expert(self, local_expert: int) -> None:
+        super().initialise_expert(local_expert)
+        for name in self.adapters:
+            if not self.adapter(name).shared:
+                self.adapter(name).initialise(local_expert)
+
+    def reset_replicated(self) -> None:
+        for name in self.adapters:
+            if self.adapter(name).shared:
+                self.adapter(name).initialise(None)
+
+    def columns(self, device_type: str) -> HiddenColumns:
+        rank = self.adapter(self.active).rank if self.active else 0
+        return replace(super().columns(device_type), adapter=rank)
+
+    def weights(self, parameters: Sequence[Tensor]) -> Any:
+        """Returns (w1, w2, b1, b2). w1 and w2 are `AdaptedWeight` if the call has adapters of them."""
+        w1, w2, b1, b2 = super().weights(parameters[: self.num_own])
+        matrices = parameters[self.num_own :]
+        if not matrices:
+            return w1, w2, b1, b2
+        down_1, up_1, down_2, up_2 = matrices
+        return _adapted(w1, down_1, up_1), _adapted(w2, down_2, up_2), b1, b2
+
+    def input_gradient(
+        self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
+    ) -> tuple[Tensor, Tensor, Any]:
+        out, grad_weight_N, pending = super().input_gradient(grad_NM, expert_rows, weight_N, hidden)
+        return out, grad_weight_N, (pending, expert_rows.parameters)
+
+    def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
+        of_rows, parameters = pending
+        own_sums = sums[: self.num_own]
+        super().weight_gradient(of_rows, groups, own_sums)
+        rows_NM, grad_hidden_NG, active_NH, grad_out_NM = of_rows
+        w1, w2, _, _ = self.weights(parameters)
+        products = ((w1, grad_hidden_NG, rows_NM), (w2, grad_out_NM, active_NH))
+        of_adapters = sums[self.num_own :]
+        for (weight, grad, rows), of_down, of_up in zip(
+            products, of_adapters[::2], of_adapters[1::2], strict=False
+        ):
+            if isinstance(weight, AdaptedWeight):
+                weight.add_gradients(grad, rows, groups, of_down, of_up)
+
+    def _fused(
+        self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None
+    ) -> str | None:
+        return None
+
+
+class LoraFFNExperts(LoraExperts, FFNExperts):
+    """Feed-forward experts with low-rank adapters."""
+
+
+class LoraSwiGLUExperts(LoraExperts, SwiGLUExperts):
+    """Gated experts with low-rank adapters."""
+
+
+CLASSES: dict[type[StackedExperts], type[LoraExperts]] = {
+    FFNExperts: LoraFFNExperts,
+    SwiGLUExperts: LoraSwiGLUExperts,
+}
+"""The class that experts get together with their first adapter, by their own class."""
+
+
+def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight:
+    """Returns a weight with its adapter, or the weight alone if the adapter has rank 0."""
+    return AdaptedWeight(weight, down, up) if down.shape[-2] else weight
+
+
+def check_not_split(shard: Shard) -> None:
+    """Raises ValueError if each expert is split over ranks: gradients of A and B would be partial sums."""
+    if shard.count > 1:
+        raise ValueError(
+            f'mesh (with {shard.count} ranks along "esp") must not split experts that have adapters: spread '
+            'whole experts over "ep" alone, or merge the adapters first by pmoe.merge_lora(model)'
+        )
+
+
+def check_no_adapters(experts: Experts, what: str) -> None:
+    """Raises ValueError if experts have adapters, which a function that reads the weights alone would drop.
+
+    what: the function's argument, for the message.
+    """
+    if isinstance(experts, LoraExperts):
+        raise ValueError(
+            f"{what} (experts with adapters {', '.join(experts.adapters)}) must have plain experts, because "
+            "only the weights would be read: call pmoe.merge_lora(model) or pmoe.remove_lora(model) first"
+        )
+
+
+def with_adapters(experts: Experts) -> LoraExperts:
+    """Returns the experts, which now can have adapters. Their class is replaced; nothing else changes."""
+    if isinstance(experts, LoraExperts):
+        return experts
+    assert isinstance(experts, StackedExperts)
+    experts.__class__ = CLASSES[type(experts)]
+    assert isinstance(experts, LoraExperts)
+    experts.adapters = nn.ModuleDict()
+    experts.num_ranks = 1
+    experts._first_expert = 0
+    experts.activate_adapter("")
+    return experts
+
+
+def without_adapters(experts: LoraExperts) -> None:
+    """Gives experts their own class back, after their last adapter was removed."""
+    for name in ("adapters", "sum_shared", "num_ranks", "_first_expert", "active", "setting"):
+        delattr(experts, name)
+    experts.replicated_names = ()
+    own_class = next(own for own, kind in CLASSES.items() if kind is type(experts))
+    experts.__class__ = own_class  # type: ignore[assignment]
+    experts.note_operands()
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Returns matrices that all ranks share; its backward sums their gradients over the ranks.
+
+    Every rank computes the rows of its own experts, so each has a part of the gradient of a shared adapter.
+    All outputs ask for gradients, even if a rank has frozen the adapter, because ``anchor`` does: an empty
+    tensor that requires a gradient. So every rank starts the same collectives.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sum_shared: Callable[[Sequence[Tensor]], None], anchor: Tensor, *matrices: Tensor
+    ) -> Any:
+        ctx.sum_shared = sum_shared
+        return tuple(matrix.detach() for matrix in matrices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        sums = [gradient.contiguous() for gradient in gradients]
+        ctx.sum_shared(sums)
+        return None, None, *sums

@@ -1,0 +1,148 @@
+"""Keeps some of a model's experts as they are while the others are trained.
+
+All experts of a rank share one tensor for a weight, so ``requires_grad`` cannot freeze some of them.
+`freeze_experts` sets their gradients to zero after each backward pass, and undoes what an optimizer's step
+changes in them nevertheless: weight decay and momentum change values whose gradient is zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pmoe.arguments import check_module, is_int, list_of
+from pmoe.experts.marks import is_stacked
+from pmoe.experts.operands import FROZEN_ROWS, local_part
+from pmoe.experts.stacked import StackedExperts
+from pmoe.layer import MoELayer
+
+
+class FrozenExperts:
+    """The experts that a call of `freeze_experts` has frozen. `remove` lets them be trained again."""
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._hooks: list[Any] = []
+
+    def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
+        """Freezes some experts' part of a parameter, (E_local, ...) for the E_local experts of this rank.
+
+        experts: their numbers on this rank.
+        """
+        index = torch.tensor(experts, device=local_part(parameter).device)
+        setattr(parameter, FROZEN_ROWS, index)
+        self._parameters.append(parameter)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(_zero_frozen))
+
+    def remove(self) -> None:
+        """Lets the experts be trained again."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters:
+            vars(parameter).pop(FROZEN_ROWS, None)
+        self._hooks.clear()
+        self._parameters.clear()
+
+
+def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
+    """Freezes some experts of each `MoELayer` of a model, and leaves the others as they are.
+
+    Args:
+        model: the model, or a layer. The experts of its layers must be stacked ("ffn", "swiglu"). Adapters of
+            the frozen experts are frozen too, if each expert has its own.
+        experts: the numbers of the experts among all experts of a layer, from 0. A rank freezes those that it
+            holds.
+
+    After each backward pass the gradients of the frozen experts are zeros. An optimizer's step leaves their
+    values as they are, bit for bit. Call it after `pmoe.parallelize`. To freeze all experts, or the router,
+    call ``layer.experts.requires_grad_(False)`` or ``layer.gate.requires_grad_(False)``.
+
+    Returns an object whose method ``remove()`` lets the experts be trained again.
+
+    Raises ValueError or TypeError, before anything is changed, for a number that is no expert's, and for
+    experts that are not stacked or have frozen experts already.
+    """
+    check_module(model=model)
+    numbers = list_of("experts", experts)
+    layers = [
+        (name or "model", module) for name, module in model.named_modules() if isinstance(module, MoELayer)
+    ]
+    if not layers:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have a pmoe.MoELayer, whose experts are frozen"
+        )
+    for name, layer in layers:
+        _check(name, layer, numbers)
+    frozen = FrozenExperts()
+    for _, layer in layers:
+        first = layer.first_expert
+        local = sorted({int(n) - first for n in numbers if 0 <= int(n) - first < layer.num_local_experts})
+        for parameter in layer.layer_modules.experts.parameters() if local else ():
+            if is_stacked(parameter):
+                frozen._freeze(parameter, local)
+    _watch_optimizers()
+    return frozen
+
+
+def _check(name: str, layer: MoELayer, numbers: list[Any]) -> None:
+    """Raises ValueError or TypeError if experts of a layer cannot be frozen by these numbers."""
+    experts = layer.layer_modules.experts
+    if not isinstance(experts, StackedExperts) or not {"w1", "w2"} <= experts._parameters.keys():
+        raise TypeError(
+            f"{name} (experts {type(experts).__name__}) must have stacked experts with plain weights: call "
+            "requires_grad_(False) on an expert that is a module of its own"
+        )
+    for number in numbers:
+        if not is_int(number):
+            raise TypeError(f"experts ({number!r} among them) must be ints")
+        if not 0 <= number < layer.num_experts:
+            raise ValueError(
+                f"experts ({number} among them) must be numbers from 0 to {layer.num_experts - 1}, those of "
+                f"the experts of {name}"
+            )
+    if any(hasattr(parameter, FROZEN_ROWS) for parameter in experts.parameters()):
+        raise ValueError(
+            f"model (whose layer {name} has frozen experts already) must have none: call remove() on what "
+            "pmoe.freeze_experts returned first"
+        )
+
+
+@torch.no_grad()
+def _zero_frozen(parameter: Tensor) -> None:
+    """Sets the gradients of frozen experts to zero. It is a hook that runs after a gradient was added."""
+    assert parameter.grad is not None
+    local_part(parameter.grad)[getattr(parameter, FROZEN_ROWS)] = 0
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Makes every step of every optimizer of this process leave frozen experts as they are."""
+    register_optimizer_step_pre_hook(_remember)
+    register_optimizer_step_post_hook(_put_back)
+
+
+_before: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
+"""The values of frozen experts before the step that an optimizer is making, each with its parameter."""
+
+
+@torch.no_grad()
+def _remember(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Stores the values of frozen experts before a step."""
+    parameters = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    frozen = [tensor for tensor in parameters if hasattr(tensor, FROZEN_ROWS)]
+    if frozen:
+        _before[optimizer] = [(tensor, local_part(tensor)[getattr(tensor, FROZEN_ROWS)]) for tensor in frozen]
+
+
+@torch.no_grad()
+def _put_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Puts the values of frozen experts back after a step."""
+    for tensor, values in _before.pop(optimizer, ()):
+        local_part(tensor)[getattr(tensor, FROZEN_ROWS)] = values

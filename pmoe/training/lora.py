@@ -1,0 +1,456 @@
+"""Adds low-rank adapters (LoRA) to the experts of a model, chooses, merges and removes them.
+
+    add_lora        gives the experts of a model's layers an adapter, and freezes their weights
+    use_lora        chooses which of several adapters calls use
+    disable_lora    a context without adapters, for the reference model of DPO
+    merge_lora      adds an adapter to the weights and removes it; the layers are plain again
+    unmerge_lora    takes it out of the weights
+    remove_lora     removes an adapter
+    lora_adapters   the adapters as one module: for an optimizer, and for checkpoints of adapters alone
+
+`pmoe.experts.lora` computes with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from pmoe.arguments import (
+    check_count,
+    check_flag,
+    check_kind,
+    check_module,
+    check_positive,
+    list_of,
+    plain_int,
+)
+from pmoe.comm.agreement import all_fail_together, gathered
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.topology import ACROSS
+from pmoe.experts import seeded
+from pmoe.experts.lora import (
+    ADAPTERS,
+    CLASSES,
+    WEIGHTS,
+    Adapter,
+    LoraExperts,
+    check_not_split,
+    with_adapters,
+    without_adapters,
+)
+from pmoe.experts.operands import check_own_parameters, local_part
+from pmoe.experts.stacked import StackedExperts
+from pmoe.layer import MoELayer
+from pmoe.layer.reshard import share_ranks
+from pmoe.training.checkpoint_state import unwrapped
+from pmoe.training.expert_parallel import MeanOverRanks, lay_out, take_first
+
+DEFAULT = "default"
+"""The name of an adapter to which the user gave no name."""
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Iterable[str] = WEIGHTS,
+    shared: bool = False,
+    name: str = DEFAULT,
+) -> nn.Module:
+    """Gives the experts of each `MoELayer` of a model a low-rank adapter (LoRA, arXiv 2106.09685).
+
+    Args:
+        model: the model, or a layer. Layers inside it must have "ffn" or "swiglu" experts.
+        rank: R, the rank of each change of a weight, at least 1.
+        alpha: the change is alpha / rank * B @ A. None means ``rank``, so that the factor is 1.
+        targets: the weights that are changed: "w1", "w2" or both.
+        shared: whether all experts of a layer share one adapter. By default each expert has its own.
+        name: the name of the adapter. A model may have several, of which one is used at a time.
+
+    The new adapter is the one that calls use from now on. Its matrices are parameters of
+    ``layer.experts.adapters[name]``, and may be trained; the experts' own weights and biases, and other
+    adapters, are frozen (``requires_grad`` is False). Nothing else is frozen: to train adapters alone, call
+    ``model.requires_grad_(False)`` before this function.
+
+    Adapters are marked as parameters of experts, so data-parallel wrappers and `pmoe.GradientReducer` leave
+    them alone. Their initial values do not depend on the number of ranks. Call the function before or after
+    `pmoe.parallelize`, but before the optimizer is made.
+
+    Returns `lora_adapters` of the model. Collective: every rank must call it with the same arguments.
+
+    Raises ValueError or TypeError on every rank, before anything is changed, if an argument is wrong, if
+    arguments differ between ranks, or if a layer cannot have adapters.
+    """
+    layers = _layers(model)
+    rank = plain_int(rank)
+    ranks = max((layer.ranks for _, layer in layers), key=lambda ranks: ranks.size)
+    with all_fail_together(ranks, stage="comparing the arguments of add_lora"):
+        check_count(rank=rank)
+        check_flag("shared", shared)
+        check_positive(alpha=alpha)
+        names = _checked_targets(targets)
+        _check_name(name)
+        for layer_name, layer in layers:
+            _check_layer(layer_name, layer, rank, shared, names, name)
+        alpha = float(rank if alpha is None else alpha)
+    setting = f"rank={rank}, alpha={alpha}, targets={names}, shared={shared}, name={name!r}"
+    _check_same(ranks, setting)
+    for _, layer in layers:
+        _add(layer, rank, alpha, names, shared, name)
+    return lora_adapters(model, name)
+
+
+def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
+    """Makes the layers of a model use the adapter called ``name``, and makes it the one that is trained.
+
+    All other adapters are frozen. Every rank must call it before the same call of the model.
+
+    Raises ValueError if a layer has no adapter of this name.
+    """
+    for layer_name, layer in _layers(model):
+        _adapted(layer_name, layer, name)
+    for layer_name, layer in _layers(model):
+        _use(layer, _adapted(layer_name, layer, name), name)
+
+
+@contextlib.contextmanager
+def disable_lora(model: nn.Module) -> Iterator[None]:
+    """A context in which a model computes without adapters: the reference model of DPO, without a copy.
+
+    Layers without adapters are not changed. Every rank must enter it before the same call of the model.
+    """
+    layers = [
+        (layer, experts) for _, layer in _layers(model) if (experts := _lora_experts(layer)) is not None
+    ]
+    before = [experts.active for _, experts in layers]
+    try:
+        for layer, experts in layers:
+            _activate(layer, experts, "")
+        yield
+    finally:
+        for (layer, experts), name in zip(layers, before, strict=True):
+            _activate(layer, experts, name)
+
+
+@dataclass(frozen=True)
+class MergedLora:
+    """The adapters that `merge_lora` has added to the weights. `unmerge_lora` takes them out again.
+
+    name: the name of the adapter.
+    adapters: the adapter of each layer, by the layer's name in the model.
+    """
+
+    name: str
+    adapters: Mapping[str, Adapter]
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
+    """Adds an adapter to the weights of the experts, and removes it: W[e] += scale * B[e] @ A[e].
+
+    A layer without further adapters is then a plain layer: fused kernels, exports and checkpoints take it.
+    The weights stay frozen. A sum is rounded to the dtype of the weights.
+
+    name: the name of the adapter; None merges the one that calls use.
+
+    Returns the adapters, for `unmerge_lora`. Every rank must call it.
+
+    Raises ValueError if a layer has no such adapter, or uses none and name is None.
+    """
+    taken: dict[str, Adapter] = {}
+    found = [(layer_name, layer, _named(layer_name, layer, name)) for layer_name, layer in _layers(model)]
+    if len({own_name for _, _, (_, own_name) in found}) > 1:
+        raise ValueError("name (None) must be given, because the layers use different adapters")
+    for layer_name, layer, (experts, own_name) in found:
+        taken[layer_name] = experts.adapter(own_name)
+        _add_to_weights(experts, taken[layer_name], 1)
+        _remove(layer, experts, own_name)
+    return MergedLora(found[0][2][1], taken)
+
+
+@torch.no_grad()
+def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
+    """Undoes `merge_lora`: takes the adapters out of the weights, up to rounding, and uses them again.
+
+    merged: the result of `merge_lora` for this model.
+
+    Collective: every rank must call it.
+
+    Raises ValueError if the model has other layers, or a layer has an adapter of this name.
+    """
+    check_kind(MergedLora, "what pmoe.merge_lora returned", merged=merged)
+    layers = _layers(model)
+    if [name for name, _ in layers] != list(merged.adapters):
+        raise ValueError(
+            f"merged (of layers {', '.join(merged.adapters)}) must be of this model, whose layers are "
+            f"{', '.join(name for name, _ in layers)}"
+        )
+    for layer_name, layer in layers:
+        adapter = merged.adapters[layer_name]
+        _check_layer(layer_name, layer, adapter.rank, adapter.shared, adapter.targets, merged.name)
+    for layer_name, layer in layers:
+        experts = with_adapters(layer.layer_modules.experts)
+        _add_to_weights(experts, merged.adapters[layer_name], -1)
+        _attach(layer, experts, merged.adapters[layer_name], merged.name)
+
+
+def remove_lora(model: nn.Module, name: str | None = None) -> None:
+    """Removes an adapter from the layers of a model; None removes the one that calls use.
+
+    The layers then use no adapter, and a layer without further adapters is a plain layer. The weights stay
+    frozen. Every rank must call it.
+
+    Raises ValueError if a layer has no such adapter.
+    """
+    found = [(layer, _named(layer_name, layer, name)) for layer_name, layer in _layers(model)]
+    for layer, (experts, own_name) in found:
+        _remove(layer, experts, own_name)
+
+
+def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
+    """Returns the adapters of a model as one module, whose parameters are those of the model.
+
+    Pass its ``parameters()`` to an optimizer. `pmoe.save_checkpoint` and `pmoe.load_checkpoint` take it in
+    place of the model, and then save and load the adapters alone. Parameters have the same names as in the
+    model.
+
+    name: the name of the adapter; None takes the one that calls use.
+
+    Raises ValueError if a layer has no such adapter, or uses none and name is None.
+    """
+    root = nn.Module()
+    for layer_name, layer in _layers(model):
+        experts, own_name = _named(layer_name, layer, name)
+        path = "" if layer is model else f"{unwrapped(model, _path(model, layer))}."
+        *parents, last = f"{path}experts.{ADAPTERS}{own_name}".split(".")
+        owner = root
+        for part in parents:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.add_module(last, experts.adapter(own_name))
+    return root
+
+
+# ---- layers and their adapters
+
+
+def _layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
+    """Returns the MoE layers of a model with their names; "model" for a model that is itself a layer.
+
+    Raises TypeError if it is no module, ValueError if it has no layer.
+    """
+    check_module(model=model)
+    layers = [
+        (name or "model", module) for name, module in model.named_modules() if isinstance(module, MoELayer)
+    ]
+    if not layers:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have a pmoe.MoELayer, whose experts get adapters"
+        )
+    return layers
+
+
+def _path(model: nn.Module, layer: MoELayer) -> str:
+    """Returns the name of a layer in a model."""
+    names: list[str] = [name for name, module in model.named_modules() if module is layer]
+    return names[0]
+
+
+def _lora_experts(layer: MoELayer) -> LoraExperts | None:
+    """Returns the experts of a layer if they have adapters; else None."""
+    experts = layer.layer_modules.experts
+    return experts if isinstance(experts, LoraExperts) else None
+
+
+def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
+    """Returns the experts of a layer, which must have the adapter called ``name``.
+
+    Raises ValueError if they have not.
+    """
+    experts = _lora_experts(layer)
+    names = [] if experts is None else list(experts.adapters)
+    if experts is None or name not in names:
+        raise ValueError(
+            f"name ({name!r}) must be an adapter of {layer_name}, which has {', '.join(names) or 'none'}: "
+            f"call pmoe.add_lora(model, rank=..., name={name!r})"
+        )
+    return experts
+
+
+def _named(layer_name: str, layer: MoELayer, name: str | None) -> tuple[LoraExperts, str]:
+    """Returns the experts of a layer, and ``name``, or the name of the adapter in use if it is None.
+
+    Raises ValueError if the layer has no such adapter, or uses none and name is None.
+    """
+    if name is not None:
+        return _adapted(layer_name, layer, name), name
+    experts = _lora_experts(layer)
+    if experts is None or not experts.active:
+        raise ValueError(
+            f"name (None) must be given where no adapter is in use: {layer_name} has "
+            f"{', '.join([] if experts is None else experts.adapters) or 'none'} (pmoe.add_lora makes one)"
+        )
+    return experts, experts.active
+
+
+# ---- checks
+
+
+def _checked_targets(targets: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of weights in the order of `WEIGHTS`.
+
+    Raises ValueError or TypeError if there are none, or others.
+    """
+    chosen = [targets] if isinstance(targets, str) else list_of("targets", targets)
+    unknown = [target for target in chosen if target not in WEIGHTS]
+    if unknown or not chosen:
+        raise ValueError(
+            f"targets ({targets!r}) must be some of {', '.join(WEIGHTS)}, the weights of experts: pass "
+            f"targets={WEIGHTS}"
+        )
+    return tuple(weight for weight in WEIGHTS if weight in chosen)
+
+
+def _check_name(name: object) -> None:
+    """Raises TypeError or ValueError if a name cannot be a part of parameters' names."""
+    check_kind(str, "a string", name=name)
+    if not str(name).isidentifier() or hasattr(nn.ModuleDict, str(name)):
+        raise ValueError(
+            f"name ({name!r}) must be a Python identifier, and no attribute of torch.nn.ModuleDict"
+        )
+
+
+def _check_layer(
+    layer_name: str, layer: MoELayer, rank: int, shared: bool, targets: Iterable[str], name: str
+) -> None:
+    """Raises ValueError or TypeError if the experts of a layer cannot have an adapter with these settings."""
+    experts = layer.layer_modules.experts
+    if not isinstance(experts, StackedExperts) or type(experts) not in (*CLASSES, *CLASSES.values()):
+        raise TypeError(
+            f"{layer_name} (experts {type(experts).__name__}) must have plain ffn or swiglu experts to get "
+            "adapters: call pmoe.add_lora before tools that change the class of experts (parametrizations, "
+            "fully_shard); experts that are modules get adapters by peft.get_peft_model"
+        )
+    if layer.layer_modules.experts_module is not experts:
+        raise TypeError(
+            f"{layer_name} (experts in a {type(layer.experts).__name__}) must have no wrapper around its "
+            "experts: call pmoe.add_lora before they are wrapped"
+        )
+    check_own_parameters(experts, targets)
+    check_not_split(layer.shard)
+    if isinstance(experts, LoraExperts) and name in experts.adapters:
+        raise ValueError(
+            f"name ({name!r}) must not be that of an adapter of {layer_name}: pass another name, or call "
+            f"pmoe.remove_lora(model, {name!r}) first"
+        )
+    if layer.options.balance and layer.ranks.size > 1:
+        raise ValueError(
+            f"balance ({layer.options.balance}) of {layer_name} must be False where experts have adapters: "
+            "set layer.balance = False"
+        )
+    widths = {weight: min(experts.shapes()[weight][1:]) for weight in targets}
+    narrow = {weight: width for weight, width in widths.items() if rank > width}
+    if narrow:
+        weight, width = next(iter(narrow.items()))
+        raise ValueError(
+            f"rank ({rank}) must be at most {width}, the smaller side of {weight} of {layer_name}: a change "
+            "of full rank would train more numbers than the weight has"
+        )
+
+
+def _check_same(ranks: Ranks, setting: str) -> None:
+    """Raises ValueError on every rank if the ranks passed different arguments. Collective.
+
+    setting: this rank's arguments in words.
+    """
+    of_ranks = gathered(ranks, setting, stage="comparing the arguments of add_lora")
+    if len(set(of_ranks)) > 1:
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_ranks))
+        raise ValueError(f"the arguments of add_lora must be the same on every rank, and differ: {texts}")
+
+
+# ---- changes
+
+
+def _add(layer: MoELayer, rank: int, alpha: float, targets: tuple[str, ...], shared: bool, name: str) -> None:
+    """Gives the experts of a layer a new adapter, and makes it the one in use. Collective."""
+    experts = with_adapters(layer.layer_modules.experts)
+    like = local_part(experts.w1)
+    shapes = experts.shapes()
+    adapter = Adapter(
+        {weight: shapes[weight] for weight in targets},
+        rank=rank, alpha=alpha, shared=shared, device=like.device, dtype=like.dtype,
+    )  # fmt: skip
+    if shared:
+        seeded(lambda _: adapter.initialise(None), first_expert=0, count=1)
+    else:
+        seeded(adapter.initialise, first_expert=layer.first_expert, count=experts.num_local_experts)
+    _attach(layer, experts, adapter, name)
+
+
+def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) -> None:
+    """Puts an adapter with values into experts, and makes it the one in use.
+
+    Its copies on other ranks get equal values. On a parallelized layer its parameters become DTensors on the
+    mesh of the weights. Collective.
+    """
+    experts.adapters[name] = adapter
+    share_ranks(experts, layer.grid)
+    experts.note_operands()
+    names = tuple(f"{ADAPTERS}{name}.{own}" for own, _ in adapter.named_parameters())
+    take_first(experts, layer.grid.ep, Ranks.single(), experts.replicated_names)
+    if experts.is_parallelized:
+        mesh = experts.w1.device_mesh  # type: ignore[attr-defined]
+        copies = next((along for along in mesh.mesh_dim_names if along not in (ACROSS, "esp")), None)
+        if copies is not None:
+            take_first(experts, Ranks(mesh.get_group(copies)), Ranks.single(), names)
+        if not hasattr(adapter.of(adapter.targets[0])[0], "to_local"):
+            lay_out(experts, mesh, names)
+    for _, parameter in experts.own_parameters():
+        parameter.requires_grad_(False)
+    _use(layer, experts, name)
+
+
+def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
+    """Makes calls of a layer use an adapter, which is then the only one that is trained."""
+    for other in experts.adapters:
+        experts.adapter(other).requires_grad_(other == name)
+    _activate(layer, experts, name)
+
+
+def _activate(layer: MoELayer, experts: LoraExperts, name: str) -> None:
+    """Makes calls of a layer use an adapter, or none if ``name`` is ""."""
+    experts.activate_adapter(name)
+    reduce = experts.reduce
+    if isinstance(reduce, MeanOverRanks):
+        experts.reduce = replace(reduce, names=experts.call_names)
+    # The layer's record of its modules holds what follows from them.
+    layer.experts = layer.experts
+
+
+def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
+    """Removes an adapter from the experts of a layer, which then use none."""
+    del experts.adapters[name]
+    for placed in [placed for placed in experts.placements if placed.startswith(f"{ADAPTERS}{name}.")]:
+        del experts.placements[placed]
+    _activate(layer, experts, "")
+    if not experts.adapters:
+        without_adapters(experts)
+        layer.experts = layer.experts
+
+
+def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
+    """Adds sign * scale * B @ A to the weights of experts, in place."""
+    for weight in adapter.targets:
+        down, up = (local_part(parameter) for parameter in adapter.of(weight))
+        value = local_part(experts.get_parameter(weight))
+        for expert in range(value.shape[0]):  # one at a time: a product is as large as a weight
+            own_down, own_up = (down, up) if adapter.shared else (down[expert], up[expert])
+            value[expert].addmm_(own_up.to(value.dtype), own_down.to(value.dtype), alpha=sign * adapter.scale)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pmoe.integrations.statistics import stats
     from pmoe.layer.run_experts import run_experts
     from pmoe.training.balance import BalanceLoss, StepTotals
+    from pmoe.training.batch_invariant import make_batch_invariant
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
@@ -66,6 +67,7 @@ _LATER = {
     "export_weights": "pmoe.training.export",
     "group_experts": "pmoe.training.fewer_experts",
     "load_checkpoint": "pmoe.training.checkpoint",
+    "make_batch_invariant": "pmoe.training.batch_invariant",
     "merge_experts": "pmoe.training.fewer_experts",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
@@ -112,6 +114,7 @@ __all__ = [
     "export_weights",
     "group_experts",
     "load_checkpoint",
+    "make_batch_invariant",
     "merge_experts",
     "parallelize",
     "parameter_groups",

@@ -145,6 +145,24 @@ def by_few_rows(features: Features) -> Iterator[str]:
         yield f"by {layer.ran.path}, though what is not taken is {not_taken}"
 
 
+def batch_invariant(features: Features) -> Iterator[str]:
+    """Layers that `pmoe.make_batch_invariant` changes, or refuses."""
+    layer = built(features)
+    if isinstance(layer, list):
+        yield from layer
+        return
+    not_taken = refused("batch invariance", layer.layer_modules.features)
+    try:
+        pmoe.make_batch_invariant(layer)
+    except ValueError as error:
+        is_of_module = re.search("is none of|the order is a|shared_gate", str(error))
+        if not is_of_module:
+            yield from wrong_refusal(str(error), "batch invariance", {*layer.layer_modules.features})
+        return
+    yield from [] if not_taken is None else [f"changed, though {not_taken.name} is not taken"]
+    yield from differences(found(layer), expected(layer))
+
+
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
@@ -210,6 +228,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "padded counts": by_padded_counts,
     "memory budget": within_budget,
     "copies": with_copies,
+    "batch invariance": batch_invariant,
     "fused": by_fused_kernels,
     "persistent": by_persistent_kernels,
     "one rank": by_one_ranks_kernels,

@@ -93,6 +93,10 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
         check_budget(modules)
     if options.balance:
         check_balance(modules)
+    if modules.experts.is_batch_invariant:
+        from pmoe.layer.batch_invariant import check_invariant
+
+        check_invariant(modules)
     if options.pad_to_capacity and (reason := modules.refusal("padded counts")) is not None:
         raise ValueError(f"pad_to_capacity (True) must be False where {reason}")
     recomputes = pair is True or (pair and pair.hidden == "recompute")

@@ -109,6 +109,15 @@ SUPPORTED["copies"] = frozenset(
     | {F.OTHER_EXPERTS, F.COPIES}
 )
 """A layer on several ranks with ``balance``, whose busy experts may have copies on other ranks."""
+SUPPORTED["batch invariance"] = frozenset(
+    {F.RANKS, F.HIERARCHICAL, F.TO_OWN_RANK, F.SHARED_EXPERT, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
+    | {F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
+    | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.COPIES}
+)
+"""A layer whose output for a token is the same bits in every batch (`pmoe.make_batch_invariant`).
+
+Its classes of gates and experts are in `pmoe.layer.batch_invariant`.
+"""
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
 """The features that each runner, source of row counts or prediction supports, by its name.
 

@@ -109,6 +109,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "group_experts": {"state": NOTHING, "rows": NOTHING, "count": "1 2 numpy.int numpy.uint8"},
     "merge_experts": {"state": NOTHING, "groups": NOTHING, "rows": NONE},
     "expert_parameters": {"model": "module"},
+    "make_batch_invariant": {"model": NOTHING},
     "pool": {"device": NONE},
     "checkpoint_contexts": {"policy": "None class function module"},
     "parallelize": {"model": NOTHING, "mesh": NOTHING, "reduce": FLAG},

@@ -34,7 +34,7 @@ from tests.own_experts import mlp
 from tests.reference import relative_error
 from tests.switched import switched_layer
 
-M, H, E, K, T, SHARED = 4, 6, 4, 2, 7, 5
+M, H, E, K, T, SHARED, LATENT = 4, 6, 4, 2, 7, 5, 3
 FACTOR = 0.7
 """The capacity factor of layers that have one: it drops some rows."""
 F64 = torch.float64
@@ -136,6 +136,8 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.EXTERNAL_ROUTING: Recipe("gate", lambda: {"gate": ExternalGate()}),
     Feature.MODULE_EXPERTS: sets("expert", mlp),
     Feature.OTHER_EXPERTS: Recipe("expert", lambda: {"expert": OwnExperts}),
+    # Experts of one's own have the layer's width here, so these recipes are not combined.
+    Feature.LATENT: Recipe("expert", lambda: {"d_latent": LATENT}),
     Feature.COPIES: sets("balance", 1),
 }
 
@@ -181,9 +183,10 @@ def values(name: str, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=F64)
 
 
-def whole_experts() -> dict[str, Tensor]:
+def whole_experts(layer: pmoe.MoELayer) -> dict[str, Tensor]:
     """Parameters of all experts."""
-    shapes = {"w1": (E, H, M), "b1": (E, H), "w2": (E, M, H), "b2": (E, M)}
+    width = layer.options.row_columns
+    shapes = {"w1": (E, H, width), "b1": (E, H), "w2": (E, width, H), "b2": (E, width)}
     return {name: values(name, *shape) for name, shape in shapes.items()}
 
 
@@ -216,7 +219,7 @@ def own_part(layer: pmoe.MoELayer, whole: dict[str, Tensor]) -> dict[str, Tensor
 @torch.no_grad()
 def fill(layer: pmoe.MoELayer) -> None:
     """Gives a layer the values that all layers here have. Gates are bent to be uneven."""
-    experts = own_part(layer, whole_experts())
+    experts = own_part(layer, whole_experts(layer))
     layer.to(F64)
     for name, parameter in layer.named_parameters():
         parameter.copy_(experts[name] if name in experts else values(name, *parameter.shape))
@@ -251,12 +254,12 @@ def found(layer: pmoe.MoELayer, call: Any = None) -> dict[str, Tensor | None]:
 
 def expected(layer: pmoe.MoELayer) -> dict[str, Tensor]:
     """The same by the plain definition. Experts' gradients are sums over all ranks' tokens."""
-    whole = {name: value.requires_grad_() for name, value in whole_experts().items()}
+    whole = {name: value.requires_grad_() for name, value in whole_experts(layer).items()}
     loss, own = torch.zeros((), dtype=F64), {}
     for other in range(layer.ranks.size):
         x, dy = tokens(other)
         x.requires_grad_()
-        names = ("gate", "shared_expert", "shared_gate")
+        names = ("gate", "shared_expert", "shared_gate", "latent")
         modules = nn.ModuleDict(
             {name: copy.deepcopy(each) for name in names if (each := getattr(layer, name))}
         )
@@ -282,11 +285,14 @@ def _of_rank(
     routing = modules["gate"](x)
     decides = getattr(modules["gate"], "decides_capacity", False)
     combine_TE = _combine(routing, None if decides else layer.capacity_factor)
-    rows = x * 2 if hooked else x
-    y = torch.zeros_like(x)
+    latent = dict(modules.items()).get("latent")
+    rows = x if latent is None else x @ latent.down.weight.t()
+    rows = rows * 2 if hooked else rows
+    y = torch.zeros_like(rows)
     for e in range(E):
         of_expert = {name: value[e] for name, value in whole.items()}
         y = y + combine_TE[:, e, None] * _feed_forward(rows, **of_expert)
+    y = y if latent is None else y @ latent.up.weight.t()
     if "shared_expert" in modules:
         shared = {name: value[0] for name, value in modules["shared_expert"].named_parameters()}
         y = y + modules["shared_gate"](x).sigmoid() * _feed_forward(x, **shared)

@@ -84,6 +84,7 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.EXTERNAL_ROUTING: routes_outside,
         Feature.MODULE_EXPERTS: modules.experts.are_modules,
         Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
+        Feature.LATENT: options.d_latent is not None,
         Feature.COPIES: bool(options.balance) and modules.ranks.size > 1,
     }
     return frozenset(feature for feature, holds in is_asked.items() if holds)

@@ -63,8 +63,8 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
-    rows_TM: (T, M), rows of T tokens with M = d_model columns. The dtype and the device are taken from them,
-        or from the parameters if it is None.
+    rows_TM: (T, ...), rows of T tokens or their projections. The dtype and the device are taken from them, or
+        from the parameters if it is None.
     """
     options = modules.options
     parameter = modules.reference_parameter
@@ -78,7 +78,8 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
     if not columns.hidden:  # experts that are modules do not say how wide their hidden activation is
         columns = HiddenColumns(hidden=options.d_hidden, scratch=options.d_hidden)
     return LayerSizes(
-        d_model=options.d_model,
+        d_model=options.row_columns,
+        outer=0 if options.d_latent is None else options.d_model,
         num_experts=options.num_experts,
         top_k=options.top_k,
         num_ranks=modules.ranks.size,

@@ -138,7 +138,7 @@ def check_balance(modules: LayerModules) -> None:
         )
 
 
-SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
+SIZES = ("d_model", "d_latent", "d_hidden", "num_experts", "top_k")
 """The options that cannot be set on a built layer, because its modules have these sizes."""
 
 
@@ -213,7 +213,7 @@ def make_experts(
     expert, activation, bias: arguments of `pmoe.MoELayer`.
     factory_options: device and dtype of the parameters.
     """
-    sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
+    sizes = (layer.options.row_columns, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
         stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **factory_options)
         initialise(stacked, first_expert=layer.first_expert)

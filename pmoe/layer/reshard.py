@@ -80,6 +80,8 @@ def reset_parameters(modules: LayerModules) -> None:
             seeded(lambda i: resets[i](), first_expert=first_number, count=len(resets))  # noqa: B023
     if modules.shared_gate is not None:
         reset_modules(modules.shared_gate)
+    if modules.latent is not None:
+        reset_modules(modules.latent)
     modules.experts.built = sampled(modules.experts) if modules.ranks.size > 1 else ""
 
 

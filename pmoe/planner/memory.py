@@ -109,11 +109,12 @@ def predict(
     # Autocast makes copies of the parameters and tokens (in bfloat16, say), and a float32 gradient of tokens.
     parameters = sizes.expert_parameters + sizes.shared_parameters
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
-    wide_dx = call.tokens * sizes.d_model * sizes.cast_from
+    wide_dx = call.tokens * (sizes.outer or sizes.d_model) * sizes.cast_from
     # SoftMoE saves the experts' results; if backward sends T_DI again, also the mixed rows that were sent.
     copies = copy_bytes(sizes, backward, restore)
     mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
-    saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures + copies.saved
+    around = _around_latent(sizes, call, restore)
+    saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures + copies.saved + around.saved
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
@@ -125,17 +126,22 @@ def predict(
     expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
     # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
-    in_forward = saved + forward_work - rows_T * bool(inner_bytes)
+    in_forward = saved + forward_work - rows_T * bool(inner_bytes) - around.not_in_forward
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
-    in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work
-    backward_peak = in_backward + expert_gradients
+    in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work - around.not_in_backward
+    backward_peak = in_backward + expert_gradients + sizes.latent_parameters // 2 * sizes.element_size
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
     # and 12 with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
     # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
-        (4 if call.spread == "mixed" else 3) * rows_T + wide_dx + small + _gate_gradients(sizes, call)
+        (4 if call.spread == "mixed" else 3) * max(rows_T, around.tokens)
+        + around.tokens * bool(sizes.shared_parameters)
+        + wide_dx
+        + small
+        + _gate_gradients(sizes, call)
     )
+    parameters += sizes.latent_parameters
     gate_peak = gate_backward + parameters * sizes.element_size
     gradients = parameters + sizes.gate_parameters
     return PredictedMemory(
@@ -149,8 +155,8 @@ def predict(
         promised=max(forward_peak, in_backward, routing_peak, gate_backward),
         is_bound=not (forward.exact and backward.exact),
         tensors={
-            "T_O": rows_T,
-            "dT_I": rows_T,
+            "T_O": around.tokens or rows_T,
+            "dT_I": around.tokens or rows_T,
             **kept,
             "routing": small,
             "forward buffers": max(forward_held),
@@ -160,6 +166,40 @@ def predict(
         | ({"shared T_M": shared} if shared else {})
         | ({"copies": copies.saved + max(copies.forward, copies.backward)} if copies.backward else {}),
     )
+
+
+class AroundLatent(NamedTuple):
+    """Bytes that a layer with d_latent holds around the pass, whose rows are narrower; 0 without d_latent.
+
+    tokens: the layer's output; as large as its input and the input's gradient.
+    saved: tensors between forward and backward, beside those of the pass.
+    not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
+    """
+
+    tokens: int = 0
+    saved: int = 0
+    not_in_forward: int = 0
+    not_in_backward: int = 0
+
+
+def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> AroundLatent:
+    """Returns the bytes that a layer with d_latent holds around the pass.
+
+    The up-projection saves the pass's output, and backward may send the projected tokens again. Autograd
+    differentiates a shared expert, which is computed after the pass and differentiated before it. It saves
+    the activated hidden and the output.
+
+    restore: the restore pair: how backward gets the experts' input.
+    """
+    if not sizes.outer:
+        return AroundLatent()
+    size = sizes.element_size
+    tokens = call.tokens * sizes.outer * size
+    projected = call.tokens * sizes.d_model * size
+    has_shared = bool(sizes.shared_parameters)
+    shared = has_shared * (tokens + call.tokens * sizes.shared_columns.scratch * size)
+    again = projected * (restore.dispatched == "communicate")
+    return AroundLatent(tokens, tokens + again + shared, tokens + again + shared - projected, shared)
 
 
 class CopyBytes(NamedTuple):

@@ -36,6 +36,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "shared_expert": f"None {COUNT} module", "shared_gate": "False", "callbacks": "empty ()",
         "device": NONE, "dtype": NONE, "normalize_gate": FLAG_OR_NONE, "z_loss_weight": SHARE,
         "check_finite": FLAG_OR_NONE, "wire": NONE, "wire_backward": NONE, "balance": f"0 {FLAG} {NUMBER}",
+        "d_latent": f"None {COUNT}",
     },
     "MoELayer's options": {
         "d_model": NOTHING, "d_hidden": NOTHING, "num_experts": NOTHING, "top_k": "2 numpy.int numpy.uint8",
@@ -43,7 +44,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "memory_reuse": FLAG, "pipeline_backward": f"None {COUNT}",
         "slack": SLACK, "memory_budget": "None huge", "fused": FLAG,
         "send_once": FLAG, "check_finite": FLAG_OR_NONE, "wire": NONE, "wire_backward": NONE,
-        "balance": f"0 {FLAG} {NUMBER}",
+        "balance": f"0 {FLAG} {NUMBER}", "d_latent": "None",
         "switches": NOTHING,
     },
     "MoELayer.check_spread": {"mesh": NOTHING},

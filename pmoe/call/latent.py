@@ -15,6 +15,9 @@ class LatentProjections(nn.Module):
     Both are dense parameters, as those of the gate: data parallelism averages their gradients.
     """
 
+    down: nn.Linear
+    up: nn.Linear
+
     def __init__(
         self,
         d_model: int,

@@ -71,8 +71,7 @@ class MoELayer(OldAttributes, nn.Module):
     Args:
         d_model: M, the columns of input and output.
         d_hidden: H, the width of an expert.
-        d_latent: the columns of rows that are sent to experts; None is d_model. ``latent.down`` and
-            ``latent.up``, linear maps without bias, are around them. Gate and shared expert keep d_model.
+        d_latent: columns of rows on their way and in experts, between projections; None is d_model.
         num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
         top_k: K, the experts that each token goes to.
         device, dtype: those of the parameters.
@@ -88,8 +87,7 @@ class MoELayer(OldAttributes, nn.Module):
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
         pad_to_capacity: fills up each expert's rows to that number, so the host waits for no row counts.
-        check_finite: whether gate logits that are not finite raise on every rank. None means True, unless
-            pad_to_capacity is True: the check would make the host wait.
+        check_finite: whether logits that are not finite raise on all ranks; None: unless pad_to_capacity.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
+from pmoe.convert import from_pmoe
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.training.parameter_kinds import kinds_of
 from tests.allocated import Allocated
@@ -196,6 +198,14 @@ def test_what_does_not_take_them_says_so() -> None:
         pmoe.make_batch_invariant(build())
     with pytest.warns(UserWarning, match=f"fused .* falls back .* because {SENTENCE}"):
         build(fused=True)(rows())
+
+
+def test_an_export_has_no_names_for_the_projections(tmp_path: Path) -> None:
+    model = nn.Sequential(build(expert="swiglu", bias=False))
+    with pytest.raises(ValueError, match=r"layer '0' with d_latent \(5\), for whose projections no layout"):
+        pmoe.save_weights(model, tmp_path / "export", "mixtral")
+    with pytest.raises(ValueError, match=r"latent.down.weight of shape \(5, 12\) must not be in state"):
+        from_pmoe(model[0].state_dict(), "mixtral")
 
 
 class Wrong(nn.Module):

@@ -70,9 +70,9 @@ def check_invariant(modules: LayerModules, name: str = "") -> None:
 def _module_problem(modules: LayerModules) -> str | None:
     """Returns a text about a module of a layer that has no batch-invariant class; None if all have one."""
     for part, module, classes in (
-        ("experts", modules.experts_module, EXPERTS),
-        ("shared_expert", modules.shared_module, EXPERTS),
-        ("gate", modules.gate, GATES),
+        ("experts", modules.experts, EXPERTS),
+        ("shared_expert", modules.shared_expert, EXPERTS),
+        ("gate", modules.router, GATES),
     ):
         if module is not None and type(module) not in (*classes, *classes.values()):
             known = ", ".join(kind.__name__ for kind in classes)
@@ -87,12 +87,14 @@ def _module_problem(modules: LayerModules) -> str | None:
 def change(layer: MoELayer) -> None:
     """Gives the modules of a layer their batch-invariant classes.
 
-    The modules themselves stay, so that parameters, hooks and references to them do, too.
+    The modules themselves stay, so that parameters, hooks and references to them do, too. Inside a wrapper of
+    another library, it is the module inside that changes.
     """
+    modules = layer.layer_modules
     for module, classes in (
-        (layer.experts, EXPERTS),
-        (layer.shared_expert, EXPERTS),
-        (layer.gate, GATES),
+        (modules.experts, EXPERTS),
+        (modules.shared_expert, EXPERTS),
+        (modules.router, GATES),
     ):
         if module is not None:
             module.__class__ = classes.get(type(module), type(module))

@@ -54,6 +54,8 @@ def job(rank: int, world: int, kind: str, dtype: torch.dtype, sizes: tuple[int, 
         assert tokens.grad is not None
         assert torch.equal(y, wanted[own, 0]), (n, pair)
         assert torch.equal(tokens.grad, wanted[own, 1]), (n, pair)
+        if kind == "copies":
+            assert layer.ran is not None and layer.ran.balance is not None and layer.ran.balance.copies
     with torch.no_grad():
         assert torch.equal(layer.eval()(x[own]), wanted[own, 0])
 

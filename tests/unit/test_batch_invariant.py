@@ -57,6 +57,7 @@ def bits(layer: pmoe.MoELayer, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
 WAYS: tuple[tuple[int, Any], ...] = ((1, False), (3, False), (2, "S1"), (4, "S4"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,6 +120,36 @@ def test_a_model_of_several_layers_under_autocast() -> None:
         assert y.dtype == torch.bfloat16
         for token in (0, 17, 32):
             assert torch.equal(model(x[token : token + 1]), y[token : token + 1])
+
+
+class Wrapper(nn.Module):
+    """A wrapper of another library around the experts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_experts_in_a_wrapper() -> None:
+    layer = build(dtype=torch.float32)
+    layer.experts = Wrapper(layer.experts)  # type: ignore[assignment]
+    pmoe.make_batch_invariant(layer)
+    layer.pipeline = 2
+    x, _ = rows(40, 12, torch.float32)
+    assert torch.equal(layer(x[7:8]), layer(x)[7:8])
+
+
+def test_a_token_that_is_not_finite_changes_no_other() -> None:
+    layer = pmoe.make_batch_invariant(build(dtype=torch.float32, check_finite=False))
+    x, _ = rows(40, 12, torch.float32)
+    y = layer(x)
+    x[3] = torch.nan
+    x[4] = torch.inf
+    others = [token for token in range(40) if token not in (3, 4)]
+    assert torch.equal(layer(x)[others], y[others])
 
 
 def test_a_batch_without_tokens() -> None:

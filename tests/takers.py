@@ -47,6 +47,8 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
         *build([feature for feature in features if feature not in LATE]).layer_modules.features,
         *features,
     }
+    if Feature.LATENT in features:
+        asked -= {Feature.SHARED_EXPERT}
     if Feature.PADDED in features and Feature.NO_CAPACITY not in features:
         asked -= {Feature.NO_CAPACITY}
     refusing = [
@@ -57,6 +59,8 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
     except ValueError as error:
         return list(wrong_refusal(str(error), refusing[0] if refusing else "pipeline", asked))
     missing = {*features} - layer.layer_modules.features
+    if Feature.LATENT in features:  # their shared expert is outside of the pass, and no part computes it
+        missing -= {Feature.SHARED_EXPERT}
     assert not missing, f"the recipe does not ask for {missing}"
     return [f"built, though {component} does not take it" for component in refusing] or layer
 

@@ -99,6 +99,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
+        has_shared_gate=modules.shared_gate is not None,
         shared_parameters=0 if shared_expert is None else _elements_of(shared_expert),
         copies=copies_at_most(modules),
         relays=dispatch.topology.max_local if isinstance(dispatch, HierarchicalExchange) else 0,

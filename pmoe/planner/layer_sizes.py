@@ -78,6 +78,7 @@ class LayerSizes:
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
     gate_parameters: elements of the gate.
+    has_shared_gate: whether the shared expert's output is scaled by a gate; only read with d_latent.
     outer: columns of a token of a layer with d_latent, whose rows are narrower; 0 without d_latent.
     bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
     has_drops: whether some choices of a token may have no row, because the chosen expert is full.
@@ -117,6 +118,7 @@ class LayerSizes:
     wires: Wires = AS_THEY_ARE
     copies: CopyNumbers = CopyNumbers()
     outer: int = 0
+    has_shared_gate: bool = False
 
     @property
     def latent_parameters(self) -> int:

@@ -26,7 +26,7 @@ from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.rows_per_pass import PassRows
-from pmoe.schedule.buffer_sizes import BufferSizes, arena_elements, slot_elements
+from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns, arena_elements, slot_elements
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
@@ -97,6 +97,9 @@ def predict(
             offloaded, or made again between the passes.
         rearranged: whether the backward pass has another number of chunks than the forward pass.
     """
+    around = _around_latent(sizes, call, restore)
+    if sizes.outer:  # the pass does not compute the shared expert
+        sizes = replace(sizes, shared_columns=HiddenColumns(), shared_parameters=0)
     if not sizes.rotates:
         forward, backward = (in_pieces(sizes, rows) for rows in (forward, backward))
     width = sizes.d_model * sizes.element_size
@@ -113,7 +116,6 @@ def predict(
     # SoftMoE saves the experts' results; if backward sends T_DI again, also the mixed rows that were sent.
     copies = copy_bytes(sizes, backward, restore)
     mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
-    around = _around_latent(sizes, call, restore)
     saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures + copies.saved + around.saved
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
@@ -128,20 +130,21 @@ def predict(
     # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
     in_forward = saved + forward_work - rows_T * bool(inner_bytes) - around.not_in_forward
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
-    in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work - around.not_in_backward
-    backward_peak = in_backward + expert_gradients + sizes.latent_parameters // 2 * sizes.element_size
+    in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work
+    in_backward += around.of_shared - around.not_in_backward
+    backward_peak = in_backward + expert_gradients + around.gradients
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
     # and 12 with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
     # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
         (4 if call.spread == "mixed" else 3) * max(rows_T, around.tokens)
-        + around.tokens * bool(sizes.shared_parameters)
+        + around.of_shared
         + wide_dx
         + small
         + _gate_gradients(sizes, call)
     )
-    parameters += sizes.latent_parameters
+    parameters += around.parameters
     gate_peak = gate_backward + parameters * sizes.element_size
     gradients = parameters + sizes.gate_parameters
     return PredictedMemory(
@@ -149,10 +152,10 @@ def predict(
         temporary=max(forward_work, backward_work),
         gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
-        peak=max(forward_peak, backward_peak, routing_peak, gate_peak),
+        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first),
         forward_peak=forward_peak,
         backward_peak=backward_peak,
-        promised=max(forward_peak, in_backward, routing_peak, gate_backward),
+        promised=max(forward_peak, in_backward, routing_peak, gate_backward, saved + around.first),
         is_bound=not (forward.exact and backward.exact),
         tensors={
             "T_O": around.tokens or rows_T,
@@ -174,20 +177,28 @@ class AroundLatent(NamedTuple):
     tokens: the layer's output; as large as its input and the input's gradient.
     saved: tensors between forward and backward, beside those of the pass.
     not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
+    gradients: gradients of parameters that exist while backward's pass runs.
+    first: gradients while the shared expert is differentiated, at the start of backward.
+    of_shared: the gradient of the input that comes from the shared expert, which exists from then on.
+    parameters: elements of the parameters around the pass: of the projections and a shared expert.
     """
 
     tokens: int = 0
     saved: int = 0
     not_in_forward: int = 0
     not_in_backward: int = 0
+    gradients: int = 0
+    of_shared: int = 0
+    first: int = 0
+    parameters: int = 0
 
 
 def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> AroundLatent:
     """Returns the bytes that a layer with d_latent holds around the pass.
 
-    The up-projection saves the pass's output, and backward may send the projected tokens again. Autograd
-    differentiates a shared expert, which is computed after the pass and differentiated before it. It saves
-    the activated hidden and the output.
+    The up-projection saves the pass's output, and backward may send the projected tokens again. A shared
+    expert is computed after the pass, and differentiated before it. Autograd saves its hidden activation,
+    before and after the nonlinearity, and its output if a shared gate scales it.
 
     restore: the restore pair: how backward gets the experts' input.
     """
@@ -196,10 +207,22 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     size = sizes.element_size
     tokens = call.tokens * sizes.outer * size
     projected = call.tokens * sizes.d_model * size
-    has_shared = bool(sizes.shared_parameters)
-    shared = has_shared * (tokens + call.tokens * sizes.shared_columns.scratch * size)
     again = projected * (restore.dispatched == "communicate")
-    return AroundLatent(tokens, tokens + again + shared, tokens + again + shared - projected, shared)
+    has_shared = bool(sizes.shared_parameters)
+    hidden = sizes.shared_columns.hidden + sizes.shared_columns.scratch
+    shared = has_shared * call.tokens * hidden * size + sizes.has_shared_gate * tokens
+    # The gradient of the shared gate's factor is an inner product with the output, made in memory of its size.
+    scaled = sizes.has_shared_gate * (tokens + 2 * call.tokens * sizes.weight_size)
+    return AroundLatent(
+        tokens=tokens,
+        saved=tokens + again + shared,
+        not_in_forward=tokens + again + shared - projected,
+        not_in_backward=shared,
+        gradients=(sizes.latent_parameters // 2 + sizes.shared_parameters) * size,
+        of_shared=has_shared * tokens,
+        first=has_shared * (tokens + projected + max(scaled, call.tokens * hidden * size) + SMALL),
+        parameters=sizes.latent_parameters + sizes.shared_parameters,
+    )
 
 
 class CopyBytes(NamedTuple):

@@ -133,7 +133,13 @@ def test_solver_and_trials_take_them() -> None:
 @pytest.mark.parametrize("sizes", [(96, 32, 64), (256, 32, 32), (64, 48, 256)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pipeline": 4, "memory_reuse": "S4"}, {"pipeline": 2, "memory_reuse": "S1"}, {"expert": "swiglu"}],
+    [
+        {},
+        {"pipeline": 4, "memory_reuse": "S4"},
+        {"pipeline": 2, "memory_reuse": "S1"},
+        {"expert": "swiglu"},
+        {"shared_expert": 64, "shared_gate": True},
+    ],
 )
 def test_memory_is_predicted(options: dict[str, Any], sizes: tuple[int, int, int]) -> None:
     d_model, d_latent, d_hidden = sizes

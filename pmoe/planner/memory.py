@@ -211,7 +211,7 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     has_shared = bool(sizes.shared_parameters)
     hidden = sizes.shared_columns.hidden + sizes.shared_columns.scratch
     shared = has_shared * call.tokens * hidden * size + sizes.has_shared_gate * tokens
-    # The gradient of the shared gate's factor is an inner product with the output, made in memory of its size.
+    # The gradient of the shared gate's factor is an inner product with the output, in memory of its size.
     scaled = sizes.has_shared_gate * (tokens + 2 * call.tokens * sizes.weight_size)
     return AroundLatent(
         tokens=tokens,

@@ -87,7 +87,7 @@ class MoELayer(OldAttributes, nn.Module):
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
         pad_to_capacity: fills up each expert's rows to that number, so the host waits for no row counts.
-        check_finite: whether logits that are not finite raise on all ranks; None: unless pad_to_capacity.
+        check_finite: whether logits that are not finite raise on all ranks; None: not pad_to_capacity.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).

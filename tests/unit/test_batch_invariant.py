@@ -122,6 +122,15 @@ def test_a_model_of_several_layers_under_autocast() -> None:
             assert torch.equal(model(x[token : token + 1]), y[token : token + 1])
 
 
+@pytest.mark.parametrize("options", [{"pipeline": True}, {"pipeline": "solve"}])
+def test_a_choice_by_measured_times_changes_no_bits(options: dict[str, Any]) -> None:
+    layer = pmoe.make_batch_invariant(build(dtype=torch.float32, **options))
+    x, _ = rows(60, 12, torch.float32)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(layer(x[9:11]), y[9:11])
+
+
 class Wrapper(nn.Module):
     """A wrapper of another library around the experts."""
 

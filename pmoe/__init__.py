@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pmoe.integrations.statistics import stats
     from pmoe.layer.run_experts import run_experts
     from pmoe.training.balance import BalanceLoss, StepTotals
+    from pmoe.training.batch_invariant import make_batch_invariant
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
@@ -80,6 +81,7 @@ _LATER = {
     "group_experts": "pmoe.training.fewer_experts",
     "load_checkpoint": "pmoe.training.checkpoint",
     "lora_adapters": "pmoe.training.lora",
+    "make_batch_invariant": "pmoe.training.batch_invariant",
     "merge_experts": "pmoe.training.fewer_experts",
     "merge_lora": "pmoe.training.lora",
     "parallelize": "pmoe.training.expert_parallel",
@@ -134,6 +136,7 @@ __all__ = [
     "group_experts",
     "load_checkpoint",
     "lora_adapters",
+    "make_batch_invariant",
     "merge_experts",
     "merge_lora",
     "parallelize",

@@ -34,7 +34,7 @@ from tests.own_experts import mlp
 from tests.reference import relative_error
 from tests.switched import switched_layer
 
-M, H, E, K, T, SHARED = 4, 6, 4, 2, 7, 5
+M, H, E, K, T, SHARED, LATENT = 4, 6, 4, 2, 7, 5, 3
 FACTOR = 0.7
 """The capacity factor of layers that have one: it drops some rows."""
 F64 = torch.float64
@@ -136,6 +136,8 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.EXTERNAL_ROUTING: Recipe("gate", lambda: {"gate": ExternalGate()}),
     Feature.MODULE_EXPERTS: sets("expert", mlp),
     Feature.OTHER_EXPERTS: Recipe("expert", lambda: {"expert": OwnExperts}),
+    # Experts of one's own have the layer's width here, so these recipes are not combined.
+    Feature.LATENT: Recipe("expert", lambda: {"d_latent": LATENT}),
     Feature.COPIES: sets("balance", 1),
     Feature.ADAPTERS: Recipe("expert", dict),
 }
@@ -185,11 +187,12 @@ def values(name: str, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=F64)
 
 
-def whole_experts(adapted: bool = False) -> dict[str, Tensor]:
-    """Parameters of all experts, and of adapters of rank 1."""
-    shapes = {"w1": (E, H, M), "b1": (E, H), "w2": (E, M, H), "b2": (E, M)}
-    if adapted:
-        shapes |= {"w1_A": (E, 1, M), "w1_B": (E, H, 1), "w2_A": (E, 1, H), "w2_B": (E, M, 1)}
+def whole_experts(layer: pmoe.MoELayer) -> dict[str, Tensor]:
+    """Parameters of all experts, and of adapters of rank 1 if the layer has them."""
+    width = layer.options.row_columns
+    shapes = {"w1": (E, H, width), "b1": (E, H), "w2": (E, width, H), "b2": (E, width)}
+    if is_adapted(layer):
+        shapes |= {"w1_A": (E, 1, width), "w1_B": (E, H, 1), "w2_A": (E, 1, H), "w2_B": (E, width, 1)}
     return {name: values(name, *shape) for name, shape in shapes.items()}
 
 
@@ -227,7 +230,7 @@ def own_part(layer: pmoe.MoELayer, whole: dict[str, Tensor]) -> dict[str, Tensor
 @torch.no_grad()
 def fill(layer: pmoe.MoELayer) -> None:
     """Gives a layer the values that all layers here have. Gates are bent to be uneven."""
-    experts = own_part(layer, whole_experts(is_adapted(layer)))
+    experts = own_part(layer, whole_experts(layer))
     layer.to(F64)
     for name, parameter in layer.named_parameters():
         parameter.copy_(experts[name] if name in experts else values(name, *parameter.shape))
@@ -262,12 +265,12 @@ def found(layer: pmoe.MoELayer, call: Any = None) -> dict[str, Tensor | None]:
 
 def expected(layer: pmoe.MoELayer) -> dict[str, Tensor]:
     """The same by the plain definition. Experts' gradients are sums over all ranks' tokens."""
-    whole = {name: value.requires_grad_() for name, value in whole_experts(is_adapted(layer)).items()}
+    whole = {name: value.requires_grad_() for name, value in whole_experts(layer).items()}
     loss, own = torch.zeros((), dtype=F64), {}
     for other in range(layer.ranks.size):
         x, dy = tokens(other)
         x.requires_grad_()
-        names = ("gate", "shared_expert", "shared_gate")
+        names = ("gate", "shared_expert", "shared_gate", "latent")
         modules = nn.ModuleDict(
             {name: copy.deepcopy(each) for name in names if (each := getattr(layer, name))}
         )
@@ -293,11 +296,14 @@ def _of_rank(
     routing = modules["gate"](x)
     decides = getattr(modules["gate"], "decides_capacity", False)
     combine_TE = _combine(routing, None if decides else layer.capacity_factor)
-    rows = x * 2 if hooked else x
-    y = torch.zeros_like(x)
+    latent = dict(modules.items()).get("latent")
+    rows = x if latent is None else x @ latent.down.weight.t()
+    rows = rows * 2 if hooked else rows
+    y = torch.zeros_like(rows)
     for e in range(E):
         of_expert = {name: value[e] for name, value in whole.items()}
         y = y + combine_TE[:, e, None] * _feed_forward(rows, **of_expert)
+    y = y if latent is None else y @ latent.up.weight.t()
     if "shared_expert" in modules:
         shared = {name: value[0] for name, value in modules["shared_expert"].named_parameters()}
         y = y + modules["shared_gate"](x).sigmoid() * _feed_forward(x, **shared)

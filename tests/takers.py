@@ -53,6 +53,8 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
         *build([feature for feature in features if feature not in LATE]).layer_modules.features,
         *features,
     }
+    if Feature.LATENT in features:
+        asked -= {Feature.SHARED_EXPERT}
     if Feature.PADDED in features and Feature.NO_CAPACITY not in features:
         asked -= {Feature.NO_CAPACITY}
     refusing = [
@@ -63,6 +65,8 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
     except ValueError as error:
         return list(wrong_refusal(str(error), refusing[0] if refusing else "pipeline", asked))
     missing = {*features} - layer.layer_modules.features
+    if Feature.LATENT in features:  # their shared expert is outside of the pass, and no part computes it
+        missing -= {Feature.SHARED_EXPERT}
     assert not missing, f"the recipe does not ask for {missing}"
     return [f"built, though {component} does not take it" for component in refusing] or layer
 
@@ -151,6 +155,24 @@ def by_few_rows(features: Features) -> Iterator[str]:
         yield f"by {layer.ran.path}, though what is not taken is {not_taken}"
 
 
+def batch_invariant(features: Features) -> Iterator[str]:
+    """Layers that `pmoe.make_batch_invariant` changes, or refuses."""
+    layer = built(features)
+    if isinstance(layer, list):
+        yield from layer
+        return
+    not_taken = refused("batch invariance", layer.layer_modules.features)
+    try:
+        pmoe.make_batch_invariant(layer)
+    except ValueError as error:
+        is_of_module = re.search("is none of|the order is a|shared_gate", str(error))
+        if not is_of_module:
+            yield from wrong_refusal(str(error), "batch invariance", {*layer.layer_modules.features})
+        return
+    yield from [] if not_taken is None else [f"changed, though {not_taken.name} is not taken"]
+    yield from differences(found(layer), expected(layer))
+
+
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
@@ -216,6 +238,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "padded counts": by_padded_counts,
     "memory budget": within_budget,
     "copies": with_copies,
+    "batch invariance": batch_invariant,
     "fused": by_fused_kernels,
     "persistent": by_persistent_kernels,
     "one rank": by_one_ranks_kernels,

@@ -62,7 +62,8 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.WIRE: modules.wires is not None,
         Feature.TO_OWN_RANK: not switches.bypass_local,
         Feature.CALLBACKS: bool(modules.callbacks),
-        Feature.SHARED_EXPERT: modules.shared_expert is not None,
+        # With d_latent the shared expert is outside of what the parts compute (`pmoe.decide.latent_call`).
+        Feature.SHARED_EXPERT: modules.shared_expert is not None and options.d_latent is None,
         Feature.GRADIENTS: modules.gradients is not None,
         Feature.ROTATES: options.rotates,
         Feature.OFFLOADS: any(pair.offloads for pair in modules.pairs),
@@ -85,6 +86,7 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.EXTERNAL_ROUTING: routes_outside,
         Feature.MODULE_EXPERTS: modules.experts.are_modules,
         Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
+        Feature.LATENT: options.d_latent is not None,
         Feature.COPIES: bool(options.balance) and modules.ranks.size > 1,
         Feature.ADAPTERS: experts_kind.__module__ == "pmoe.experts.lora",
     }

@@ -25,6 +25,7 @@ from pmoe.schedule.tasks import Stages
 from pmoe.schedule.wire import AS_THEY_ARE, Wires
 
 if TYPE_CHECKING:
+    from pmoe.call.latent import LatentProjections
     from pmoe.engine.plan.copies import KeptCopies
     from pmoe.engine.variants.padding import PaddedCallKey
     from pmoe.runners.features import Feature
@@ -90,6 +91,7 @@ class LayerModules(PassModules):
         experts_module    experts         the experts of this rank
         shared_module     shared_expert   the shared expert; None if there is none
         shared_gate       -               scales the shared expert's output; None if nothing does
+        latent            -               the projections around experts of another width; None without them
 
     The other fields:
 
@@ -107,6 +109,7 @@ class LayerModules(PassModules):
     experts_module: nn.Module
     shared_module: nn.Module | None
     shared_gate: nn.Module | None
+    latent: LatentProjections | None
     callback_modules: Iterable[nn.Module]
     cache: LayerCache
     nodes: int | Sequence[Any] | None = None
@@ -186,7 +189,7 @@ class LayerModules(PassModules):
         """
         if not torch.is_grad_enabled():
             return False
-        modules = (self.experts_module, self.shared_module, self.shared_gate)
+        modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
         hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
         parameters = (module.parameters() for module in modules if module is not None)
         operands = itertools.chain(tensors, hooks, *parameters)

@@ -86,6 +86,7 @@ class LayerOptions:
     wire_backward: WireName | None = None
     check_finite: bool | None = None
     balance: bool | int = False
+    d_latent: int | None = None
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
@@ -93,6 +94,8 @@ class LayerOptions:
             object.__setattr__(self, argument.name, plain_int(getattr(self, argument.name)))
         check_count(d_model=self.d_model, d_hidden=self.d_hidden, num_experts=self.num_experts)
         check_count(top_k=self.top_k)
+        if self.d_latent is not None:
+            check_count(d_latent=self.d_latent)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})")
         check_positive(capacity_factor=self.capacity_factor)
@@ -127,6 +130,11 @@ class LayerOptions:
         """
         assert not isinstance(self.memory_reuse, str)
         return self.memory_reuse
+
+    @property
+    def row_columns(self) -> int:
+        """The columns of the rows that travel and that the experts compute: d_latent if set, else d_model."""
+        return self.d_model if self.d_latent is None else self.d_latent
 
     @functools.cached_property
     def budget(self) -> int | None:

@@ -64,8 +64,8 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
-    rows_TM: (T, M), rows of T tokens with M = d_model columns. The dtype and the device are taken from them,
-        or from the parameters if it is None.
+    rows_TM: (T, ...), rows of T tokens or their projections. The dtype and the device are taken from them, or
+        from the parameters if it is None.
     """
     options = modules.options
     parameter = modules.reference_parameter
@@ -79,7 +79,8 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
     if not columns.hidden:  # experts that are modules do not say how wide their hidden activation is
         columns = HiddenColumns(hidden=options.d_hidden, scratch=options.d_hidden)
     return LayerSizes(
-        d_model=options.d_model,
+        d_model=options.row_columns,
+        outer=0 if options.d_latent is None else options.d_model,
         num_experts=options.num_experts,
         top_k=options.top_k,
         num_ranks=modules.ranks.size,
@@ -105,6 +106,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
+        has_shared_gate=modules.shared_gate is not None,
         shared_parameters=0 if shared_expert is None else _elements_of(shared_expert.parameters()),
         copies=copies_at_most(modules),
         relays=dispatch.topology.max_local if isinstance(dispatch, HierarchicalExchange) else 0,

@@ -88,7 +88,7 @@ def _by_profile(
         return NAMES[0], "no stored profile of these ranks has both links: `pmoe profile` measures them"
     rows = TOKENS * spec.top_k * (1 - 1 / grid.ep.size) / (spec.fixed_degree or 4)
     lines = {name: message_line(name, topology.num_nodes, topology.max_local, links) for name in NAMES}
-    row_bytes = message_bytes(spec.wire, spec.d_model, like.element_size())
+    row_bytes = message_bytes(spec.wire, spec.row_columns, like.element_size())
     seconds = {name: line(rows * row_bytes) for name, line in lines.items()}
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     fastest = min(seconds, key=seconds.__getitem__)

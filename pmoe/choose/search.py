@@ -297,7 +297,7 @@ Files of all versions are read:
 """
 
 Tables = dict[str, GranularityTable]
-"""Type of a dict {dtype of the rows and number of copies as a text: the fastest n of both passes by tokens}."""
+"""Type of a dict {dtype of the rows and number of copies as a text: the fastest numbers of chunks}."""
 
 
 def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:

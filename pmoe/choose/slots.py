@@ -38,7 +38,7 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
         # A bin is the smallest possible chunk. In each bin, the rows that are sent and the rows that stay on
         # their rank each begin at an aligned address, so each bin may lose up to two alignments of padding.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
-        host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
+        host_rows = max(free, 0) // (options.row_columns * x_TM.element_size())
     return Slots(
         slack=options.slack,
         top_k=options.top_k * modules.grid.esp.size,

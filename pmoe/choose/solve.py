@@ -187,7 +187,7 @@ def module_lines(
                     rows_TM.device,
                     rows_TM.dtype,
                     exchange,
-                    modules.options.d_model,
+                    modules.options.row_columns,
                     most_bytes=most,
                 )
                 messages[side] = measured.line
@@ -278,6 +278,7 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> 
     rows: the numbers of tokens that are timed.
     """
     gate = modules.gate
+    rows_TM = rows_TM.new_empty(0, modules.options.d_model)
     is_spread = any(hasattr(parameter, "to_local") for parameter in gate.parameters())
     is_outside = getattr(modules.router, "has_external_routing", False)
     if is_spread or is_outside or gate is not modules.router or is_watched(gate):

@@ -451,14 +451,14 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) ->
     if options.balance is not True or not per_rank:
         return CopyLimits(per_rank=per_rank)
     # A measurement takes no more memory than a pass, whose buffers hold these rows more than twice.
-    most_bytes = 2 * sum(counts.loads) / modules.ranks.size * options.d_model * routed.dtype.itemsize
+    most_bytes = 2 * sum(counts.loads) / modules.ranks.size * options.row_columns * routed.dtype.itemsize
     profile = profile_of(modules.ranks, routed.x_TM.device, routed.dtype, most_bytes)
     columns = modules.experts.columns(routed.x_TM.device.type)
     near, far = prices_of_copy(
         profile,
         links_of(profile),
-        expert_elements=options.d_model * (columns.hidden + columns.scratch),
-        d_model=options.d_model,
+        expert_elements=options.row_columns * (columns.hidden + columns.scratch),
+        d_model=options.row_columns,
         element_size=routed.dtype.itemsize,
         num_ranks=modules.ranks.size,
         trains=counts.needs_grad,

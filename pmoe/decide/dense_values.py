@@ -20,7 +20,7 @@ Few routers have more values than this number, so routers are mostly read in ful
 more, so only a sample of its values is read.
 """
 
-DENSE = ("gate", "shared_expert", "shared_gate", "callbacks")
+DENSE = ("gate", "shared_expert", "shared_gate", "latent", "callbacks")
 """The parts of a layer that every rank holds as a whole. All ranks' copies must be equal."""
 
 SAME_VALUES = (

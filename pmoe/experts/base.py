@@ -178,6 +178,8 @@ class Experts(nn.Module, abc.ABC):
 
     Otherwise the engine casts the parameters itself and turns autocast off.
     """
+    is_batch_invariant = False
+    """Whether a row's results have the same bits beside any other rows."""
     is_parallelized = False
     """Whether `pmoe.parallelize` has laid the parameters out on a device mesh.
 

@@ -378,7 +378,7 @@ def _tensors(layer: MoELayer, ran: RunReport) -> dict[str, int]:
     assert counts is not None
     num_rows = int(counts.recv.sum())
     token_bytes = ran.num_tokens * layer.d_model * element_size
-    row_bytes = num_rows * layer.d_model * element_size
+    row_bytes = num_rows * layer.options.row_columns * element_size
     columns = layer.layer_modules.experts.columns(ran.device.type).hidden
     hidden = {"T_M": num_rows * columns * element_size} if columns else {}
     return {"T_I": token_bytes, "T_DI": row_bytes, **hidden, "T_DO": row_bytes, "T_O": token_bytes}

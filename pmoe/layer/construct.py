@@ -93,6 +93,10 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
         check_budget(modules)
     if options.balance:
         check_balance(modules)
+    if modules.experts.is_batch_invariant:
+        from pmoe.layer.batch_invariant import check_invariant
+
+        check_invariant(modules)
     if options.pad_to_capacity and (reason := modules.refusal("padded counts")) is not None:
         raise ValueError(f"pad_to_capacity (True) must be False where {reason}")
     recomputes = pair is True or (pair and pair.hidden == "recompute")
@@ -130,7 +134,7 @@ def check_balance(modules: LayerModules) -> None:
         )
 
 
-SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
+SIZES = ("d_model", "d_latent", "d_hidden", "num_experts", "top_k")
 """The options that cannot be set on a built layer, because its modules have these sizes."""
 
 
@@ -205,7 +209,7 @@ def make_experts(
     expert, activation, bias: arguments of `pmoe.MoELayer`.
     factory_options: device and dtype of the parameters.
     """
-    sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
+    sizes = (layer.options.row_columns, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
         stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **factory_options)
         initialise(stacked, first_expert=layer.first_expert)

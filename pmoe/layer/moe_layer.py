@@ -36,6 +36,8 @@ from pmoe.schedule.restore import Restore, StrategyName
 from pmoe.schedule.wire import WireName
 
 if TYPE_CHECKING:
+    from pmoe.call.call import Call
+    from pmoe.call.latent import LatentProjections
     from pmoe.engine.plan.callbacks import Callback
     from pmoe.planner.memory import PredictedMemory
 
@@ -69,6 +71,7 @@ class MoELayer(OldAttributes, nn.Module):
     Args:
         d_model: M, the columns of input and output.
         d_hidden: H, the width of an expert.
+        d_latent: columns of rows on their way and in experts, between projections; None is d_model.
         num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
         top_k: K, the experts that each token goes to.
         device, dtype: those of the parameters.
@@ -84,8 +87,7 @@ class MoELayer(OldAttributes, nn.Module):
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
         pad_to_capacity: fills up each expert's rows to that number, so the host waits for no row counts.
-        check_finite: whether gate logits that are not finite raise on every rank. None means True, unless
-            pad_to_capacity is True: the check would make the host wait.
+        check_finite: whether logits that are not finite raise on all ranks; None: not pad_to_capacity.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
@@ -132,6 +134,7 @@ class MoELayer(OldAttributes, nn.Module):
     gate: nn.Module
     experts: Experts
     shared_gate: nn.Linear | None
+    latent: LatentProjections | None
     grid: Grid
     cache: LayerCache
     nodes: int | Sequence[int] | None = None  # layers that were pickled before lack it
@@ -153,6 +156,7 @@ class MoELayer(OldAttributes, nn.Module):
     wire_backward: WireName | None = option("wire_backward")
     check_finite: bool | None = option("check_finite")
     balance: bool | int = option("balance")
+    d_latent: int | None = option("d_latent")
     switches: Switches = option("switches")
 
     options: LayerOptions
@@ -197,6 +201,7 @@ class MoELayer(OldAttributes, nn.Module):
         z_loss_weight: float = 0.0,
         check_finite: bool | None = None,
         balance: bool | int = False,
+        d_latent: int | None = None,
     ) -> None:
         super().__init__()
         self.options = LayerOptions(
@@ -217,6 +222,7 @@ class MoELayer(OldAttributes, nn.Module):
             wire_backward=wire_backward,
             check_finite=check_finite,
             balance=balance,
+            d_latent=d_latent,
         )
         construct.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = construct.make_grid(group, mesh, device)
@@ -259,6 +265,11 @@ class MoELayer(OldAttributes, nn.Module):
         if self.shared_expert is not None:
             self.shared_expert.note_operands()
         self.shared_gate = SharedGate(d_model, 1, bias=False, **factory_options) if shared_gate else None
+        self.latent = None
+        if d_latent is not None:
+            from pmoe.call.latent import LatentProjections
+
+            self.latent = LatentProjections(d_model, d_latent, **factory_options)
         construct.check_together(self.layer_modules, shared_expert)
         if self.ranks.size > 1:
             from pmoe.experts.wrapper_checks import sampled
@@ -313,6 +324,7 @@ class MoELayer(OldAttributes, nn.Module):
             experts_module=self.experts,
             shared_module=self.shared_expert,
             shared_gate=self.shared_gate,
+            latent=self._modules.get("latent"),  # type: ignore[arg-type]  # layers of old pickles have none
             callback_modules=self.callback_modules,
             cache=self.cache,
         )
@@ -402,7 +414,20 @@ class MoELayer(OldAttributes, nn.Module):
         Raises ValueError on every rank if any rank passes an input of a type that the layer does not take.
         """
         call = begin_call(self, self.layer_modules, x, token_ids, mask)
+        if call.modules.latent is not None:
+            return self._forward_latent(call)
         decision, y_TM = ExpertsCall(counts_source(call))()
+        self.last = LastCall.of(decision)
+        return shaped_output(decision, y_TM)
+
+    def _forward_latent(self, call: Call) -> Tensor:
+        """Computes `forward` of a layer with ``d_latent``.
+
+        call: the call, whose input may be wrong.
+        """
+        from pmoe.decide.latent_call import latent_call
+
+        decision, y_TM = latent_call(call)
         self.last = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 

@@ -118,7 +118,10 @@ def unknown(modules: LayerModules) -> tuple[str, ...]:
 
     The notes are for `PredictedMemory.unknown`. There are none if all modules are pmoe's own.
     """
-    notes = [note for feature, note in USERS_OWN.items() if feature in modules.features]
+    features = set(modules.features)
+    if modules.experts.is_batch_invariant:
+        features.discard(Feature.OWN_ORDER)  # such a layer has the order `pmoe.ordering.in_turn`
+    notes = [note for feature, note in USERS_OWN.items() if feature in features]
     shared = modules.shared_expert
     if shared is not None and not shared.columns("cpu").hidden:
         notes.append("the shared expert is a user's module: what it saves is not counted")

@@ -94,6 +94,8 @@ def reset_parameters(modules: LayerModules) -> None:
     modules.experts.reset_replicated()
     if modules.shared_gate is not None:
         reset_modules(modules.shared_gate)
+    if modules.latent is not None:
+        reset_modules(modules.latent)
     modules.experts.built = sampled(modules.experts) if modules.ranks.size > 1 else ""
 
 

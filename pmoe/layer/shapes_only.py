@@ -60,7 +60,7 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
         x = callback.before_moe_start(x)
     check_input(modules, x, modules.reference_parameter)
     operands: list[Tensor] = []
-    for module in (modules.experts, modules.gate, modules.shared_expert, modules.shared_gate):
+    for module in (modules.experts, modules.gate, modules.shared_expert, modules.shared_gate, modules.latent):
         operands += () if module is None else module.parameters()
     operands += () if modules.hooks is None else modules.hooks.parameters
     # A router outside of the layer gets a gradient, too.

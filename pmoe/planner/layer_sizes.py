@@ -69,7 +69,7 @@ class CopyNumbers:
 class LayerSizes:
     """Sizes of one layer: numbers of elements and ranks, and bytes of an element.
 
-    d_model: M, columns of a token.
+    d_model: M, columns of a row that is sent to experts. They are those of a token, unless there is d_latent.
     num_experts: E, experts of all ranks together.
     top_k: K, experts of a token.
     num_ranks: W, ranks of the layer's process group.
@@ -81,6 +81,8 @@ class LayerSizes:
     scaled_parameters: how many of these elements a call copies, because it multiplies them by a factor: the
         scale of an adapter's B.
     gate_parameters: elements of the gate that need a gradient.
+    has_shared_gate: whether the shared expert's output is scaled by a gate; only read with d_latent.
+    outer: columns of a token of a layer with d_latent, whose rows are narrower; 0 without d_latent.
     bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
     has_drops: whether some choices of a token may have no row, because the chosen expert is full.
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
@@ -120,6 +122,13 @@ class LayerSizes:
     merges: bool = False
     wires: Wires = AS_THEY_ARE
     copies: CopyNumbers = CopyNumbers()
+    outer: int = 0
+    has_shared_gate: bool = False
+
+    @property
+    def latent_parameters(self) -> int:
+        """Number of elements of the two projections of latent experts; 0 without d_latent."""
+        return 2 * self.outer * self.d_model
 
     @property
     def trained_parameters(self) -> int:
@@ -229,12 +238,13 @@ def sizes_from_options(
     device_type: str = "cpu",
     wire: WireName | None = None,
     wire_backward: WireName | None = None,
+    d_latent: int | None = None,
 ) -> LayerSizes:
     """Returns the sizes of ``MoELayer(d_model, d_hidden, num_experts, ...)`` without building the layer.
 
     Args:
-        d_model, d_hidden, num_experts, top_k, expert, bias, dtype, wire, wire_backward: the layer's arguments
-            of these names.
+        d_model, d_hidden, num_experts, top_k, expert, bias, dtype, wire, wire_backward, d_latent: the layer's
+            arguments of these names.
         num_ranks: number of ranks that the layer's experts are on.
         esp_size: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
@@ -245,10 +255,12 @@ def sizes_from_options(
     check_wires(Wires(rows=wire, gradients=wire_backward), dtype)
     ep_size = num_ranks // esp_size
     check_fits(num_experts, top_k, ep_size)
+    row_columns = d_model if d_latent is None else d_latent
     placement: dict[str, Any] = {"shard": Shard(0, esp_size), "device": "meta", "dtype": dtype}
-    experts = make_stacked(expert, d_model, d_hidden, num_experts // ep_size, "gelu", bias, **placement)
+    experts = make_stacked(expert, row_columns, d_hidden, num_experts // ep_size, "gelu", bias, **placement)
     return LayerSizes(
-        d_model=d_model,
+        d_model=row_columns,
+        outer=0 if d_latent is None else d_model,
         num_experts=num_experts,
         top_k=top_k,
         num_ranks=num_ranks,

@@ -26,7 +26,7 @@ from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.rows_per_pass import PassRows
-from pmoe.schedule.buffer_sizes import BufferSizes, arena_elements, slot_elements
+from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns, arena_elements, slot_elements
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
@@ -97,6 +97,9 @@ def predict(
             offloaded, or made again between the passes.
         rearranged: whether the backward pass has another number of chunks than the forward pass.
     """
+    around = _around_latent(sizes, call, restore)
+    if sizes.outer:  # the pass does not compute the shared expert
+        sizes = replace(sizes, shared_columns=HiddenColumns(), shared_parameters=0)
     if not sizes.rotates:
         forward, backward = (in_pieces(sizes, rows) for rows in (forward, backward))
     width = sizes.d_model * sizes.element_size
@@ -109,12 +112,14 @@ def predict(
     # Autocast makes copies of the parameters and tokens (in bfloat16, say), and a float32 gradient of tokens.
     parameters = sizes.expert_parameters + sizes.shared_parameters
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
-    wide_dx = call.tokens * sizes.d_model * sizes.cast_from
+    wide_dx = call.tokens * (sizes.outer or sizes.d_model) * sizes.cast_from
     # SoftMoE saves the experts' results; if backward sends T_DI again, also the mixed rows that were sent.
     copies = copy_bytes(sizes, backward, restore)
     mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
     scaled = sizes.scaled_parameters * sizes.element_size
-    saved = rows_T + sum(kept.values()) + shared + small + cast + scaled + mixtures + copies.saved
+    saved = (
+        rows_T + sum(kept.values()) + shared + small + cast + scaled + mixtures + copies.saved + around.saved
+    )
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
@@ -126,18 +131,23 @@ def predict(
     expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
     # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
-    in_forward = saved + forward_work - rows_T * bool(inner_bytes)
+    in_forward = saved + forward_work - rows_T * bool(inner_bytes) - around.not_in_forward
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
     in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work
-    backward_peak = in_backward + expert_gradients
+    in_backward += around.of_shared - around.not_in_backward
+    backward_peak = in_backward + expert_gradients + around.gradients
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
     # and 12 with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
     # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
-        (4 if call.spread == "mixed" else 3) * rows_T + wide_dx + small + _gate_gradients(sizes, call)
+        (4 if call.spread == "mixed" else 3) * max(rows_T, around.tokens)
+        + around.of_shared
+        + wide_dx
+        + small
+        + _gate_gradients(sizes, call)
     )
-    trained = sizes.trained_parameters + sizes.shared_parameters
+    trained = sizes.trained_parameters + sizes.shared_parameters + around.parameters
     gate_peak = gate_backward + trained * sizes.element_size
     gradients = trained + sizes.gate_parameters
     return PredictedMemory(
@@ -145,14 +155,14 @@ def predict(
         temporary=max(forward_work, backward_work),
         gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
-        peak=max(forward_peak, backward_peak, routing_peak, gate_peak),
+        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first),
         forward_peak=forward_peak,
         backward_peak=backward_peak,
-        promised=max(forward_peak, in_backward, routing_peak, gate_backward),
+        promised=max(forward_peak, in_backward, routing_peak, gate_backward, saved + around.first),
         is_bound=not (forward.exact and backward.exact),
         tensors={
-            "T_O": rows_T,
-            "dT_I": rows_T,
+            "T_O": around.tokens or rows_T,
+            "dT_I": around.tokens or rows_T,
             **kept,
             "routing": small,
             "forward buffers": max(forward_held),
@@ -161,6 +171,60 @@ def predict(
         }
         | ({"shared T_M": shared} if shared else {})
         | ({"copies": copies.saved + max(copies.forward, copies.backward)} if copies.backward else {}),
+    )
+
+
+class AroundLatent(NamedTuple):
+    """Bytes that a layer with d_latent holds around the pass, whose rows are narrower; 0 without d_latent.
+
+    tokens: the layer's output; as large as its input and the input's gradient.
+    saved: tensors between forward and backward, beside those of the pass.
+    not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
+    gradients: gradients of parameters that exist while backward's pass runs.
+    first: gradients while the shared expert is differentiated, at the start of backward.
+    of_shared: the gradient of the input that comes from the shared expert, which exists from then on.
+    parameters: elements of the parameters around the pass: of the projections and a shared expert.
+    """
+
+    tokens: int = 0
+    saved: int = 0
+    not_in_forward: int = 0
+    not_in_backward: int = 0
+    gradients: int = 0
+    of_shared: int = 0
+    first: int = 0
+    parameters: int = 0
+
+
+def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> AroundLatent:
+    """Returns the bytes that a layer with d_latent holds around the pass.
+
+    The up-projection saves the pass's output, and backward may send the projected tokens again. A shared
+    expert is computed after the pass, and differentiated before it. Autograd saves its hidden activation,
+    before and after the nonlinearity, and its output if a shared gate scales it.
+
+    restore: the restore pair: how backward gets the experts' input.
+    """
+    if not sizes.outer:
+        return AroundLatent()
+    size = sizes.element_size
+    tokens = call.tokens * sizes.outer * size
+    projected = call.tokens * sizes.d_model * size
+    again = projected * (restore.dispatched == "communicate")
+    has_shared = bool(sizes.shared_parameters)
+    hidden = sizes.shared_columns.hidden + sizes.shared_columns.scratch
+    shared = has_shared * call.tokens * hidden * size + sizes.has_shared_gate * tokens
+    # The gradient of the shared gate's factor is an inner product with the output, in memory of its size.
+    scaled = sizes.has_shared_gate * (tokens + 2 * call.tokens * sizes.weight_size)
+    return AroundLatent(
+        tokens=tokens,
+        saved=tokens + again + shared,
+        not_in_forward=tokens + again + shared - projected,
+        not_in_backward=shared,
+        gradients=(sizes.latent_parameters // 2 + sizes.shared_parameters) * size,
+        of_shared=has_shared * tokens,
+        first=has_shared * (tokens + projected + max(scaled, call.tokens * hidden * size) + SMALL),
+        parameters=sizes.latent_parameters + sizes.shared_parameters,
     )
 
 

@@ -49,6 +49,7 @@ class Feature(str, enum.Enum):
     EXTERNAL_ROUTING = "the routing comes from outside (ExternalGate)"
     MODULE_EXPERTS = "experts ({experts}) are modules of one's own"
     OTHER_EXPERTS = "the experts are {experts}, neither ffn nor swiglu"
+    LATENT = "experts have another width than the layer (d_latent={d_latent})"
     COPIES = "busy experts may have copies (balance={balance})"
     ADAPTERS = "experts have adapters (pmoe.add_lora; pmoe.merge_lora puts them into the weights)"
 
@@ -74,7 +75,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     # Options that say how a call is cut into chunks and buffers are kept: the engine runs such a layer.
     "few rows": frozenset(
         {F.RANKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE}
-        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS}
+        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS, F.LATENT}
     ),
     # A layer in a graph of torch.compile(model, backend="pmoe"). The backend chooses chunks itself.
     "whole graph": frozenset(
@@ -85,7 +86,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "padded counts": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
         | {F.WIRE, F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
-        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS}
+        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS, F.LATENT}
     ),
     "one rank's counts": frozenset(
         {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS}
@@ -101,7 +102,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
 }
 SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
     {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
-    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}
+    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS, F.LATENT}
 )
 SUPPORTED["copies"] = frozenset(
     {F.RANKS, F.HIERARCHICAL, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.CALLBACKS, F.SHARED_EXPERT, F.GRADIENTS}
@@ -117,10 +118,21 @@ SUPPORTED["copies"] = frozenset(
         F.PICKS_TOKENS,
     }
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
-    | {F.OTHER_EXPERTS, F.OFFLOADS, F.BUDGET, F.COPIES}
+    | {F.OTHER_EXPERTS, F.OFFLOADS, F.BUDGET, F.COPIES, F.LATENT}
 )
 """A layer on several ranks with ``balance``, whose busy experts may have copies on other ranks."""
-SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT, F.ADAPTERS}
+SUPPORTED["batch invariance"] = frozenset(
+    {F.RANKS, F.HIERARCHICAL, F.TO_OWN_RANK, F.SHARED_EXPERT, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
+    | {F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
+    | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.COPIES}
+)
+"""A layer whose output for a token is the same bits in every batch (`pmoe.make_batch_invariant`).
+
+Its classes of gates and experts are in `pmoe.layer.batch_invariant`.
+"""
+SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - (
+    {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT, F.ADAPTERS, F.LATENT}
+)
 """The features that each runner, source of row counts or prediction supports, by its name.
 
 The pipeline runner supports all features, because it computes the calls that no other runner takes.

@@ -190,6 +190,11 @@ class _Export:
                     f"model has a layer {name!r} whose experts ({type(experts).__name__}) must be plain "
                     "stacked ones: no modules, no parametrizations"
                 )
+            if layer.d_latent is not None:
+                raise ValueError(
+                    f"model has a layer {name!r} with d_latent ({layer.d_latent}), for whose projections no "
+                    "layout has names: save its state_dict() in pmoe's own names"
+                )
             gated = experts.hidden_factor == 2
             if self.layout.gated not in (None, gated):
                 kind = "gated" if self.layout.gated else "not gated"

@@ -237,7 +237,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     ran = layer.ran
     assert ran is not None
     parameter = next(layer.experts.parameters())
-    rows_TM = parameter.new_empty((0, options.d_model), dtype=ran.dtype)
+    rows_TM = parameter.new_empty((0, options.row_columns), dtype=ran.dtype)
     restore = ran.restore or KEEP
     # A module as expert computes rows of another dtype than its parameters only under autocast.
     with torch.autocast(rows_TM.device.type, dtype=ran.dtype, enabled=ran.dtype != parameter.dtype):

@@ -418,6 +418,7 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
         pmoe.copy_into_experts,
         with_right(pmoe.copy_into_experts, layer=layer, dense=dense),
     ),
+    "make_batch_invariant": (pmoe.make_batch_invariant, pmoe.make_batch_invariant),
     "expert_parameters": (pmoe.expert_parameters, pmoe.expert_parameters),
     "pool": (pmoe.pool, pmoe.pool),
     "checkpoint_contexts": (pmoe.checkpoint_contexts, pmoe.checkpoint_contexts),

@@ -133,6 +133,7 @@ ARGUMENTS: dict[str, Values] = {
 ELSEWHERE = {
     "dtype": "Case.dtype",
     "device": "there is one",
+    "d_latent": "has another definition: tests/gloo/test_latent.py",
     "wire": "rounds rows: tests/gloo/test_wire.py",
     "wire_backward": "rounds rows: tests/gloo/test_wire.py",
 }

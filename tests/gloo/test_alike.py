@@ -75,6 +75,7 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
     ("pad_to_capacity", (True, False), {"capacity_factor": 1.0}, "", ("True", "False")),
     ("check_finite", (True, False), {}, "", ("True", "False")),
     ("balance", (False, 1), {}, "", ("False", "1")),
+    ("d_latent", (3, 4), {}, "", ("3", "4")),
     ("gate", ("topk", "sigmoid"), {}, "", ("TopKGate(", "SigmoidGate(")),
     ("normalize_gate", (True, False), {}, "gate", ("normalize=True", "normalize=False")),
     ("z_loss_weight", (0.0, 0.1), {}, "gate", ("z_loss_weight=0.0", "z_loss_weight=0.1")),

@@ -53,6 +53,7 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("send_once", "yes", r"send_once \('yes'\) must be True or False"),
     ("wire", "int8", r"wire \('int8'\) must be None, \"e4m3\" or \"bfloat16\""),
     ("wire_backward", True, r"wire_backward \(True\) must be None, \"e4m3\" or \"bfloat16\""),
+    ("d_latent", 0, r"d_latent \(0\) must be at least 1"),
     ("shared_expert", 0, r"shared_expert \(0\)"),
     ("shared_expert", "wide", r"shared_expert \('wide'\) must be None, an int or a torch.nn.Module"),
     ("shared_gate", True, r"shared_gate \(True\) must be False without a shared_expert"),

@@ -27,7 +27,17 @@ GIVEN = {
 }
 """The other arguments of each command, which are right."""
 
-SIZES = ("--d-model", "--d-hidden", "--num-experts", "--tokens", "--ranks", "--top-k", "--expert", "--dtype")
+SIZES = (
+    "--d-model",
+    "--d-latent",
+    "--d-hidden",
+    "--num-experts",
+    "--tokens",
+    "--ranks",
+    "--top-k",
+    "--expert",
+    "--dtype",
+)
 WIRES = ("--wire", "--wire-backward")
 NAMES = {"", "nan", "inf", "-inf", "-1", "0", "0.5", "1e400", "9" * 30, "no such", "True", " S4", " "}
 """Texts that are right as names of files and folders."""

@@ -160,6 +160,10 @@ def test_the_forms_of_rows_are_those_of_the_layer(capsys: pytest.CaptureFixture[
     plain = printed(capsys, "plan", *LAYER, *wires[:2], "--folder", str(folder))
     assert planned["decision"]["seconds"] < plain["decision"]["seconds"]
     assert "wire='e4m3', wire_backward='bfloat16'" in planned["python"] and "wire" not in plain["python"]
+    narrow = printed(capsys, "plan", *LAYER, "--ranks", "4", "--d-latent", "4", "--folder", str(folder))
+    wide = printed(capsys, "plan", *LAYER, "--ranks", "4", "--folder", str(folder))
+    assert narrow["decision"]["seconds"] < wide["decision"]["seconds"]
+    assert "d_latent=4" in narrow["python"] and "d_latent" not in wide["python"]
     message = refused(capsys, "memory", *LAYER, "--ranks", "4", "--wire", "e4m3", "--dtype", "float64")
     assert "wire ('e4m3') must be None for rows of torch.float64" in message
 

@@ -66,6 +66,7 @@ OTHERS: dict[str, tuple[str, object]] = {
     "z_loss_weight": ("1e-3", 0.001),
     "check_finite": ("true", True),
     "balance": ("2", 2),
+    "d_latent": ("16", 16),
 }
 """Another value than the default for each option: its text on a command line, and what the layer gets."""
 

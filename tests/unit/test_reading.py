@@ -111,6 +111,9 @@ LOCAL_IMPORTS: dict[str, str] = {
         "An installed transformers of a new enough release is checked first."
     ),
     "pmoe.layer.calls_with_any": "Only inputs that are not plain tensors with values need it.",
+    "pmoe.call.latent": "Only layers with d_latent need it.",
+    "pmoe.decide.latent_call": "Only layers with d_latent need it.",
+    "pmoe.layer.batch_invariant": "Only layers that `pmoe.make_batch_invariant` has changed need it.",
     "pmoe.layer.predict_memory": "Only a memory budget or a prediction needs it, and it loads planner/.",
     "pmoe.layer.reshard": "Only a layer that is spread over a mesh, or drawn again, needs it.",
     "pmoe.ordering.einsum": "Only layers with this ordering, a slow reference, need it.",

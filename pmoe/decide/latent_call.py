@@ -1,0 +1,63 @@
+"""A call of a layer with latent experts: experts of another width than the layer, between two projections.
+
+    x (T, M) --- gate ------------------> routing
+        \\--- down ---> z (T, L) --- rows travel, experts, weighted sum ---> (T, L) --- up ---> y (T, M)
+        \\--- shared expert ----------------------------------------------------------------> + y
+
+The gate and the shared expert see the tokens in the layer's width. Rows travel in the latent width. ``up`` is
+linear, so the weighted sum may come before it: each token is projected once, not each of its K rows.
+
+Letters: T tokens, M = d_model, L = d_latent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from pmoe.call.call import Call
+from pmoe.call.decision import Decision
+from pmoe.call.module_calls import described
+from pmoe.comm.failures import publishing_failures
+from pmoe.decide.experts_call import ExpertsCall, shared_output
+from pmoe.decide.sources import counts_source
+
+
+def latent_call(call: Call) -> tuple[Decision, Tensor]:
+    """Runs a call of a layer with ``d_latent``. Returns the decision, and (T, M): the results of T tokens.
+
+    The tokens are routed before they are projected. So a wrong input raises on every rank, as in any call.
+    """
+    modules = call.modules
+    latent = modules.latent
+    assert latent is not None
+    routed_experts = modules.without_shared_expert
+    source = counts_source(replace(call, modules=routed_experts, scheduled=routed_experts))
+    x_TM = source.routed.x_TM
+    with publishing_failures(modules.ranks, "the down-projection of latent experts"):
+        rows_TL = _checked("down", latent.down(x_TM), x_TM, modules.options.row_columns)
+    source.routed = replace(source.routed, x_TM=rows_TL)
+    decision, y_TL = ExpertsCall(source)()
+    with publishing_failures(modules.ranks, "the up-projection of latent experts, or the shared expert"):
+        y_TM = _checked("up", latent.up(y_TL), x_TM, modules.options.d_model)
+        if modules.shared_expert is not None:
+            y_TM = y_TM + shared_output(modules, x_TM).to(y_TM.dtype)
+    return decision, y_TM
+
+
+def _checked(name: str, projected: object, x_TM: Tensor, columns: int) -> Tensor:
+    """Returns what a projection returned, after a check of its shape.
+
+    name: the projection's name, "down" or "up".
+    x_TM: (T, M), the tokens.
+    columns: the columns that the projection must return.
+
+    Raises ValueError for another shape.
+    """
+    shape = (x_TM.shape[0], columns)
+    if not isinstance(projected, Tensor) or projected.shape != shape:
+        raise ValueError(
+            f"latent.{name} returned {described(projected)}; it must return {shape}: one row for each token"
+        )
+    return projected

@@ -1,0 +1,83 @@
+"""Tiles of a fixed number of rows, in which the bits of a row's result do not depend on other rows.
+
+A library chooses how it computes a product by the number of rows, and how it computes the last elements of a
+tensor by the tensor's size. So the last bits of a row's result can change with the batch that the row is in.
+If rows are computed in tiles that all have the same shape, the library makes the same choices for every tile.
+What remains is the place of a row in its tile, which `rows_of_tile` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+TILE_ROWS = (32, 8)
+"""Numbers of rows of a tile, in the order in which `rows_of_tile` tries them."""
+
+TRIED_TILES = 4
+"""Random tiles with which `rows_of_tile` checks a number of rows."""
+
+ALIGNMENT = 64
+"""Bytes. Libraries may compute differently with memory that begins elsewhere than at a multiple of this."""
+
+_checked: dict[Hashable, int] = {}
+"""The results of `rows_of_tile` in this process."""
+
+
+def with_alignment(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same values that begins at a multiple of `ALIGNMENT` bytes.
+
+    It is the tensor itself, if that begins there. New memory of torch does.
+    """
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def rows_of_tile(
+    key: Hashable, compute: Callable[[Tensor], Sequence[Tensor]], columns: int, like: Tensor
+) -> int:
+    """Returns the largest tile in which a row's results do not depend on its place: its number of rows.
+
+    `TILE_ROWS` are tried with random rows. Results must not depend on the rows beside it, either. If none
+    passes, the result is 1: a tile of one row has no other place. The result of a key is kept, so the check
+    runs once for each key and number of threads.
+
+    key: everything on which ``compute`` depends, apart from values.
+    compute: maps a tile, (rows, columns), to tensors of results, (rows, ...) each.
+    columns: columns of a tile.
+    like: a tensor of any shape with the dtype and device of the tiles.
+    """
+    key = (key, like.dtype, like.device, torch.get_num_threads())
+    if key not in _checked:
+        # The check runs at one call only, so activation checkpointing must not see its operators.
+        with _disable_current_modes(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            sizes = (rows for rows in TILE_ROWS if _are_places_equal(compute, rows, columns, like))
+            _checked[key] = next(sizes, 1)
+    return _checked[key]
+
+
+def _are_places_equal(
+    compute: Callable[[Tensor], Sequence[Tensor]], rows: int, columns: int, like: Tensor
+) -> bool:
+    """Returns whether random rows have the same results, bit by bit, at other places of a tile.
+
+    Every row of `TRIED_TILES` tiles is computed at several places, and beside other rows. Two orders of a sum
+    often have the same bits, so a few rows would not tell them apart.
+
+    rows: number of rows of a tile.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    places = torch.arange(rows)
+    orders = [places.roll(shift) for shift in (1, 3, rows // 2)] + [places.flip(0)]
+    for _ in range(TRIED_TILES):
+        tile = torch.randn(rows, columns, generator=generator).to(like.device, like.dtype)
+        expected = [result.clone() for result in compute(tile)]
+        for order in orders:
+            index = order.to(like.device)
+            results = compute(tile[index])
+            if not all(map(torch.equal, results, (result[index] for result in expected))):
+                return False
+    return True

@@ -1,0 +1,41 @@
+"""`make_batch_invariant`: a model whose MoELayers compute a token by the same bits in every batch."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from pmoe.arguments import check_kind
+from pmoe.layer import MoELayer
+from pmoe.layer.batch_invariant import change, check_invariant
+
+ModelType = TypeVar("ModelType", bound=nn.Module)
+
+
+def make_batch_invariant(model: ModelType) -> ModelType:
+    """Makes all MoELayers of a model batch-invariant, in place. Returns the model.
+
+    A token's output then has the same bits beside any other tokens of the call, at every place, and for
+    every n, restore pair and number of ranks. So does the gradient of a layer's input that comes from its
+    output. The gradients of parameters are sums over the tokens of a batch, so they are not invariant; they
+    are the same in two runs with the same batch and the same n.
+
+    The promise is for one kind of machine, one version of torch and one number of threads. It is about the
+    layers only: other modules of the model are not changed. Parameters, state dicts and optimizers stay.
+
+    model: a model, or a single `pmoe.MoELayer`. Call it on every rank.
+
+    Raises TypeError if ``model`` is no module. Raises ValueError, before anything is changed, if the model
+    has no MoELayer, or if a layer has an option or a module with which the promise cannot be kept. The
+    message names the layer and the reason.
+    """
+    check_kind(nn.Module, "a torch.nn.Module", model=model)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+    if not layers:
+        raise ValueError(f"model ({type(model).__name__}) must be or contain a pmoe.MoELayer")
+    for name, layer in layers.items():
+        check_invariant(layer.layer_modules, name)
+    for layer in layers.values():
+        change(layer)
+    return model

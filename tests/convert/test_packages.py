@@ -65,6 +65,20 @@ def test_deepspeed_trains_as_one_rank_does_and_its_checkpoints_resume(ranks: int
         assert text.count("resumed with the same losses") == 3 and "refusals: named" in text
 
 
+@pytest.mark.slow
+def test_lightning_trains_as_one_rank_does_and_resumes_on_other_numbers_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "on 2", tmp_path / "on 1"]
+    for ranks, folder in zip((2, 1), folders, strict=True):
+        folder.mkdir()
+        for text in run_ranks("on_lightning", ranks, folder):
+            assert text.count("losses of one rank") == ranks and "refusals: named" in text, text
+            assert "ddp: resumed with the same losses" in text
+            assert ("resumed on another number of ranks" in text) == (ranks == 1)
+        monkeypatch.setenv("PMOE_EARLIER", f"{folder}/saved/epoch=0-step=3.ckpt")
+
+
 def check_environment() -> None:
     """AssertionError, never a skip, where the packages are not there or not what environment.sh now makes."""
     there, wanted = FOLDER / "requirements.txt", Path(__file__).parent / "requirements.txt"

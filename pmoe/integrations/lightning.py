@@ -96,9 +96,9 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         if missing:
             reason = "is a file" if path.is_file() else f"has no {' and no '.join(missing)}"
             raise ValueError(
-                f"ckpt_path ({path}) must be a folder that SpreadDDPStrategy wrote, but it {reason}: "
-                "another strategy wrote it, or saving it was interrupted. Continue with the strategy that wrote "
-                "it, or from another checkpoint"
+                f"ckpt_path ({path}) must be a folder of SpreadDDPStrategy, but it {reason}: another "
+                "strategy wrote it, or saving it was interrupted. Continue with the strategy that wrote it, "
+                "or from another checkpoint"
             )
         self._loaded_from = path
         loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path / FILE, weights_only=weights_only)

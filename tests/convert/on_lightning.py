@@ -121,7 +121,7 @@ def main(ranks: int, folder: Path) -> None:
     try:
         fit(Module(), SpreadDDPStrategy(), [], str(foreign))
     except ValueError as error:
-        assert "must be a folder that SpreadDDPStrategy wrote, but it is a file" in str(error)
+        assert "must be a folder of SpreadDDPStrategy, but it is a file" in str(error)
         print("refusals: named")
     earlier = os.environ.get("PMOE_EARLIER")
     if earlier:

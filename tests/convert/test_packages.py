@@ -79,6 +79,17 @@ def test_lightning_trains_as_one_rank_does_and_resumes_on_other_numbers_of_ranks
         monkeypatch.setenv("PMOE_EARLIER", f"{folder}/saved/epoch=0-step=3.ckpt")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("heading", ["DeepSpeed", "Lightning", "Megatron-Core"])
+def test_the_lines_of_the_page_of_stacks_run(
+    heading: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMOE_HEADING", heading)
+    for text in run_ranks("on_page", ranks, tmp_path):
+        assert f"the lines of {heading} ran" in text, text
+
+
 def check_environment() -> None:
     """AssertionError, never a skip, where the packages are not there or not what environment.sh now makes."""
     there, wanted = FOLDER / "requirements.txt", Path(__file__).parent / "requirements.txt"

@@ -92,8 +92,8 @@ def initialize(
 
     Returns what ``deepspeed.initialize`` returns: (engine, optimizer, data loader, scheduler).
 
-    Without ZeRO and in float32, DeepSpeed clips gradients by a norm of this rank's experts only. It differs
-    from rank to rank, so the engine then clips by `pmoe.clip_grad_norm_`.
+    Without ZeRO and in float32, DeepSpeed clips gradients by the mean of the ranks' norms, as if all ranks
+    had the same experts. The engine then clips by `pmoe.clip_grad_norm_`.
 
     Raises ValueError if the model has no MoE layer, if a layer's experts are spread in another way, or for
     ZeRO's stage 3.

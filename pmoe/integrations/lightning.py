@@ -4,8 +4,9 @@ Lightning's own strategy writes one file from rank 0, which lacks the experts of
 checkpoint is a folder, under the name that Lightning chooses:
 
     epoch=0-step=3.ckpt/
-        lightning.ckpt    Lightning's dict without model and optimizers: loops, callbacks, schedulers
-        step_00000003/    model and optimizers of all ranks, by `pmoe.save_checkpoint`
+        lightning_3.ckpt    Lightning's dict without model and optimizers: loops, callbacks, schedulers
+        step_00000003/      model and optimizers of all ranks, by `pmoe.save_checkpoint`
+        latest.json         names step_00000003; written last, so a kill leaves the checkpoint before whole
 
 A training continues from it on any number of ranks that divides the number of experts.
 """
@@ -13,12 +14,13 @@ A training continues from it on any number of ranks that divides the number of e
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pmoe.training import checkpoint_files as files
-from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
+from pmoe.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from pmoe.warn import warn_once
 
 try:
@@ -30,8 +32,8 @@ except ImportError as error:
 TESTED = "2.6"
 """The release of Lightning with which this module was tested."""
 
-FILE = "lightning.ckpt"
-"""File of a checkpoint that Lightning itself writes and reads."""
+FILE = "lightning_{step}.ckpt"
+"""File of a checkpoint that Lightning itself writes and reads, for each step."""
 
 __all__ = ["SpreadDDPStrategy"]
 
@@ -79,10 +81,14 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
             raise ValueError(f"storage_options ({storage_options!r}) must be None with SpreadDDPStrategy")
         step = int(checkpoint["global_step"])
         optimizers = list(self.optimizers) if checkpoint.get("optimizer_states") else None
+        own = Path(filepath) / FILE.format(step=step)
         if self.is_global_zero:
             os.makedirs(filepath, exist_ok=True)
-            self.checkpoint_io.save_checkpoint(checkpoint, Path(filepath) / FILE)
+            self.checkpoint_io.save_checkpoint(checkpoint, own)
         save_checkpoint(filepath, self.lightning_module, optimizers, step=step, keep=1)
+        if self.is_global_zero:  # Lightning saves last.ckpt into the same folder again and again.
+            for other in set(own.parent.glob(FILE.format(step="*"))) - {own}:
+                other.unlink(missing_ok=True)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -92,16 +98,19 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         Raises ValueError if the path is not a folder that this strategy wrote.
         """
         path = Path(checkpoint_path)
-        missing = [name for name in (FILE, files.POINTER) if not (path / name).is_file()]
-        if missing:
-            reason = "is a file" if path.is_file() else f"has no {' and no '.join(missing)}"
+        try:
+            step = int(re.findall(r"step_(\d+)", files.find(path, None))[0])
+        except (CheckpointError, OSError, ValueError, IndexError) as error:
+            reason = "a file" if path.is_file() else str(error)
             raise ValueError(
-                f"ckpt_path ({path}) must be a folder of SpreadDDPStrategy, but it {reason}: another "
-                "strategy wrote it, or saving it was interrupted. Continue with the strategy that wrote it, "
-                "or from another checkpoint"
-            )
+                f"ckpt_path ({path}) must be a folder of SpreadDDPStrategy, but it is not ({reason}): "
+                "another strategy wrote it, or saving it was interrupted. Continue with the strategy that "
+                "wrote it, or from another checkpoint"
+            ) from error
         self._loaded_from = path
-        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path / FILE, weights_only=weights_only)
+        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(
+            path / FILE.format(step=step), weights_only=weights_only
+        )
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -105,15 +105,21 @@ def main(ranks: int, folder: Path) -> None:
     os.environ.update(TORCHELASTIC_RUN_ID="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     warnings.filterwarnings("ignore", module="lightning")
     wanted = plain_losses()
-    every = ModelCheckpoint(dirpath=folder / "saved", every_n_epochs=1, save_top_k=-1)
+    every = ModelCheckpoint(dirpath=folder / "saved", every_n_epochs=1, save_top_k=-1, save_last=True)
     found = fit(Module(), SpreadDDPStrategy(), [every])
     assert found == wanted, f"{found}, not {wanted}"
     print("ddp: losses of one rank", found)
     saved = folder / "saved" / "epoch=0-step=3.ckpt"
-    assert (saved / "latest.json").is_file() and (saved / "lightning.ckpt").is_file()
+    assert (saved / "latest.json").is_file() and (saved / "lightning_3.ckpt").is_file()
     resumed = fit(Module(seed=5), SpreadDDPStrategy(), [], str(saved))
     assert resumed == wanted[3:], f"{resumed}, not {wanted[3:]}"
     print("ddp: resumed with the same losses")
+    # Lightning wrote last.ckpt once an epoch, into one folder.
+    last = folder / "saved" / "last.ckpt"
+    if dist.get_rank() == 0:
+        names = sorted(file.name for file in last.iterdir())
+        assert names == ["latest.json", "lightning_6.ckpt", "step_00000006"], names
+    assert fit(Module(seed=5), SpreadDDPStrategy(), [], str(last)) == []
     foreign = folder / "saved" / "foreign.ckpt"
     if dist.get_rank() == 0:
         torch.save({"state_dict": {}}, foreign)
@@ -121,7 +127,7 @@ def main(ranks: int, folder: Path) -> None:
     try:
         fit(Module(), SpreadDDPStrategy(), [], str(foreign))
     except ValueError as error:
-        assert "must be a folder of SpreadDDPStrategy, but it is a file" in str(error)
+        assert "must be a folder of SpreadDDPStrategy, but it is not (a file)" in str(error)
         print("refusals: named")
     earlier = os.environ.get("PMOE_EARLIER")
     if earlier:

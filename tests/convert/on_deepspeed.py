@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import deepspeed.comm.torch
@@ -186,6 +188,13 @@ def main(ranks: int, folder: Path) -> None:
         compare_bf16(ranks)
     compare_checkpoints(ranks, folder)
     compare_refusals(ranks, folder)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(deepspeed, "__version__", "0.20.1"),
+    ):
+        warnings.simplefilter("always")
+        adapter.mark(model_of(adapter.group(ranks)))
+    assert any("deepspeed 0.20.1 is not 0.19" in str(warning.message) for warning in caught), caught
     print("refusals: named")
 
 

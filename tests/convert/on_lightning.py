@@ -7,7 +7,9 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -129,6 +131,10 @@ def main(ranks: int, folder: Path) -> None:
     except ValueError as error:
         assert "must be a folder of SpreadDDPStrategy, but it is not (a file)" in str(error)
         print("refusals: named")
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(lightning, "__version__", "2.7.0"):
+        warnings.simplefilter("always")
+        SpreadDDPStrategy()
+    assert any("lightning 2.7.0 is not 2.6" in str(warning.message) for warning in caught), caught
     earlier = os.environ.get("PMOE_EARLIER")
     if earlier:
         resumed = fit(Module(seed=5), SpreadDDPStrategy(), [], earlier)

@@ -50,7 +50,7 @@ def trainer_of(model: Any, out: Path, world: int, rows: list[dict[str, Any]], **
     options |= {"lr_scheduler_type": "cosine", "optim": "adamw_torch", "optim_args": "foreach=False"}
     options |= {"output_dir": str(out), "use_cpu": True, "logging_steps": 1, "report_to": [], "seed": 1}
     arguments = transformers.TrainingArguments(disable_tqdm=True, **(options | changes))
-    return SpreadTrainer(model=model, args=arguments, train_dataset=rows)
+    return SpreadTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
 
 
 def losses_of(trainer: Any) -> list[float]:
@@ -199,6 +199,20 @@ def test_another_number_of_samples_a_step_is_warned_of(tmp_path: Path) -> None:
         other.train(resume_from_checkpoint=True)
     assert [entry["step"] for entry in other.state.log_history if "loss" in entry] == [1, 2]
     assert json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    import transformers
+
+    rows = [{"input_ids": row, "labels": row} for row in batch(16)]
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 3.0}
+    trainer = trainer_of(make_model("Mixtral", "eager"), tmp_path, 1, rows, max_steps=3, save_steps=1, **best)
+    trainer.train()
+    path = trainer.state.best_model_checkpoint
+    assert path is not None and not path.endswith("-3"), path  # the last step is worse, by its learning rate
+    saved = dict(transformers.MixtralForCausalLM.from_pretrained(path).named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
 
 
 # ---- experts that FSDP2 and expert parallelism split by the same dimension

@@ -68,13 +68,13 @@ class SpreadCheckpoints(Trainer):
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the whole model for from_pretrained; in checkpoints only if it is a model of transformers.
+        """Writes the whole model for from_pretrained; in checkpoints only if it has save_pretrained.
+
+        Models of transformers have it, and adapters of PEFT.
 
         output_dir: the folder; None is that of the TrainingArguments.
         """
-        from transformers import PreTrainedModel
-
-        if _internal_call and output_dir is not None and not isinstance(self.model, PreTrainedModel):
+        if _internal_call and output_dir is not None and not hasattr(self.model, "save_pretrained"):
             os.makedirs(output_dir, exist_ok=True)
             return
         super().save_model(output_dir, _internal_call)

@@ -109,7 +109,8 @@ $(FAIRSEQ): tests/fairseq/requirements.txt tests/fairseq/environment.sh
 .PHONY: .venv-fairseq
 .venv-fairseq: $(FAIRSEQ)
 
-# Other systems' packages, beside .venv's own, for the tests of pmoe.convert. The last file is written last.
+# Other systems' packages, beside .venv's own, for the tests of pmoe.convert and of the integrations with Megatron-Core
+# and DeepSpeed. The last file is written last.
 CONVERT := .venv-convert/requirements.txt
 $(CONVERT): tests/convert/requirements.txt tests/convert/environment.sh $(STAMP)
 	@bash tests/convert/environment.sh .venv-convert $(BIN)/python

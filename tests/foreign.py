@@ -383,6 +383,7 @@ KINDS: dict[str, Kind] = {
 
 NO_FOREIGN_FILE = {
     "pmoe/choose/search.py:from_fields": "the key of the layer itself, as JSON would give it back",
+    "pmoe/integrations/deepspeed.py:_stage": "a configuration that DeepSpeed checks next",
     "pmoe/measure/store.py:load_json": "reads for all that name it",
     "pmoe/integrations/routing_trace.py:_writers": "writes a new file",
     "pmoe/integrations/routing_trace.py:_layers_in": "a line that read_routing has read",

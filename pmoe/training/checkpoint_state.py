@@ -321,10 +321,13 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 
     Such a tensor is recognised by its DTensor placement `_StridedShard`: each of its two halves is split over
     ranks (picture in `in_boxes`). Any other tensor, of any shape, is returned unchanged.
+
+    FSDP2 uses the same placement for something else. It splits what an inner mesh dimension has split before,
+    for example transformers' experts over ("efsdp", "ep"). A rank's part is one block then, which DCP knows.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    split = next((candidate for candidate in tensor.placements if isinstance(candidate, _StridedShard)), None)
+    split = _split_of_halves(tensor)
     if split is None:
         return tensor
     dim = split.dim
@@ -338,6 +341,18 @@ def _in_boxes(tensor: Tensor) -> Tensor:
     half = tensor.shape[dim] // count
     offsets = [(*first[:dim], first[dim] + number * half, *first[dim + 1 :]) for number in range(count)]
     return DTensor(LocalShardsWrapper(parts, offsets), tensor._spec, requires_grad=False)
+
+
+def _split_of_halves(tensor: DTensor) -> _StridedShard | None:
+    """Returns the placement that splits each half of a w1 or b1 of gated experts; None for other tensors.
+
+    tensor: of any shape.
+    """
+    for number, placement in enumerate(tensor.placements):
+        inner_dims = {getattr(inner, "dim", None) for inner in tensor.placements[number + 1 :]}
+        if isinstance(placement, _StridedShard) and placement.dim not in inner_dims:
+            return placement
+    return None
 
 
 # ---- names and walks

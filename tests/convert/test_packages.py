@@ -57,6 +57,39 @@ def test_pmoes_layer_in_megatron_gives_the_output_and_gradients_of_megatrons(
         assert "refusals: named" in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_deepspeed_trains_as_one_rank_does_and_its_checkpoints_resume(ranks: int, tmp_path: Path) -> None:
+    for text in run_ranks("on_deepspeed", ranks, tmp_path):
+        assert text.count("losses of one rank") == 6 * ranks, text
+        assert text.count("resumed with the same losses") == 3 and "refusals: named" in text
+
+
+@pytest.mark.slow
+def test_lightning_trains_as_one_rank_does_and_resumes_on_other_numbers_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "on 2", tmp_path / "on 1"]
+    for ranks, folder in zip((2, 1), folders, strict=True):
+        folder.mkdir()
+        for text in run_ranks("on_lightning", ranks, folder):
+            assert text.count("losses of one rank") == ranks and "refusals: named" in text, text
+            assert "ddp: resumed with the same losses" in text
+            assert ("resumed on another number of ranks" in text) == (ranks == 1)
+        monkeypatch.setenv("PMOE_EARLIER", f"{folder}/saved/epoch=0-step=3.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("heading", ["DeepSpeed", "Lightning", "Megatron-Core"])
+def test_the_lines_of_the_page_of_stacks_run(
+    heading: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMOE_HEADING", heading)
+    for text in run_ranks("on_page", ranks, tmp_path):
+        assert f"the lines of {heading} ran" in text, text
+
+
 def check_environment() -> None:
     """AssertionError, never a skip, where the packages are not there or not what environment.sh now makes."""
     there, wanted = FOLDER / "requirements.txt", Path(__file__).parent / "requirements.txt"

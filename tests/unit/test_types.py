@@ -28,8 +28,8 @@ from pmoe.planner import degree
 from pmoe.schedule import restore
 from tests.snippets import GUIDES, ROOT, blocks
 
-UNSEEN = ("pmoe.integrations.fairseq.", "pmoe.integrations.megatron.")
-"""Subclasses of what is not installed where types are checked."""
+UNSEEN = tuple(f"pmoe.integrations.{stack}." for stack in ("deepspeed", "fairseq", "lightning", "megatron"))
+"""Modules with subclasses of what is not installed where types are checked."""
 SCRIPT = ROOT / "tests" / "typed" / "script.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LARGE = [path for path in EXAMPLES if "transformers" in path.read_text(encoding="utf-8")]

@@ -8,5 +8,6 @@ register()
 
 from pmoe.integrations.transformers.layers import configure, layers  # noqa: E402
 from pmoe.integrations.transformers.padding import skip_padding  # noqa: E402
+from pmoe.integrations.transformers.trainer import SpreadCheckpoints  # noqa: E402
 
-__all__ = ["configure", "layers", "skip_padding"]
+__all__ = ["SpreadCheckpoints", "configure", "layers", "skip_padding"]

@@ -1,0 +1,281 @@
+"""pmoe's layers under DeepSpeed's ZeRO stages 0, 1 and 2, with DeepSpeed's groups and checkpoints.
+
+DeepSpeed averages most gradients over all ranks, and those of experts over the copies of an expert. It knows
+experts by the attributes `allreduce = False` and `group_name` of their parameters, in models that contain its
+own class `MoE`. So `initialize` puts a module of that class, without parameters, into each layer:
+
+    layer                 MoELayer, built with group=deepspeed.group(ep_size)
+      gate, experts       as without DeepSpeed; experts get group_name = "ep_size_N"
+      deepspeed           `Marker`, a deepspeed.moe.layer.MoE: numbers and names of the experts
+
+In DeepSpeed's checkpoints each expert has a file of its own, so their weights load with another number of
+ranks for each copy of the experts. ZeRO's optimizer states load on as many ranks only.
+
+Stage 3 is refused: DeepSpeed takes no module of the class MoE there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe.arguments import check_count, check_module
+from pmoe.experts.modules import ModuleExperts
+from pmoe.layer import MoELayer
+from pmoe.measure.store import load_json
+from pmoe.training.clipping import clip_grad_norm_
+from pmoe.warn import warn_once
+
+try:
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups
+except ImportError as error:
+    raise ImportError(
+        f"deepspeed must be installed: pip install deepspeed==0.19.8. On a machine without a GPU, set the "
+        f"environment variable DS_ACCELERATOR=cpu ({error})"
+    ) from error
+
+TESTED = "0.19"
+"""The release of DeepSpeed with which this module was tested."""
+
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
+"""The name that DeepSpeed gives to the experts of a layer, inside of the layer."""
+
+MARKER = "deepspeed"
+"""Name of the `Marker` in a `MoELayer`."""
+
+__all__ = ["Marker", "group", "initialize", "mark"]
+
+
+def group(ep_size: int) -> dist.ProcessGroup:
+    """Returns DeepSpeed's group of ranks over which experts are spread: ``MoELayer(group=group(ep_size))``.
+
+    Collective, after ``deepspeed.init_distributed``. A second call returns the same group.
+
+    ep_size: number of ranks over which experts are spread; it must divide the number of all ranks.
+
+    Raises RuntimeError if there is no process group, ValueError for a wrong number.
+    """
+    check_count(ep_size=ep_size)
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "deepspeed.init_distributed() must be called before pmoe.integrations.deepspeed.group"
+        )
+    world = dist.get_world_size()
+    if world % ep_size:
+        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({world})")
+    name = _name(ep_size)
+    if name not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(ep_size)
+    own: dist.ProcessGroup = groups._get_expert_parallel_group(name)
+    return own
+
+
+def initialize(
+    model: nn.Module, config: Mapping[str, Any] | str | os.PathLike[str], **arguments: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Calls ``deepspeed.initialize`` for a model with MoE layers.
+
+    model: its MoE layers must be built with ``group=group(ep_size)``, and `pmoe.parallelize` must not have
+        changed them.
+    config: DeepSpeed's configuration, as a mapping or as the path of a JSON file.
+    arguments: further arguments of ``deepspeed.initialize``. An ``optimizer`` of your own needs groups of
+        parameters that DeepSpeed splits by experts (deepspeed.moe.utils); call `mark` before you make them.
+
+    Returns what ``deepspeed.initialize`` returns: (engine, optimizer, data loader, scheduler).
+
+    Without ZeRO and in float32, DeepSpeed clips gradients by the mean of the ranks' norms, as if all ranks
+    had the same experts. The engine then clips by `pmoe.clip_grad_norm_`.
+
+    Raises ValueError if the model has no MoE layer, if a layer's experts are spread in another way, or for
+    ZeRO's stage 3.
+    """
+    stage = _stage(config)
+    if stage == 3:
+        raise ValueError(
+            "zero_optimization (stage 3) must be 0, 1 or 2: DeepSpeed takes only its own layers in "
+            "stage 3. Use stage 2, or FSDP2 by pmoe.parallelize and fully_shard"
+        )
+    mark(model)
+    made = deepspeed.initialize(model=model, config=config, **arguments)
+    engine = made[0]
+    if stage == 0:
+        engine.clip_fp32_gradients = lambda: clip_grad_norm_(engine.module, engine.gradient_clipping())
+    return made  # type: ignore[no-any-return]
+
+
+def mark(model: nn.Module) -> None:
+    """Marks the experts of a model for DeepSpeed. `initialize` does it; a second call changes nothing.
+
+    model: as for `initialize`.
+
+    Raises ValueError if the model has no MoE layer, or if a layer's experts are spread in another way.
+    """
+    check_module(model=model)
+    _warn_of_release()
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)}
+    if not layers:
+        raise ValueError(
+            f"model ({type(model).__name__}) must contain a pmoe.MoELayer; without one, call "
+            "deepspeed.initialize"
+        )
+    for name, layer in layers.items():
+        _check_layer(name, layer)
+    for layer in layers.values():
+        for parameter in layer.experts.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = _name(layer.ranks.size)  # type: ignore[attr-defined]
+        if MARKER not in layer._modules:
+            layer.add_module(MARKER, Marker(layer))
+            layer.register_load_state_dict_pre_hook(_take_experts)  # type: ignore[no-untyped-call]
+
+
+class Marker(MoE):  # type: ignore[misc]
+    """The answers to DeepSpeed's questions about a layer: numbers of experts, its group, names of experts.
+
+    It has no parameters and is never called.
+
+    layer: the layer that contains it.
+    """
+
+    def __init__(self, layer: MoELayer) -> None:
+        nn.Module.__init__(self)
+        self._layer = (layer,)  # in a tuple, because a module would become a child of this one
+        self.num_experts = layer.num_experts
+        self.ep_size = layer.ranks.size
+        self.num_local_experts = self.num_experts // self.ep_size
+        self.expert_group_name = _name(self.ep_size)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Checks the order of ranks. DeepSpeed calls it when it makes an engine; groups are there already.
+
+        use_data_before_expert_parallel_: DeepSpeed's setting of that name.
+
+        Raises ValueError if it is True: the groups of the layers have the other order.
+        """
+        if use_data_before_expert_parallel_:
+            raise ValueError(
+                "use_data_before_expert_parallelism (True) must be False in DeepSpeed's configuration: the "
+                "ranks of pmoe.integrations.deepspeed.group are consecutive"
+            )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns this rank's experts, each under a name of its own, if DeepSpeed asks this module alone.
+
+        As a part of a model's state dict it adds nothing, because the layer has these tensors.
+        """
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return {
+            f"{EXPERTS}.{expert}.{name}": parameter.detach()[expert]
+            for name, parameter in self._layer[0].experts.named_parameters()
+            for expert in range(self.num_local_experts)
+        }
+
+    def forward(self, *_: object) -> None:
+        """Raises RuntimeError: the layer is called, and not this module in it."""
+        raise RuntimeError("pmoe.integrations.deepspeed.Marker must not be called: call the layer around it")
+
+
+# ---- DeepSpeed's checkpoints
+
+
+@torch.no_grad()
+def _take_experts(layer: MoELayer, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Loads experts that DeepSpeed has read from their files. This is a hook of ``load_state_dict()``.
+
+    DeepSpeed has written rank 0's state dict for all ranks, and beside it a file for each expert. It has put
+    this rank's experts into ``state``, numbered from 0. Here they are copied, and replace those of rank 0.
+
+    state: the state dict, which is changed.
+    prefix: the name of the layer in the model, with a dot at the end.
+    """
+    pattern = re.compile(re.escape(f"{prefix}{MARKER}.{EXPERTS}.") + r"(\d+)\.(.+)")
+    found = {key: match for key in state if (match := pattern.fullmatch(key)) is not None}
+    if not found:
+        return
+    parameters = dict(layer.experts.named_parameters())
+    for key, match in found.items():
+        expert, name = int(match[1]), match[2]
+        value = state.pop(key)
+        if name not in parameters or parameters[name][expert].shape != value.shape:
+            raise ValueError(
+                f"{key} (of shape {tuple(value.shape)}) must be one of the experts' "
+                f"{', '.join(sorted(parameters))}: the checkpoint is of a layer with other options. Build "
+                "the layer as it was when it was saved"
+            )
+        parameters[name][expert].copy_(value)
+    for name, parameter in parameters.items():
+        state[f"{prefix}experts.{name}"] = parameter.detach()
+
+
+# ---- checks
+
+
+def _name(ep_size: int) -> str:
+    """Returns the name of DeepSpeed's groups for experts that are spread over ``ep_size`` ranks."""
+    return f"ep_size_{ep_size}"
+
+
+def _stage(config: object) -> int:
+    """Returns ZeRO's stage in a configuration of DeepSpeed, 0 to 3.
+
+    config: the configuration, or the path of its JSON file.
+    """
+    if isinstance(config, str | os.PathLike):
+        config = load_json(Path(config), dict, "it holds DeepSpeed's configuration")
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config ({type(config).__name__}) must be a mapping or the path of a JSON file")
+    return int(dict(config.get("zero_optimization") or {}).get("stage", 0))
+
+
+def _warn_of_release() -> None:
+    """Warns once if the release of DeepSpeed is not the one that was tested."""
+    version = str(deepspeed.__version__)
+    if not version.startswith(f"{TESTED}."):
+        warn_once(
+            f"deepspeed {version} is not {TESTED}, with which pmoe was tested: if something fails, "
+            f'pip install "deepspeed=={TESTED}.*"'
+        )
+
+
+def _check_layer(name: str, layer: MoELayer) -> None:
+    """Raises ValueError if DeepSpeed cannot reduce the gradients of this layer's experts.
+
+    name: the layer's name in the model, for the message.
+    """
+    where = name or "model"
+    experts = layer.layer_modules.experts
+    advice = "build it with group=pmoe.integrations.deepspeed.group(ep_size)"
+    if experts.is_parallelized:
+        raise ValueError(
+            f"{where} must not be changed by pmoe.parallelize, whose DTensors DeepSpeed cannot move or "
+            f"partition: {advice}"
+        )
+    if layer.grid.esp.size > 1:
+        raise ValueError(
+            f"{where} (hidden columns split over {layer.grid.esp.size} ranks) must have whole "
+            f"experts: {advice}"
+        )
+    if isinstance(experts, ModuleExperts):
+        raise ValueError(
+            f"{where} (experts that are modules) must have stacked experts, such as expert='ffn'"
+        )
+    known = groups._get_expert_parallel_group_dict().get(_name(layer.ranks.size))
+    members = None if known is None else dist.get_process_group_ranks(known)
+    own = list(range(dist.get_world_size()))[dist.get_rank() : dist.get_rank() + 1]
+    if layer.ranks.group is not None:
+        own = dist.get_process_group_ranks(layer.ranks.group)
+    if members != own:
+        raise ValueError(
+            f"{where} (experts over ranks {own}) must have DeepSpeed's ranks for ep_size {layer.ranks.size}, "
+            f"{members or 'which were not made yet'}: {advice}"
+        )

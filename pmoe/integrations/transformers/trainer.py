@@ -1,0 +1,200 @@
+"""`SpreadCheckpoints`: transformers' Trainer saves and resumes models whose experts are spread over ranks.
+
+The Trainer by itself refuses to resume such models, because it writes optimizer states by `torch.save` on one
+rank. Here each checkpoint folder of the Trainer has one more folder, which `pmoe.save_checkpoint` writes:
+
+    OUTPUT_DIR/checkpoint-N/
+        config.json  model.safetensors ...   the whole model, which transformers writes for from_pretrained
+        trainer_state.json                   steps, epochs and logs, which transformers writes
+        pmoe/step_N/                         model, optimizer, scheduler and random states of all ranks
+
+The Trainer's own code decides when to save and which checkpoints to delete, and skips the data of steps that
+were made before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pmoe.training import checkpoint_files as files
+from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
+from pmoe.warn import warn_once
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+FOLDER = "pmoe"
+"""Folder of pmoe's files, inside of each checkpoint folder of the Trainer."""
+STATE = "trainer_state.json"
+"""File of the Trainer's own state. The Trainer writes it last."""
+
+
+class SpreadCheckpoints(Trainer):
+    """A base class for a Trainer, whose checkpoints then resume on any number of ranks.
+
+    The number of ranks must divide the number of experts. Put this class before the Trainer that you use
+    (transformers' own, a subclass of it, or one of TRL), and set ``save_only_model=True``: pmoe saves what is
+    left out then. `Trainer.train(resume_from_checkpoint=...)` works as usual.
+
+    Losses after resuming are those of a run that was not interrupted, if every step has as many samples:
+    per_device_train_batch_size * gradient_accumulation_steps * number of ranks. Random numbers, such as those
+    of dropout, also continue if the number of ranks is the same.
+
+    A model of transformers is also saved as a whole, for from_pretrained. Other models are not, because a
+    file from one rank would lack experts.
+
+    Example:
+        class MyTrainer(SpreadCheckpoints, Trainer): ...
+        trainer = MyTrainer(model, TrainingArguments("out", save_steps=100, save_only_model=True), ...)
+        trainer.train(resume_from_checkpoint=True)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._generators: dict[str, Any] | None = None
+        super().__init__(*args, **kwargs)
+        if self.args.save_strategy != "no" and not self.args.save_only_model:
+            raise ValueError(
+                f"save_only_model ({self.args.save_only_model}) must be True with SpreadCheckpoints, which "
+                "saves the optimizer itself: TrainingArguments(..., save_only_model=True)"
+            )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the whole model for from_pretrained; in checkpoints only if it has save_pretrained.
+
+        Models of transformers have it, and adapters of PEFT.
+
+        output_dir: the folder; None is that of the TrainingArguments.
+        """
+        if _internal_call and output_dir is not None and not hasattr(self.model, "save_pretrained"):
+            os.makedirs(output_dir, exist_ok=True)
+            return
+        super().save_model(output_dir, _internal_call)
+
+    # The Trainer has no public place for what follows: its callbacks run after data and state were decided.
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves a checkpoint: pmoe's part first, so that a folder with the Trainer's state is complete."""
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}" / FOLDER
+        scheduler = getattr(self, "lr_scheduler", None)
+        scaler = getattr(self.accelerator, "scaler", None)
+        extra = {
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "samples": self._samples_of_step(),
+        }
+        save_checkpoint(folder, self._own_model(), self.optimizer, step=step, extra=extra)
+        super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Checks that a folder can be resumed from. `_load_optimizer_and_scheduler` loads all of it.
+
+        Raises ValueError, with the newest complete checkpoint beside it, if a part of the folder is missing.
+        """
+        path = Path(resume_from_checkpoint)
+        if _is_complete(path):
+            return
+        others = sorted(filter(_is_complete, path.parent.glob("checkpoint-*")), key=_step_of)
+        advice = "call trainer.train() without it"
+        if (path / "config.json").is_file():
+            advice = f'load the weights, with a new optimizer: from_pretrained("{path}", ...)'
+        if others:
+            advice = f'trainer.train(resume_from_checkpoint="{others[-1]}")'
+        raise ValueError(
+            f"resume_from_checkpoint ({path}) must be a checkpoint folder of a Trainer with "
+            f"SpreadCheckpoints, with {STATE} and {FOLDER}/. It has not both: another Trainer saved it, or "
+            f"saving it was interrupted. To go on: {advice}"
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads model, optimizer, scheduler and loss scale, and keeps the random states for later."""
+        if checkpoint is None:
+            return
+        before = _generators()
+        loaded = load_checkpoint(Path(checkpoint) / FOLDER, self._own_model(), self.optimizer)
+        if loaded.random:
+            # The Trainer makes the order of the data next, and sets random states after that.
+            self._generators = _generators()
+            files.set_random(before)
+        if loaded.extra["scheduler"] is not None and self.lr_scheduler is not None:
+            _load_scheduler(self.lr_scheduler, loaded.extra["scheduler"])
+        if loaded.extra["scaler"] is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(loaded.extra["scaler"])
+        saved = loaded.extra["samples"]
+        if saved != self._samples_of_step():
+            warn_once(
+                "a step of the Trainer now has another number of samples than in the checkpoint: "
+                f"{self._samples_of_step()}, not {saved}. Data are skipped by steps, so some samples come "
+                "twice or not at all; change per_device_train_batch_size or gradient_accumulation_steps"
+            )
+
+    def _load_best_model(self) -> None:
+        """Loads the weights of the best checkpoint (``load_best_model_at_end``)."""
+        best = self.state.best_model_checkpoint
+        assert best is not None  # the Trainer has checked it
+        before = _generators()
+        load_checkpoint(Path(best) / FOLDER, self._own_model())
+        files.set_random(before)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Sets the random states of a loaded checkpoint, after the Trainer has skipped data."""
+        if self._generators is not None:
+            files.set_random(self._generators)
+            self._generators = None
+
+    def _own_model(self) -> nn.Module:
+        """Returns the model of the Trainer. Before and during a training it is there."""
+        assert self.model is not None
+        return self.model
+
+    def _samples_of_step(self) -> int:
+        """Returns the number of samples of an optimizer step on all ranks."""
+        arguments = self.args
+        each: int = self._train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        return each
+
+
+def _is_complete(path: Path) -> bool:
+    """Returns whether a checkpoint folder has the Trainer's state and pmoe's files."""
+    return (path / STATE).is_file() and (path / FOLDER / files.POINTER).is_file()
+
+
+def _step_of(path: Path) -> int:
+    """Returns the number at the end of a folder's name: 12 for checkpoint-12; -1 if there is none."""
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Loads the state of a learning-rate scheduler, also into another number of parameter groups.
+
+    The Trainer makes more groups if experts are spread, because an optimizer may take no mixture of meshes in
+    a group. Lists with a value for each group are then not loaded: the learning rates are those of the
+    optimizer's groups, which were loaded before, and functions of the scheduler stay as this run made them.
+    """
+    own = scheduler.state_dict()
+    groups = scheduler.optimizer.param_groups
+    if len(saved.get("base_lrs", groups)) == len(groups):
+        scheduler.load_state_dict(dict(saved))
+        return
+    lists = {key: own[key] for key, value in saved.items() if isinstance(value, list) and key in own}
+    lists["base_lrs"] = [group["initial_lr"] for group in groups]
+    lists["_last_lr"] = [group["lr"] for group in groups]
+    scheduler.load_state_dict({**saved, **lists})
+
+
+def _generators() -> dict[str, Any]:
+    """Returns the states of the random generators that a checkpoint holds, by name."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states

@@ -1,0 +1,203 @@
+"""`pmoe.integrations.deepspeed` under ZeRO 0, 1 and 2, beside plain PyTorch on one rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import deepspeed.comm.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pmoe
+from pmoe.comm.ranks import Ranks
+from pmoe.integrations import deepspeed as adapter
+from tests.convert.compare import group
+
+BATCH, M, H, E, STEPS = 16, 16, 32, 4, 6
+CLIP = 0.5
+
+
+def model_of(ranks: Any, seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [pmoe.MoELayer(M, H, num_experts=E, top_k=2, group=ranks, **options) for _ in range(2)]
+    return nn.Sequential(nn.Linear(M, M), layers[0], nn.LayerNorm(M), layers[1], nn.Linear(M, 4))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(BATCH, M, generator=generator), torch.randn(BATCH, 4, generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def plain_losses(clip: float) -> list[str]:
+    """Losses of the training on one rank, without DeepSpeed."""
+    model = model_of(Ranks.single())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for x, y in batches():
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(f"{loss.item():.4f}")
+    return losses
+
+
+def config_of(ranks: int, stage: int, clip: float = 0.0, bf16: bool = False) -> dict[str, Any]:
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // ranks,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
+        "steps_per_print": 1000,
+    }
+
+
+def engine_of(ranks: int, stage: int, ep: int, seed: int = 0, **options: Any) -> Any:
+    model = model_of(adapter.group(ep), seed)
+    return adapter.initialize(model, config_of(ranks, stage, **options))[0]
+
+
+def train(engine: Any, steps: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Trains an engine on this rank's part of each batch. Returns the mean losses of all ranks."""
+    losses = []
+    kind = next(engine.module.parameters()).dtype
+    for batch in steps:
+        x, y = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)
+        loss = (engine(x.to(kind)).float() - y).square().mean()
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+def digits(losses: list[float]) -> list[str]:
+    return [f"{loss:.4f}" for loss in losses]
+
+
+def compare_losses(ranks: int) -> None:
+    """Float32, with and without clipping: the losses of one rank, whatever the size of expert parallelism."""
+    for clip in (0.0, CLIP):
+        wanted = plain_losses(clip)
+        for stage in (0, 1, 2):
+            for ep in sorted({1, ranks}):
+                found = digits(train(engine_of(ranks, stage, ep, clip=clip), batches()))
+                assert found == wanted, f"stage {stage}, ep {ep}, clip {clip}: {found}, not {wanted}"
+                print(f"stage {stage}, ep {ep}, clip {clip}: losses of one rank {found}")
+
+
+def compare_bf16(ranks: int) -> None:
+    """Bfloat16: experts over all ranks give the losses of experts on each rank, to three digits."""
+    for stage in (1, 2):
+        alone, spread = (
+            train(engine_of(ranks, stage, ep, clip=CLIP, bf16=True), batches()) for ep in (1, ranks)
+        )
+        assert all(abs(a - b) < 2e-3 * abs(a) for a, b in zip(alone, spread, strict=True)), (alone, spread)
+        print(f"stage {stage} in bfloat16: losses of experts on each rank")
+
+
+def compare_checkpoints(ranks: int, folder: Path) -> None:
+    """DeepSpeed's checkpoints: training resumes with the same losses, and weights load with another ep."""
+    for stage in (0, 1, 2):
+        engine = engine_of(ranks, stage, ranks, clip=CLIP)
+        train(engine, batches()[:3])
+        place = str(folder / f"stage {stage}")
+        engine.save_checkpoint(place, tag="third")
+        if dist.get_rank() == 0:
+            names = {file.name for file in (folder / f"stage {stage}" / "third").iterdir()}
+            wanted = {
+                f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+                for layer in (0, 1)
+                for expert in range(E)
+            }
+            assert wanted <= names, names
+        whole = train(engine, batches()[3:])
+        resumed = engine_of(ranks, stage, ranks, seed=5, clip=CLIP)
+        resumed.load_checkpoint(place)
+        assert train(resumed, batches()[3:]) == whole, f"stage {stage}"
+        x = batches()[3][0].chunk(ranks)[dist.get_rank()]
+        engine.load_checkpoint(place)
+        other = engine_of(ranks, stage, 1, seed=6)
+        other.load_checkpoint(place, load_module_only=True)
+        with torch.no_grad():
+            torch.testing.assert_close(other.module(x), engine.module(x), rtol=1e-5, atol=1e-6)
+        print(f"stage {stage}: resumed with the same losses")
+
+
+def refused(act: Callable[[], Any], *words: str) -> None:
+    try:
+        act()
+    except ValueError as error:
+        for word in words:
+            assert word in str(error), error
+        return
+    raise AssertionError(f"not refused: {words}")
+
+
+def compare_refusals(ranks: int, folder: Path) -> None:
+    """What does not fit is named, with what to do."""
+    group_of_all = adapter.group(ranks)
+    config = config_of(ranks, 1)
+    refused(lambda: adapter.initialize(model_of(group_of_all), config_of(ranks, 3)), "stage 3", "stage 2")
+    refused(lambda: adapter.initialize(nn.Linear(2, 2), config), "must contain a pmoe.MoELayer")
+    refused(lambda: adapter.group(ranks + 1), f"must divide the number of ranks ({ranks})")
+    before = config | {"use_data_before_expert_parallelism": True}
+    refused(lambda: adapter.initialize(model_of(group_of_all), before), "must be False")
+    if ranks == 1:
+        return
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    spread = pmoe.parallelize(model_of(mesh.get_group("ep")), mesh)
+    refused(lambda: adapter.initialize(spread, config), "must not be changed by pmoe.parallelize", "group(")
+    # A checkpoint of a layer with other options.
+    engine = engine_of(ranks, 1, ranks)
+    engine.save_checkpoint(str(folder / "other"), tag="first")
+    torch.manual_seed(0)
+    wider = nn.Sequential(
+        *list(model_of(group_of_all))[:1],
+        pmoe.MoELayer(M, 2 * H, num_experts=E, top_k=2, group=group_of_all),
+        *list(model_of(group_of_all))[2:],
+    )
+    other = adapter.initialize(wider, config)[0]
+    refused(lambda: other.load_checkpoint(str(folder / "other")), "must be one of the experts'", "as it was")
+
+
+def main(ranks: int, folder: Path) -> None:
+    deepspeed.comm.torch.build_shm_op = lambda: None  # a shortcut of its collectives, which it would compile
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # DeepSpeed asks for what a launcher sets
+    deepspeed.init_distributed(dist_backend="gloo")
+    compare_losses(ranks)
+    if ranks > 1:
+        compare_bf16(ranks)
+    compare_checkpoints(ranks, folder)
+    compare_refusals(ranks, folder)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(deepspeed, "__version__", "0.20.1"),
+    ):
+        warnings.simplefilter("always")
+        adapter.mark(model_of(adapter.group(ranks)))
+    assert any("deepspeed 0.20.1 is not 0.19" in str(warning.message) for warning in caught), caught
+    print("refusals: named")
+
+
+if __name__ == "__main__":
+    with group() as (_, ranks):
+        main(ranks, Path(sys.argv[1]).parent)

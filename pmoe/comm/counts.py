@@ -543,8 +543,7 @@ class CountsExchange:
         self._asks_max_rows = asks_max_rows
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
-        kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
-        kind += ranks.number * LAYER
+        kind = ranks.number * LAYER + (TYPES.index(dtype) if dtype in TYPES else len(TYPES))
         fault_number = 0 if isinstance(fault, Tensor) else fault.value
         mode = mode_of_call(needs_grad=needs_grad, training=training)
         if ranks.size > 1:
@@ -724,9 +723,9 @@ class CountsExchange:
         """
         header = headers.amax(0)
         slots = self._slots
-        loads = self._loads
-        if slots is None and loads is None and not self._asks_max_rows:
+        if slots is None and self._loads is None and not self._asks_max_rows:
             return F.pad(header, (0, 3))
+        loads = self._loads
         first_load = HEADER + 3 + (0 if slots is None else len(slots.degrees))
         agreed = recv_FWE.new_zeros(first_load + (0 if loads is None else loads.size))
         agreed[:HEADER] = header

@@ -224,12 +224,8 @@ class PipelineBackward:
         saved = map_saved_tensors(self.emptied, lambda _: next(remaining))
         saved.wanted = wanted
         with publishing_failures(self.plan.modules.grid.all, "a backward pass"):
-            plain: type[Backward] = Backward
-            if not any(saved.inputs.like(wanted).parameters) and self.plan.modules.copies is None:
-                from pmoe.engine.variants.frozen import FrozenBackward
-
-                plain = FrozenBackward
-            return make_backward(self.plan, grad_TM, saved, plain).run()
+            is_frozen = self.plan.modules.copies is None and not any(saved.inputs.like(wanted).parameters)
+            return make_backward(self.plan, grad_TM, saved, _frozen_backward() if is_frozen else Backward).run()
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
         """Runs the first half of the pass, if the layer's schedule has two halves (`InputsFirst.fits`).
@@ -268,3 +264,10 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
     # For `pmoe.engine.variants.send_once`, forward found ``regroup``, so the plan does not have it.
     swapped.regroup = [swap(tensor) for tensor in state.regroup]
     return swapped
+
+
+def _frozen_backward() -> type[Backward]:
+    """Returns the backward pass of experts whose parameters need no gradients."""
+    from pmoe.engine.variants.frozen import FrozenBackward
+
+    return FrozenBackward

@@ -29,9 +29,13 @@ SAMPLES = 8
 
 
 def as_launched(rank: int, world: int) -> None:
-    """Sets what a launcher sets, which accelerate reads."""
+    """Sets what a launcher sets, which accelerate reads, and forgets what it read in an earlier test."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 # ---- models of transformers

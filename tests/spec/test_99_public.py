@@ -30,7 +30,9 @@ def public_modules() -> dict[str, set[str] | None]:
             found.setdefault(name, None)
         else:
             module, _, each = name.rpartition(".")
-            found.setdefault(module, set()).add(each)  # type: ignore[union-attr]
+            names = found.setdefault(module, set())
+            if names is not None:
+                names.add(each)
     return found
 
 

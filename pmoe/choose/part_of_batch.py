@@ -242,12 +242,12 @@ def _part_with_room(
 ) -> tuple[float, TrialBatch] | None:
     """Returns a batch of only as many first tokens as fit into the allowed memory. Collective.
 
-    The result is (fraction of the tokens, batch of these tokens), or None if the fraction ``share`` has fewer
-    than `MIN_TOKENS` tokens.
+    The result is (fraction of the tokens, batch of these tokens). It is None if ``share``, the fraction with
+    which this function begins, is fewer than `MIN_TOKENS` tokens.
 
-    The first tokens may be routed less evenly than all tokens, and then they need more memory than their
-    share. So their peak is predicted from their own row counts. If it is above the allowed memory, fewer
-    tokens are taken.
+    The first tokens may be routed less evenly than all tokens, and then need more memory than in proportion
+    to their number. So their peak is predicted from their own row counts. If it is above the allowed memory,
+    fewer tokens are taken, at most `SHRINKS` times.
 
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs that will be tried on these tokens.

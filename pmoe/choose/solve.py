@@ -233,7 +233,7 @@ def exchange_name(exchange: Exchange) -> str | None:
 
     hierarchical     its class, the number of nodes, and a digest of the ranks of each node, for example
                      "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b"
-    flat             "". Each row is sent directly to its rank; every profile has the costs without a name
+    flat             "". It sends each row directly to its rank. Every profile has its costs
     a user's class   None. No profile has the costs of an all-to-all that a user has written
     """
     if isinstance(exchange, FlatAllToAll):

@@ -96,7 +96,8 @@ class TrialBatch:
     def sizes(self) -> LayerSizes:
         """Sizes of the layer: widths, numbers of experts and ranks, and bytes of an element of a row.
 
-        Of copies of busy experts, they have as many as the batch has, and not as many as the layer may have.
+        The number of copies of busy experts in the result is that of this batch, and not the largest number
+        that the layer allows.
         """
         sizes = agreed_sizes(self.modules, self.inputs.x_TM)
         num_local = self.modules.experts.num_local_experts

@@ -391,7 +391,9 @@ COMPUTING = ("compute", "recompute", "input_gradient", "weight_gradient")
 
 
 def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> LaunchedExperts | None:
-    """Returns the experts of a pass as `LaunchedExperts`; None if pmoe's kernels cannot compute them.
+    """Returns an object that launches the experts' kernels directly; None if no kernel can compute them.
+
+    Direct launches leave out the checks that torch makes for each operator (`LaunchedExperts`).
 
     experts: the layer's experts.
     parameters: the tensors to compute with (`Experts.operands`).

@@ -168,9 +168,10 @@ class Marker(MoE):  # type: ignore[misc]
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns this rank's experts, each under a name of its own, if DeepSpeed asks this module alone.
+        """Returns this rank's experts, each tensor under a name of its own, when DeepSpeed saves experts.
 
-        As a part of a model's state dict it adds nothing, because the layer has these tensors.
+        DeepSpeed then calls this method without arguments. The state dict of a whole model gets nothing from
+        this module, because the MoE layer adds the same tensors.
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)

@@ -225,7 +225,7 @@ class PipelineBackward:
         saved.wanted = wanted
         with publishing_failures(self.plan.modules.grid.all, "a backward pass"):
             is_frozen = self.plan.modules.copies is None and not any(saved.inputs.like(wanted).parameters)
-            return make_backward(self.plan, grad_TM, saved, _frozen_backward() if is_frozen else Backward).run()
+            return make_backward(self.plan, grad_TM, saved, _frozen_class() if is_frozen else Backward).run()
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
         """Runs the first half of the pass, if the layer's schedule has two halves (`InputsFirst.fits`).
@@ -266,7 +266,7 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
     return swapped
 
 
-def _frozen_backward() -> type[Backward]:
+def _frozen_class() -> type[Backward]:
     """Returns the backward pass of experts whose parameters need no gradients."""
     from pmoe.engine.variants.frozen import FrozenBackward
 

@@ -367,8 +367,9 @@ def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
 
     Experts that are a user's modules are not changed.
 
-    names: the names of the parameters that are replaced, among those that `Experts.hidden_dims` has and those
-        that all experts share.
+    mesh: the ranks over which experts, and the hidden columns of sharded experts, are spread.
+    names: the names of the parameters that are replaced. A name may stand for a parameter that is split if
+        experts are sharded (a key of `Experts.hidden_dims`), or for one that all experts have in common.
     """
     dims = experts.hidden_dims() or {}
     for name in (*dims, *experts.replicated_names):

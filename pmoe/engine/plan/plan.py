@@ -5,11 +5,12 @@ The gate may drop slots, for example beyond an expert's capacity. Every other sl
 token, with M columns.
 
 The slots are sorted so that the rows which a chunk sends are contiguous. Rows whose expert is on this rank
-are not sent. They are divided into m pieces, each of which is computed by one task
-(`pmoe.schedule.tasks.piece_of`). A piece for each chunk follows that chunk; fewer pieces follow all chunks:
+are not sent. They are divided into pieces, each of which is computed by one task
+(`pmoe.schedule.tasks.piece_of`). If there are as many pieces as chunks, each piece comes after the chunk with
+its number. If there are fewer, all pieces come after the last chunk:
 
-    n = 2, m = 2   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
-    n = 3, m = 2   | chunk 0 sends | chunk 1 sends | chunk 2 sends | piece 0 | piece 1 | dropped slots |
+    2 chunks, 2 pieces   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
+    3 chunks, 2 pieces   | chunk 0 sends | chunk 1 sends | chunk 2 sends | piece 0 | piece 1 | dropped slots |
 
 The rows of a chunk change their order on the way to the experts (T_I is the layer's input, T_DI the experts'
 input):

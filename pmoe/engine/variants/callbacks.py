@@ -227,10 +227,13 @@ class HookedBackward(_Hooked, Backward):
 
 @dataclass(frozen=True)
 class HookGraph:
-    """The autograd graph of the hooks of one point for one chunk, kept from forward to backward.
+    """The autograd graph of a user's hooks at one point of a pass, for one chunk, until backward.
+
+    A point is, for example, the moment before the rows are sent.
 
     graph: the recorded graph.
-    tensors: the tensors that the graph saved. Backward puts them back before it differentiates the graph.
+    tensors: the tensors that autograd saved for the graph. They are kept here and not in the graph; backward
+        puts them back into the graph before it differentiates it.
     shape, dtype: shape and dtype of the rows that the hooks got.
     parameters: the parameters of callbacks that are modules; backward computes their gradients.
     """

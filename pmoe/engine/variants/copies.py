@@ -165,7 +165,7 @@ class _WithCopies(Pass):
             first += target.numel()
 
     def own_weights(self, expert: int) -> list[Tensor]:
-        """Returns the parameters of one of this rank's experts, P numbers in all.
+        """Returns the weights and biases of one of this rank's experts.
 
         expert: the expert's number among all experts.
         """
@@ -337,11 +337,13 @@ class CopiesBackward(_WithCopies, Backward):
         return self.exchange_parts(self.home_sent, hosted.gathered, self.home_arrived, hosted.scattered)
 
     def _sum_own_parts(self, arrived: Tensor) -> None:
-        """Sums this rank's part of the gradients over all copies of each expert, for the message of VG.
+        """Sums gradients of copies over all hosts of an expert, and writes the sums into the next message.
 
-        They are added in at least float32: first this rank's own gradient, then the others' in order of rank.
+        Each host of an expert's copies sums one part of the expert's gradient. In at least float32 it adds to
+        its own gradient those of the other hosts, in order of rank. Task VG then sends the sums to the rank
+        that owns the expert.
 
-        arrived: the message that VGR has brought: the other hosts' gradients for this rank's parts.
+        arrived: what task VGR has received: the other hosts' gradients for the parts that this rank sums.
         """
         hosted = self.hosted
         wide = torch.promote_types(arrived.dtype, torch.float32)

@@ -115,7 +115,10 @@ def value_of(config: Any, option: CommandOption) -> Any:
 
 
 def places(config: Any) -> Mapping[str, Any]:
-    """Returns the values of the options in `PLACES` by name, from a model's options."""
+    """Returns the options that say which of a model's layers have experts (`PLACES`), as {name: value}.
+
+    config: all options of the model.
+    """
     return {option.name: value_of(config, option) for option in PLACES}
 
 

@@ -68,9 +68,10 @@ class SpreadCheckpoints(Trainer):
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the whole model for from_pretrained; in checkpoints only if it has save_pretrained.
+        """Writes the whole model, with the experts of all ranks, as from_pretrained loads it.
 
-        Models of transformers have it, and adapters of PEFT.
+        The Trainer calls this method for its checkpoints, too. A model without save_pretrained, which is no
+        model of transformers, is not written there, because pmoe's part of the checkpoint has its weights.
 
         output_dir: the folder; None is that of the TrainingArguments.
         """
@@ -116,7 +117,12 @@ class SpreadCheckpoints(Trainer):
         )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads model, optimizer, scheduler and loss scale, and keeps the random states for later."""
+        """Loads a checkpoint: the model, too, the optimizer, the scheduler and the loss scale.
+
+        The random states are only read. The Trainer sets them later, by `_load_rng_state`.
+
+        checkpoint: the folder; None loads nothing.
+        """
         if checkpoint is None:
             return
         before = _generators()

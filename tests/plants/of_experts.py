@@ -96,8 +96,8 @@ EXPERTS = (
         name="frozen-experts-with-weight-gradients",
         breaks="the backward pass of frozen experts has tasks of weight gradients",
         file="pmoe/runners/pipeline.py",
-        old="                plain = FrozenBackward\n",
-        new="                plain = Backward\n",
+        old="    return FrozenBackward\n",
+        new="    return Backward\n",
         tests="tests/unit/test_lora.py",
     ),
     Plant(

@@ -273,11 +273,14 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
 
 
 def _within_budget(batch: TrialBatch) -> Choice:
-    """Returns the fastest n and restore pair with which memory stays within the budget for any routing.
+    """Returns the fastest n and restore pair with which any routing stays within ``memory_budget``.
 
-    n is the number of chunks. The restore pair says whether the dispatched rows and the hidden activation are
-    kept, offloaded or made again for backward. Trials compare the choices that are predicted to be fast,
-    except with ``pipeline="solve"``, because the solver needs no trials to compare numbers of chunks.
+    ``memory_budget`` is the layer's option, in bytes of each rank. n is the number of chunks. The restore pair
+    says whether the dispatched rows and the hidden activation are kept, offloaded or made again for backward.
+
+    The choices that are predicted to be fast are compared by trials, timed runs of both passes. With
+    ``pipeline="solve"`` there are no such trials: the pair is that of the fastest prediction, and the solver
+    will choose n.
 
     Raises ValueError on every rank if no choice is within the budget. The message names the smallest budget
     that would be enough.

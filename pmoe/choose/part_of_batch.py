@@ -6,7 +6,8 @@ the least.
 
 A trial must not need more memory than the layer's steps will need with the n that is chosen in the end, and
 this n is not known yet. A trial on fewer tokens needs less memory. So trials run in stages. Each stage is
-allowed a certain memory, and runs on as many tokens (the first of the batch) as fit into it.
+allowed a certain memory, and runs on as many tokens (the first of the batch) as fit into it. It tries at most
+three n: the fastest so far, and the next smaller ones.
 
 If a stage finds that n = 4 is faster than all larger n, later steps will have at most 4 chunks. They will
 need at least the memory of a step with n = 4. So the next stage is allowed this memory, and more tokens fit

@@ -200,7 +200,7 @@ def search(
 
 
 def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int]) -> dict[int, float] | None:
-    """Returns the simulated seconds of a step for each number of chunks, equal in both passes.
+    """Returns the simulated seconds of a step for each of ``numbers``, the number of chunks of both passes.
 
     The simulation needs a profile: the measured rates of this machine. If none is stored, the result is None.
     A missing profile is not measured here, because the measurement would take longer than the trials.
@@ -510,9 +510,9 @@ class LearnedDegrees:
         return self.tables.setdefault(name, GranularityTable())
 
     def keep(self) -> None:
-        """Writes the tables to the file `path`, on the rank that has one. Warns if they cannot be written.
+        """Writes the tables of the fastest numbers of chunks to the file `path`. Warns if that fails.
 
-        An OSError is not raised, because it would stop rank 0 while the other ranks go on.
+        Only rank 0 has a path; other ranks write nothing. An OSError is not raised, because it would stop rank 0 while the other ranks go on.
         """
         if self.path is not None:
             path = self.path

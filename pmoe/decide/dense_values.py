@@ -62,7 +62,7 @@ def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
 
     - tensors that are split over ranks (sharded DTensors, Megatron's tensor-parallel weights);
     - parameters of experts;
-    - all callbacks, if none of them has a hook inside the layer.
+    - tensors of callbacks, if no callback runs inside the layer, between the gate and the end of combine.
 
     modules: the modules and options of the layer.
     part: a name of `DENSE`, such as "gate".

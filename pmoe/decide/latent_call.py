@@ -27,7 +27,8 @@ from pmoe.decide.sources import counts_source
 def latent_call(call: Call) -> tuple[Decision, Tensor]:
     """Runs a call of a layer with ``d_latent``. Returns the decision, and (T, M): the results of T tokens.
 
-    The tokens are routed before they are projected. So a wrong input raises on every rank, as in any call.
+    The tokens are routed before they are projected, because routing checks the input and tells other ranks of
+    a fault. So a wrong input of one rank raises on every rank, as in any call.
     """
     modules = call.modules
     latent = modules.latent

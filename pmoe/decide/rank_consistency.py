@@ -126,7 +126,9 @@ def kind_of_gpu(device: torch.device) -> str:
 
 
 def _gpus_that_differ(modules: LayerModules, mine: str) -> str:
-    """Returns the error message for ranks on different kinds of GPUs. Collective: it collects the kinds.
+    """Returns the error message for ranks on different kinds of GPUs, with the kind of every rank.
+
+    It is called if a difference is known already. Collective, because it collects the kinds.
 
     modules: the modules and options of the layer.
     mine: the kind of this rank's GPU.

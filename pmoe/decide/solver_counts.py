@@ -29,7 +29,10 @@ from pmoe.engine.plan.make_plan import SortedSlots
 
 
 class SolverCounts(ExactCounts):
-    """The source of a call's row counts if the solver may take other chunks than rows were counted for."""
+    """The source of a call's row counts with ``pipeline="solve"``.
+
+    The solver may choose numbers of chunks for which the rows were not counted. They are then counted again.
+    """
 
     _counts: RankCounts
 
@@ -60,9 +63,10 @@ class SolverCounts(ExactCounts):
         return replace(agreed, counts=counts)
 
     def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
-        """Returns the row counts in bins that can be joined to n chunks, for each n in ``degrees``.
+        """Returns the row counts of each bin, and the sorted slots of the routing that was counted.
 
-        The second result is the routing from which plans are made. Collective if rows must be counted again.
+        A bin is an equal part of the batch. For each n in ``degrees``, whole bins can be joined to n chunks.
+        Plans are made from the sorted slots. Collective if rows must be counted again.
 
         degrees: the numbers of chunks. They follow from the number of tokens of the rank that has most, so
             all ranks ask for the same.

@@ -48,8 +48,9 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
 def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
     """Returns numbers that change if the values of some of this rank's experts change.
 
-    Of each parameter of each expert, they are two sums of its bits, in which the rows and the columns count
-    with different odd factors. The host waits for the device.
+    For each parameter of each expert, the result has two checksums: weighted sums of the elements' bit
+    patterns, read as integers. In one of them each column has its own odd weight, in the other each row, so
+    that values which change places are noticed, too. The host waits for the device.
 
     modules: the modules of the layer.
     places: the experts, by their places among those of this rank.

@@ -160,9 +160,11 @@ def runs_now(node: Any) -> bool:
 def all_at_once(
     backward: Callable[..., list[Tensor | None]], tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> Halves:
-    """Runs a backward pass that cannot be divided, and keeps the parameters' gradients for the second half.
+    """Runs a whole backward pass at once, for a runner that cannot divide it into two halves.
 
-    Returns all gradients, and a function that returns those of the parameters without computing anything.
+    The first half would compute the gradients of inputs, the second those of parameters. The result is that
+    of a divided pass: gradients, here all of them, and the function for the second half, which only returns
+    those of the parameters.
 
     backward: function that runs the pass, a `pmoe.engine.autograd.BackwardFunction`.
     tensors, wanted, grad_TM: the arguments of ``backward``: the saved tensors, for each tensor of

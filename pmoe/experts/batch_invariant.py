@@ -137,7 +137,9 @@ class _ExpertsInTiles(StackedExperts):
     def _differentiated(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden, num_rows: int
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Computes `input_gradient` in tiles.
+        """Computes `Experts.input_gradient` in tiles: groups of R rows of one expert.
+
+        The other arguments and the result are those of `Experts.input_gradient`.
 
         num_rows: R, the number of rows of a tile.
         """

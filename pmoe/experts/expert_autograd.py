@@ -48,10 +48,10 @@ class _Own:
 
 @dataclass
 class SavedTensorSlots:
-    """Holds the tensors that autograd saves for one expert's graph, while it writes or reads them.
+    """Holds the tensors that autograd saves for one expert's graph, while forward or backward runs.
 
-    `put` and `get` are the saved-tensor hooks of the graph. All tensors may have any shape. Variables call
-    such an object the graph's saved_slots.
+    Forward stores them and backward reads them. `put` and `get` are the saved-tensor hooks of the graph. All
+    tensors may have any shape. In this package, variables for such an object are named ``saved_slots``.
 
     own_storages: addresses of the storages of the modules' parameters and buffers.
     own: the parameters and buffers that were saved.

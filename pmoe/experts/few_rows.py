@@ -1,8 +1,8 @@
 """Computes the experts of a call with few rows, without gradients, on one rank: a decoding step of inference.
 
 In such a call, the work of the host takes longer than the matrix products. So the functions here call a few
-PyTorch operators directly, without a layer: they compute the rows of each expert that has any, and sum the
-results of each token.
+PyTorch operators directly, without a plan, chunks or a schedule: they compute the rows of each expert that
+has any, and sum the results of each token.
 
 Letters: T tokens, K experts of a token, N rows, E experts, M = d_model, H = d_hidden, G columns of T_M, the
 hidden activation before the nonlinearity (G = H, or 2H for gated experts).

@@ -42,7 +42,10 @@ class RowGroups:
 
     @functools.cached_property
     def ends_E(self) -> Tensor:
-        """The running sum of counts, (E,) int32 for E experts. Computed on the CPU if ``ends`` is None."""
+        """The ends of the experts' rows, (E,) int32 for E experts: the running sum of the counts.
+
+        It is ``ends``, on the rows' device, if that was given, and otherwise a new tensor on the CPU.
+        """
         return torch.tensor(self.counts).cumsum(0).int() if self.ends is None else self.ends
 
     @functools.cached_property

@@ -261,7 +261,11 @@ def scalars_of(usages: Sequence[LayerUsage]) -> dict[str, float]:
 
 
 def reduced_numbers(usage: LayerUsage) -> list[float]:
-    """Returns the numbers of a layer to be summed over ranks: rows by expert, slots, calls, MaxVio."""
+    """Returns a layer's numbers as a flat list, to be summed over ranks.
+
+    They are the rows of each of E experts, the slots, the calls, and the sum of MaxVio over the calls. MaxVio
+    is (rows of the busiest expert / mean) - 1 in a call.
+    """
     return [*usage.tokens_per_expert, usage.num_slots or 0, usage.num_calls, usage.max_vio_sum]
 
 

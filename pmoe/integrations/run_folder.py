@@ -264,7 +264,10 @@ def read_run(folder: Path) -> Run:
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
-    """Returns the sessions in run.json, oldest first. Returns an empty list if there is no such file."""
+    """Returns the sessions in run.json, oldest first: one for each start of the run, resumed or not.
+
+    Returns an empty list if there is no such file.
+    """
     return load_json(path, _sessions_from, "remove it to read the rest") if os.path.lexists(path) else []
 
 

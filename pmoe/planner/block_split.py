@@ -120,10 +120,12 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of the layer that a kernel belongs to: the key without the kernel and its direction.
+    """Returns the sizes of a layer, without the kernel and the direction that a `FusedKernelSizes` adds.
 
-    All four keys of a layer (dispatch and combine, forward and backward) give equal results. The seconds of
-    the whole layer are stored by this result.
+    The seconds of a whole layer are stored under this result.
+
+    sizes: sizes of a layer, or of one of its kernels. The four kernels of a layer (dispatch and combine,
+        forward and backward) give equal results.
     """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 

@@ -49,7 +49,7 @@ def copy_price(
     expert_elements: elements of an expert's weights: a row has as many multiply-adds.
     d_model: M, the columns of a row.
     element_size: bytes of an element.
-    num_ranks: number of ranks. A row stays on its rank in one of so many cases.
+    num_ranks: number of ranks. One of ``num_ranks`` rows is taken to stay on its rank, without a message.
     trains: whether a backward pass follows.
     """
     passes = 2 if trains else 1

@@ -286,8 +286,9 @@ class StepCosts:
     def backward_pass(self, n: int, m: int) -> tuple[LayerCosts, ScheduleOptions]:
         """Returns costs and schedule of a backward pass in m chunks after a forward pass in n chunks.
 
-        With n ends of chunks in forward and m in backward, of which gcd(n, m) are the same, an expert's rows
-        are cut into n + m - gcd(n, m) blocks.
+        If n and m differ, kept tensors are copied to the chunks of backward. An expert's rows are then cut
+        wherever a chunk of either pass ends. gcd(n, m) of these ends are the same, so there are n + m -
+        gcd(n, m) blocks, and copying each block costs `copy_of_block` seconds.
         """
         if n == m:
             return self.backward, self.backward_options

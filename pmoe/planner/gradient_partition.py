@@ -165,9 +165,12 @@ class ExposedSeconds:
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def remaining_bytes(self, extra: Sequence[int]) -> int:
-        """Returns the bytes that no layer reduces, so that they are left for the end of the backward pass.
+        """Returns the bytes of gradients that are all-reduced during no layer's backward pass.
 
-        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
+        They are left for the end.
+
+        extra: for each layer, bytes of gradients to all-reduce beside its MoE part, in addition to those that
+            cost no time there.
         """
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 

@@ -175,7 +175,10 @@ def predict(
 
 
 class AroundLatent(NamedTuple):
-    """Bytes that a layer with d_latent holds around the pass, whose rows are narrower; 0 without d_latent.
+    """Bytes that a layer with d_latent holds outside the pass: for its projections and its shared expert.
+
+    These work on rows of d_model columns, and the pass on rows of d_latent columns. All are 0 without
+    d_latent.
 
     tokens: the layer's output; as large as its input and the input's gradient.
     saved: tensors between forward and backward, beside those of the pass.
@@ -183,7 +186,7 @@ class AroundLatent(NamedTuple):
     gradients: gradients of parameters that exist while backward's pass runs.
     first: gradients while the shared expert is differentiated, at the start of backward.
     of_shared: the gradient of the input that comes from the shared expert, which exists from then on.
-    parameters: elements of the parameters around the pass: of the projections and a shared expert.
+    parameters: the number of elements, not the bytes, of the projections' and the shared expert's parameters.
     """
 
     tokens: int = 0

@@ -161,9 +161,8 @@ class BufferSizes:
     def keeps_what_arrives(self) -> bool:
         """Whether T_DI, the experts' input, stays until backward in the memory in which it arrives.
 
-        This is so in forward, if the restore pair keeps T_DI. If rows arrive in expert order, T_DI then has
-        memory of its own and needs no ring slot (reused buffer). If rows must be sorted, they arrive in a
-        slot and the sorted copy is kept.
+        This is so in forward, if the restore pair keeps T_DI: T_DI then has memory of its own, and needs no
+        ring slot. Rows that must be sorted first arrive in a ring slot, and T_DI is their sorted copy.
         """
         kept = self.restore is not None and self.restore.dispatched == "keep"
         return self.direction == "forward" and kept

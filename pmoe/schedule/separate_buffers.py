@@ -119,12 +119,12 @@ def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[
     1. callbacks and all-gather of chunk i + 1, only with sharded experts and callbacks (`Stages.hooked`);
     2. the experts on chunk i;
     3. the reduce-scatter of chunk i inside the node, only with sharded experts;
-    4. without sharded experts and callbacks: the combine all-to-all of chunk i.
-       With both: callbacks and combine of chunk i - 1.
+    4. the combine all-to-all of chunk i; but with sharded experts and callbacks (`Stages.hooked`), the
+       callbacks and the combine of chunk i - 1.
 
-    In the second case step 4 is one chunk late. The callbacks of chunk i must wait for its reduce-scatter. If
-    they came at once, the experts' computation of chunk i + 1, which is behind them in the same lane, would
-    wait too.
+    With `Stages.hooked`, step 4 is one chunk late. The callbacks of chunk i must wait for its reduce-scatter.
+    If they came at once, the experts' computation of chunk i + 1, which is behind them in the same lane,
+    would wait too.
 
     With i = 0, step 1 is also added for chunk 0. With the last i, step 4 is also added for the last chunk.
 

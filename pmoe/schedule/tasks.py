@@ -574,7 +574,11 @@ class PassBuilder:
 
     @property
     def sends_weights(self) -> bool:
-        """Whether weights of busy experts are sent to their copies in this pass: forward, or if not kept."""
+        """Whether this pass sends weights of busy experts to their copies.
+
+        Forward does, unless the copies stayed from an earlier call. Backward does only if the weights were
+        not kept since forward. False without copies.
+        """
         fate = self.stages.copies
         return fate == "communicate" or (fate == "keep" and self.direction == "forward")
 
@@ -610,9 +614,10 @@ class PassBuilder:
         """Appends KW of chunk i: gradients of the copies' parameters. Appends nothing without copies.
 
         reads: the buffers that the task of the other experts' parameters (W) reads.
-        is_last: whether no chunk follows. VG, which sends the gradients home, is then appended too. So it
-            runs beside the chunk's W, which comes next. If experts have several copies, VGR comes first, and
-            `add_gradients` appends VG.
+        is_last: whether this is the last chunk. If so, the task that sends the copies' gradients is appended,
+            too, before the chunk's W, so that both run at the same time. That task is VG, which sends them to
+            the experts' owners. If an expert has several copies, it is VGR, by which the copies exchange
+            parts of their gradients to sum them, and `add_gradients` appends VG later.
         """
         if not self.learns_copies:
             return

@@ -47,14 +47,14 @@ class GradientRange:
 
 
 class GradientBuffers:
-    """Flat memory of all gradients in the order in which backward makes them, for all-reduces of any range.
+    """Flat memory of all gradients, of which any range can be all-reduced.
 
-    There is one buffer for each (dtype, device).
+    There is one buffer for each (dtype, device). In a buffer, gradients lie in the order in which backward
+    makes them. The buffers follow one another.
 
     parameters: parameters of any shape.
     order: indices of all parameters in the order in which backward makes their gradients.
-    ends: bytes of the first 0, 1, 2, ... gradients together, in the order in which they lie in the buffers.
-        This is the order of backward if all gradients have one dtype and device.
+    ends: ends[i] are the bytes of the first i gradients in this order, so ends[0] is 0.
     memories: the buffers, each (number of elements,).
     """
 

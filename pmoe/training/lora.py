@@ -220,9 +220,9 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
     place of the model, and then save and load the adapters alone. Parameters have the same names as in the
     model.
 
-    name: the name of the adapter; None takes the one that calls use.
+    name: the name of the adapter; None takes the active one, which the layers apply in their calls.
 
-    Raises ValueError if a layer has no such adapter, or uses none and name is None.
+    Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
     root = nn.Module()
     for layer_name, layer in _layers(model):

@@ -44,8 +44,8 @@ class ExpertMuon(Optimizer):
     """Muon for the weight matrices of a model's stacked experts, each matrix by itself.
 
         groups = pmoe.parameter_groups(model, lr=1e-3, weight_decay=0.1)
-        is_expert = [group["kind"] == "matrices" and group["stacked"] for group in groups]
-        experts = pmoe.ExpertMuon(model, lr=1e-3)  # all other groups: torch's Muon and AdamW
+        others = [group for group in groups if not (group["kind"] == "matrices" and group["stacked"])]
+        experts = pmoe.ExpertMuon(model, lr=1e-3)  # trains w1 and w2; give ``others`` to other optimizers
 
     A step on a matrix W with the gradient G, its momentum B, momentum mu, and learning rate lr:
 
@@ -122,7 +122,7 @@ class ExpertMuon(Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Does a step of Muon for one parameter, which has a matrix for each expert.
 
-        parameter: (E, fH, M) or (E, M, H).
+        parameter: w1, (E, fH, M), where f is 2 for gated experts and 1 for others, or w2, (E, M, H).
         group: the options of the parameter's group.
         """
         state = self.state[parameter]

@@ -50,11 +50,12 @@ def run_schedule(
     """Runs each task of a schedule, by calling actions[kind](chunk), on the lanes of a device.
 
     actions: the function for each kind of task. A function of a communication task may return the Work of a
-        collective that it started. The lanes wait for this Work before the first task that waits for the
+        collective that it started. A lane waits for this Work before its first task that depends on the
         communication task.
     rows: a tensor on the device of the pass.
     ranks: the layer's ranks.
-    in_steps: whether some communication tasks consist of several collectives and wait for them.
+    in_steps: whether some communication tasks run several collectives, and wait inside the task for each. On
+        the CPU, communication lanes are then threads.
     of: the layer's experts module, under which times are recorded.
     """
     recorded: TaskAction | None = None

@@ -169,9 +169,10 @@ class HostedCopies:
 
     @functools.cached_property
     def relayed(self) -> list[ExpertPart]:
-        """The parts of weights that this rank sends on to other hosts of the same experts (task VR).
+        """The parts of experts' weights that this rank forwards to other ranks with copies of these experts.
 
-        They have the order in which they lie in the message.
+        The experts' owners have sent them to this rank (task V); task VR forwards them. They have the order
+        in which they lie in the message.
         """
         parts = []
         for expert in self.hosted:

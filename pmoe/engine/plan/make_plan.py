@@ -368,12 +368,13 @@ def _takes_positions(orders: SortedSlots) -> bool:
 
 
 def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
-    """Returns the slots whose weights are sent, (S,), sorted by destination rank, then chunk, then expert.
+    """Returns the slots whose routing weights are sent, (S,), by destination rank, then chunk, then expert.
 
     slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert.
     sizes: for each chunk, the rows that it sends to each of P ranks, and behind these the rows that stay.
 
-    The slots of a chunk for a rank are contiguous, and the host knows where they are.
+    The slots of a chunk for a rank are contiguous, and ``sizes`` says where they begin. So they are reordered
+    by copying slices, without a sort and without waiting for the GPU.
     """
     if slot.is_cuda:  # one operation joins them: each is a launch
         flat = [*itertools.chain.from_iterable(sizes)]

@@ -229,7 +229,9 @@ class PassPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PassModules(abc.ABC):
-    """The modules of a layer (FSMoE, section 3.1), the ranks that share it, and its stages.
+    """The parts of a layer that its passes use: ranks, experts, and the steps before and after the experts.
+
+    The steps are FSMoE's modules (section 3.1): order, dispatch, combine.
 
     They are the same for all calls of a layer, except for ``copies``. `pmoe.call.modules.LayerModules`
     implements the class.
@@ -278,7 +280,10 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def wires(self) -> Wires | None:
-        """The forms in which dispatched rows are sent; None if all are sent as they are."""
+        """The number formats in which dispatched rows are sent, one for each pass.
+
+        None if all rows are sent in their own dtype.
+        """
 
     @property
     @abc.abstractmethod

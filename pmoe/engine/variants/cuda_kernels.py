@@ -126,7 +126,8 @@ class CudaForward(_OnCuda, Forward):
         """Returns whether the experts can load the rows of chunk i unsorted, in their order of arrival.
 
         i: number of the chunk.
-        arrived: (N, M), a buffer of rows. The result is False if it is not the one in which they arrived.
+        arrived: (N, M), the buffer from which the experts would load. The result is False for a buffer other
+            than the one that received the rows of chunk i, such as a sorted copy.
         """
         regroup = self.regroup[i]
         if regroup is None or regroup.dtype != torch.int32:

@@ -140,8 +140,9 @@ def history_of(run: Run) -> History:
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """Returns the name of each layer on the page, by its full name.
 
-    If any name is longer than `LONG_NAME`, "…" replaces parts at both ends that all names have in common. A
-    number keeps the part before it, which is the name of the list of modules.
+    If any name is longer than `LONG_NAME`, "…" replaces parts at both ends that all names have in common. If
+    what is left would begin with a number, the part before it stays, too, because it names the list of
+    modules that the number belongs to.
 
     Example: "model.decoder.layers.0.feed_forward" and "model.decoder.layers.1.feed_forward" become
     "…layers.0…" and "…layers.1…".

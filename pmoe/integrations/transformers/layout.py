@@ -207,7 +207,10 @@ def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
 def _activation(
     module: Any,
 ) -> tuple[type[borrowed.BorrowedExperts | borrowed.NormedExperts], Any]:
-    """Returns the class for a module's experts, and their activation.
+    """Returns the class of pmoe that computes a module's experts, and the experts' activation.
+
+    module: the experts of a transformers model. The class computes with the module's own weights. It is `NormedExperts` if the module normalizes the
+    experts' results.
 
     The activation is the name of a nonlinearity for which pmoe has kernels ("silu", "relu", "gelu",
     "swiglu"). Otherwise it is the module's own function, which autograd differentiates.

@@ -275,8 +275,9 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
 def _within_budget(batch: TrialBatch) -> Choice:
     """Returns the fastest n and restore pair with which any routing stays within ``memory_budget``.
 
-    ``memory_budget`` is the layer's option, in bytes of each rank. n is the number of chunks. The restore pair
-    says whether the dispatched rows and the hidden activation are kept, offloaded or made again for backward.
+    ``memory_budget`` is the layer's option, in bytes of each rank. n is the number of chunks. The restore
+    pair says whether the dispatched rows and the hidden activation are kept, offloaded or made again for
+    backward.
 
     The choices that are predicted to be fast are compared by trials, timed runs of both passes. With
     ``pipeline="solve"`` there are no such trials: the pair is that of the fastest prediction, and the solver

@@ -512,7 +512,8 @@ class LearnedDegrees:
     def keep(self) -> None:
         """Writes the tables of the fastest numbers of chunks to the file `path`. Warns if that fails.
 
-        Only rank 0 has a path; other ranks write nothing. An OSError is not raised, because it would stop rank 0 while the other ranks go on.
+        Only rank 0 has a path; other ranks write nothing. An OSError is not raised, because it would stop
+        rank 0 while the other ranks go on.
         """
         if self.path is not None:
             path = self.path

@@ -209,8 +209,10 @@ def _activation(
 ) -> tuple[type[borrowed.BorrowedExperts | borrowed.NormedExperts], Any]:
     """Returns the class of pmoe that computes a module's experts, and the experts' activation.
 
-    module: the experts of a transformers model. The class computes with the module's own weights. It is `NormedExperts` if the module normalizes the
+    The class computes with the module's own weights. It is `NormedExperts` if the module normalizes the
     experts' results.
+
+    module: the experts of a transformers model.
 
     The activation is the name of a nonlinearity for which pmoe has kernels ("silu", "relu", "gelu",
     "swiglu"). Otherwise it is the module's own function, which autograd differentiates.

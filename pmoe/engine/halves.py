@@ -103,6 +103,7 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
     """
     start = len(ctx.needs_input_grad) - len(ctx.inputs.all)
     asks_for_x, asks_for_parameters = asked(ctx)
+    has_halves = asks_for_x and not asks_for_parameters and any(ctx.needs_input_grad[start + NUM_INPUTS :])
     keeps = _get_current_graph_task_keep_graph()
     later: Later | None = getattr(ctx, "later", None)
     if later is not None and not asks_for_x and later.is_for(grad_TM, ctx.ranks):
@@ -115,7 +116,9 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
             ctx.later = None
         return *(None,) * start, *later.of_inputs, *of_parameters
     ctx.later = None
-    if asks_for_parameters or not keeps:
+    # A rank alone may need no gradients of its parameters, or of its input. It has no second half then, and
+    # takes part in whole passes of the other ranks, or in their first half, which sends the same messages.
+    if not has_halves or not keeps:
         return run(ctx, grad_TM, ctx.backward_from)
 
     def first_half(tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:

@@ -46,3 +46,23 @@ def test_the_second_half_sends_no_rows(options: dict[str, Any], world: int) -> N
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_gradient_on_one_rank_runs_the_pass_on_all(rank: int) -> None:
     assert ranks(2).run(halves_job, {"pipeline": False}, rank) == [[[], AGAIN]] * 2
+
+
+def alone_job(rank: int, world: int, frozen: bool, is_constant: bool) -> None:
+    """Runs a whole pass twice. On rank 0 alone, experts are frozen, the input needs no gradient, or both."""
+    layer = build(pipeline=2)
+    layer.experts.requires_grad_(not (frozen and rank == 0))
+    x, dy = inputs(rank, world)
+    x.requires_grad_(not (is_constant and rank == 0))
+    loss = (layer(x) * dy).sum()
+    loss.backward(retain_graph=True)
+    first = layer.gate.weight.grad.clone()
+    loss.backward()
+    assert torch.equal(layer.gate.weight.grad, 2 * first)
+
+
+@pytest.mark.parametrize("frozen, is_constant", [(True, False), (False, True), (True, True)])
+def test_a_rank_that_needs_fewer_gradients_than_others_runs_their_pass(
+    frozen: bool, is_constant: bool
+) -> None:
+    ranks(2).run(alone_job, frozen, is_constant)

@@ -101,8 +101,11 @@ class BalancedCounts(ExactCounts):
             self.state = state_of(modules)
             kept = cache.kept_copies
             has_changed = self.state is None or self.state != cache.experts_state
+            # A checkpoint without pmoe's contexts expects its second pass to make the same plan as its first, so
+            # there the plan depends on the loads alone, and not on copies of other calls.
             is_useless = (
                 has_changed
+                or self.call.may_run_again
                 or kept is None
                 or kept.weights is None
                 or kept.weights.is_inference() > torch.is_inference_mode_enabled()
@@ -135,7 +138,7 @@ class BalancedCounts(ExactCounts):
         counts = self.finish_exchange()
         self.is_planned = True
         own_modules.cache.experts_state = self.state
-        copies = planned_copies(own_modules, self.routed, counts)
+        copies = planned_copies(own_modules, self.routed, counts, may_stay=not self.call.may_run_again)
         own_modules.cache.had_copies = copies is not None
         if copies is not None:
             with publishing_failures(own_modules.ranks, "the exchange of row counts with copies"):
@@ -264,7 +267,9 @@ def owners_of(modules: LayerModules) -> list[int]:
     return [expert // num_local for expert in range(modules.options.num_experts)]
 
 
-def planned_copies(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) -> HostedCopies | None:
+def planned_copies(
+    modules: LayerModules, routed: RoutedBatch, counts: RankCounts, *, may_stay: bool
+) -> HostedCopies | None:
     """Plans the copies of a call, and returns them as this rank sees them; None for none.
 
     All ranks make the same plan. Collective if the rates of products and messages were never measured.
@@ -272,6 +277,7 @@ def planned_copies(modules: LayerModules, routed: RoutedBatch, counts: RankCount
     modules: the modules and options of the layer.
     routed: the routed tokens, of which the dtype and the device count.
     counts: the row counts of the exchange, with the loads of experts.
+    may_stay: whether copies of this call may stay for later calls.
     """
     loads = counts.loads
     limits = limits_of(modules, routed, counts)
@@ -310,7 +316,7 @@ def planned_copies(modules: LayerModules, routed: RoutedBatch, counts: RankCount
     hosted: HostedCopies = copies(plan=plan)
     cache.kept_copies = None
     evaluates = not (counts.needs_grad or modules.ranks.any_trains)
-    if modules.options.budget is None and (evaluates or max(cache.calls_alike) > 1):
+    if may_stay and modules.options.budget is None and (evaluates or max(cache.calls_alike) > 1):
         cache.kept_copies = KeptCopies(
             pairs=plan.pairs,
             sent_experts=hosted.sent_experts,

@@ -34,6 +34,8 @@ from pmoe.measure.profile import PROFILES
 from pmoe.planner import timeline
 from pmoe.planner.copies import CopyPlan, plan_copies
 from pmoe.planner.costs import LineCost
+from tests.fuzz.cases import Call, Case
+from tests.fuzz.run import outcome
 from tests.gloo.kit import counted_collectives, error_of
 from tests.gloo.test_faults_everywhere import LAYERS, what_is_wrong
 from tests.kit import AUX, tokens
@@ -413,6 +415,15 @@ def replayed_job(rank: int, world: int, way: str) -> list[str]:
 @pytest.mark.parametrize("way", ["contexts", "plain", "reentrant"])
 def test_activation_checkpoints_repeat_the_plan(way: str) -> None:
     assert ranks(2).run(replayed_job, way) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["contexts", "plain", "reentrant"])
+def test_a_checkpoint_repeats_its_plan_after_other_calls_had_copies(way: str) -> None:
+    """Between both passes of the checkpoint, evaluation of another batch makes copies that stay."""
+    calls = (Call(tokens=(5, 9, 2, 1), checkpoint=way), Call(tokens=(9, 2, 1, 5), between="eval"))
+    options = {"balance": 1, "num_experts": 12, "top_k": 3}
+    case = Case(seed=1, world=4, dtype="bfloat16", options=options, calls=calls, order=(1, 0))
+    assert outcome(case, ranks) == []
 
 
 def orders_job(rank: int, world: int) -> list[str]:

@@ -101,8 +101,8 @@ class BalancedCounts(ExactCounts):
             self.state = state_of(modules)
             kept = cache.kept_copies
             has_changed = self.state is None or self.state != cache.experts_state
-            # A checkpoint without pmoe's contexts expects its second pass to make the same plan as its first, so
-            # there the plan depends on the loads alone, and not on copies of other calls.
+            # A checkpoint without pmoe's contexts expects its second pass to make the same plan as its first.
+            # So its plans depend on the loads alone, and not on copies of other calls.
             is_useless = (
                 has_changed
                 or self.call.may_run_again

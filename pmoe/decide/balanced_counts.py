@@ -67,6 +67,7 @@ class BalancedCounts(ExactCounts):
     copies      the copies of the call, as this rank sees them; None if there are none, or before `agree`
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each expert; None without copies
     is_planned  whether the copies of the call are planned
+    may_stay    whether the call may use copies of earlier calls, and leave its own to later ones
     state       the state of this rank's experts, by which a later call notices a change
     """
 
@@ -74,6 +75,7 @@ class BalancedCounts(ExactCounts):
     copies: HostedCopies | None
     rows_E: Tensor | None
     is_planned: bool
+    may_stay: bool
     state: ExpertsState | None
 
     def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
@@ -85,6 +87,9 @@ class BalancedCounts(ExactCounts):
         self.copies = None
         self.rows_E = None
         self.is_planned = False
+        # A checkpoint without pmoe's contexts expects its second pass to make the same plan as its first. So
+        # its plans depend on the loads alone, and not on copies of other calls.
+        self.may_stay = not (call.may_run_again and torch.is_grad_enabled())
         self.state = None
         super().__init__(call, degrees)
 
@@ -101,11 +106,9 @@ class BalancedCounts(ExactCounts):
             self.state = state_of(modules)
             kept = cache.kept_copies
             has_changed = self.state is None or self.state != cache.experts_state
-            # A checkpoint without pmoe's contexts expects its second pass to make the same plan as its first.
-            # So its plans depend on the loads alone, and not on copies of other calls.
             is_useless = (
                 has_changed
-                or self.call.may_run_again
+                or not self.may_stay
                 or kept is None
                 or kept.weights is None
                 or kept.weights.is_inference() > torch.is_inference_mode_enabled()
@@ -138,7 +141,7 @@ class BalancedCounts(ExactCounts):
         counts = self.finish_exchange()
         self.is_planned = True
         own_modules.cache.experts_state = self.state
-        copies = planned_copies(own_modules, self.routed, counts, may_stay=not self.call.may_run_again)
+        copies = planned_copies(own_modules, self.routed, counts, may_stay=self.may_stay)
         own_modules.cache.had_copies = copies is not None
         if copies is not None:
             with publishing_failures(own_modules.ranks, "the exchange of row counts with copies"):

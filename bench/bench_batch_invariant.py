@@ -41,7 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sizes = (options.d_model, options.d_hidden, options.num_experts, options.top_k)
-    plain, invariant = pmoe.MoELayer(*sizes), pmoe.make_batch_invariant(pmoe.MoELayer(*sizes))
+    plain = pmoe.MoELayer(*sizes)
+    invariant = pmoe.make_batch_invariant(pmoe.MoELayer(*sizes))
     lines = []
     for tokens, with_backward in ((2048, True), (256, True), (2048, False), (64, False), (1, False)):
         x = torch.randn(tokens, options.d_model)

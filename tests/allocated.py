@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from pmoe import MoELayer
 
 
 class Allocated:
@@ -71,3 +74,20 @@ def memory_events(profile: torch.profiler.profile) -> Iterator[Any]:
         waiting += event.children
         if event.name == "[memory]":
             yield event
+
+
+def peak_of_step(layer: MoELayer, x: Tensor, dy: Tensor) -> int:
+    """Returns the most bytes that the second of two steps allocates at once.
+
+    x, dy: (T, M), the input and the gradient of the output. The first step warms up what a layer keeps.
+    """
+
+    def step(mark: Callable[[], None]) -> Tensor:
+        y = layer(x)
+        y.backward(dy)
+        return y
+
+    step(lambda: None)
+    layer.zero_grad(set_to_none=True)
+    layer.l_aux = None  # type: ignore[assignment]  # its graph would hold the first step's tensors
+    return Allocated(step).peak

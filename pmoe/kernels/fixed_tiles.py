@@ -3,7 +3,7 @@
 A library chooses how it computes a product by the number of rows, and how it computes the last elements of a
 tensor by the tensor's size. So the last bits of a row's result can change with the batch that the row is in.
 If rows are computed in tiles that all have the same shape, the library makes the same choices for every tile.
-What remains is the place of a row in its tile, which `rows_of_tile` checks.
+The bits of a row may then still depend on its place in the tile. `rows_of_tile` checks that they do not.
 """
 
 from __future__ import annotations

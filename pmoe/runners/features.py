@@ -106,18 +106,8 @@ SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
 )
 SUPPORTED["copies"] = frozenset(
     {F.RANKS, F.HIERARCHICAL, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.CALLBACKS, F.SHARED_EXPERT, F.GRADIENTS}
-    | {
-        F.ROTATES,
-        F.CHUNKS,
-        F.CAPACITY,
-        F.NO_CAPACITY,
-        F.CHECK_FINITE,
-        F.SEQUENTIAL,
-        F.ONE_LANE,
-        F.OWN_ORDER,
-        F.PICKS_TOKENS,
-    }
-    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
+    | {F.ROTATES, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER}
+    | {F.PICKS_TOKENS, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
     | {F.OTHER_EXPERTS, F.OFFLOADS, F.BUDGET, F.COPIES, F.LATENT}
 )
 """A layer on several ranks with ``balance``, whose busy experts may have copies on other ranks."""

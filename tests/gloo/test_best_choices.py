@@ -338,7 +338,7 @@ def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
 
 @pytest.mark.parametrize("slower, expected", [(1.04, "S1"), (1.2, "S2")])
 def test_trials_choose_another_pair_only_if_it_is_clearly_faster(slower: float, expected: str) -> None:
-    """By Eq. 10, S1 is 0.3 % faster than S2. With a noise of 3 %, a difference below 7 % says nothing."""
+    """Eq. 10 finds S1 0.3 % faster than S2. With 3 % noise, trials overrule it only beyond 7 %."""
     trials = {pair: slower - (slower - 1) * (name == "S2") for name, pair in STRATEGIES.items()}
     lanes = lanes_of(1, 1.34, 1e-6)
     for (_, _, restore), _, _ in ranks(2).run(

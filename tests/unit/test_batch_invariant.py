@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from pmoe.kernels.fixed_tiles import rows_of_tile, with_alignment
 from pmoe.layer.batch_invariant import EXPERTS, GATES
 from pmoe.ordering.in_turn import InTurnOrder
 from pmoe.ordering.sorted import SortedOrder
-from tests.allocated import Allocated
+from tests.allocated import peak_of_step
 from tests.kit import gradients
 from tests.reference import relative_error
 
@@ -178,16 +178,7 @@ def test_memory_is_predicted(dtype: torch.dtype, reuse: Any) -> None:
     layer = pmoe.make_batch_invariant(build((64, 128), dtype, pipeline=2, memory_reuse=reuse))
     x, dy = rows(512, 64, dtype)
     x.requires_grad_()
-
-    def step(mark: Callable[[], None]) -> Tensor:
-        y = layer(x)
-        y.backward(dy)
-        return y
-
-    step(lambda: None)
-    layer.zero_grad(set_to_none=True)
-    layer.l_aux = None  # type: ignore[assignment]
-    peak = Allocated(step).peak
+    peak = peak_of_step(layer, x, dy)
     assert 0.95 * peak <= layer.predict_memory(512, layer.row_counts).peak <= 1.15 * peak
     assert peak <= layer.predict_memory(512).peak
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pmoe
 from pmoe.convert import from_pmoe
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.training.parameter_kinds import kinds_of
-from tests.allocated import Allocated
+from tests.allocated import peak_of_step
 from tests.kit import gradients
 from tests.reference import relative_error
 
@@ -146,16 +145,7 @@ def test_memory_is_predicted(options: dict[str, Any], sizes: tuple[int, int, int
     layer = build(d_latent, d_model=d_model, d_hidden=d_hidden, **options)
     x = rows(512, d_model).requires_grad_()
     dy = torch.ones_like(x)
-
-    def step(mark: Callable[[], None]) -> Tensor:
-        y = layer(x)
-        y.backward(dy)
-        return y
-
-    step(lambda: None)
-    layer.zero_grad(set_to_none=True)
-    layer.l_aux = None  # type: ignore[assignment]
-    peak = Allocated(step).peak
+    peak = peak_of_step(layer, x, dy)
     predicted = layer.predict_memory(512, layer.row_counts).peak
     assert peak <= predicted <= 1.02 * peak
     assert predicted <= layer.predict_memory(512).peak

@@ -1,16 +1,21 @@
 """Row counts of a layer with ``balance``, in which other ranks compute a part of busy experts' rows.
 
-    1. the gate routes the rank's tokens
-    2. row counts are exchanged, as in any call. The exchange compares the ranks' calls, and brings the loads
-       of all experts: E numbers more in its reduction
-    3. each rank makes the same plan of copies (`pmoe.planner.copies`)
-    4. rows of an expert with copies are divided among its hosts, and experts and copies get new numbers
-    5. row counts are exchanged once more, for the new numbers
+An expert to which many rows are routed is busy. Its weights are copied to other ranks, which compute a part
+of its rows. The ranks that compute rows of an expert are its hosts: the rank that owns it, and those with a
+copy. One call takes these steps:
 
-If no copy pays in a call, steps 4 and 5 are left out.
+    1. The gate routes the rank's tokens.
+    2. The ranks exchange row counts, as in any call. The exchange also brings the loads of all E experts: the
+       number of rows that all ranks together routed to each expert.
+    3. Each rank plans the copies (`pmoe.planner.copies`). All ranks make the same plan, because all have the
+       same loads.
+    4. The rows of an expert with copies are divided among its hosts. Experts and copies get new numbers.
+    5. The ranks exchange row counts once more, counted by the new numbers.
+
+If no copy would save enough time, steps 4 and 5 are left out.
 
 The new numbers of a rank are those of its own experts, then those of its copies. Example: 2 ranks with 2
-experts each; expert 0 has a copy on rank 1:
+experts each; expert 0 has a copy on rank 1. Each rank has room for one copy, and rank 0 hosts none:
 
     expert or copy   0    1    -    2    3    copy of 0
     rank             0    0    0    1    1    1
@@ -54,21 +59,23 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
-"""Least gain for which copies are made, as a fraction.
+"""The least gain in time for which copies are made, as a fraction.
 
-The largest predicted time of a rank without copies must be more than (1 + `LEAST_GAIN`) times that with
-copies.
+The time of a pass is predicted for each rank, and the slowest rank counts. Copies are made only if its time
+without copies is more than (1 + `LEAST_GAIN`) times its time with copies.
 """
 
 
 class BalancedCounts(ExactCounts):
     """Routes a call, decides which busy experts get copies on other ranks, and exchanges the row counts.
 
-    copies      the copies of the call, as this rank sees them; None if there are none, or before `agree`
-    rows_E      (E,) on the device, how many rows of this rank's tokens go to each expert; None without copies
-    is_planned  whether the copies of the call are planned
-    may_stay    whether the call may use copies of earlier calls, and leave its own to later ones
-    state       the state of this rank's experts, by which a later call notices a change
+    copies      the copies of the call, with those that this rank sends and hosts; None if there are none, or
+                before `agree`
+    rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
+                copies
+    is_planned  whether it is decided already which experts get copies in this call
+    may_stay    whether the call may use the copies of an earlier call, and leave its own to later calls
+    state       a record of this rank's experts, which differs in a later call if their weights were changed
     """
 
     orders: SortedSlots
@@ -81,7 +88,9 @@ class BalancedCounts(ExactCounts):
     def __init__(self, call: Call, degrees: tuple[int, ...] | None = None) -> None:
         """Routes the call, and starts the exchange of row counts, which also brings the loads of experts.
 
-        call: the call: the layer's modules and the input.
+        The load of an expert is the number of rows that all ranks together routed to it.
+
+        call: has the layer's modules and the input.
         degrees: the numbers of chunks that may be chosen for the call; None for those that the options allow.
         """
         self.copies = None
@@ -94,10 +103,14 @@ class BalancedCounts(ExactCounts):
         super().__init__(call, degrees)
 
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
-        """Starts the exchange of row counts. The first one of a call asks for the loads of experts.
+        """Starts an exchange of row counts. The first exchange of a call also asks for the loads of experts.
 
-        Its marks say whether any rank needs gradients of experts, whether any rank's experts have changed
-        since the last call, and whether any rank cannot use the copies that it has kept.
+        The first exchange also tells every rank three facts, each true if it is true on any rank: gradients
+        of experts are needed; experts have changed since the last call; copies that a rank has kept from an
+        earlier call cannot be used.
+
+        fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
+            as an int64 scalar on the device.
         """
         modules = self.call.modules
         cache = modules.cache
@@ -125,16 +138,22 @@ class BalancedCounts(ExactCounts):
         return exchange
 
     def sort_early(self) -> None:
-        """Sorts the rows while the counts are exchanged, unless copies will probably change their order."""
+        """Sorts the rows while the counts are exchanged, unless copies will probably change their order.
+
+        Copies are probable if the last call had some.
+        """
         if not self.call.modules.cache.had_copies or self.copies is not None:
             super().sort_early()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the loads of experts, plans copies, and chooses n for both passes and the restore pair.
 
-        If there are copies, row counts are exchanged once more, for the experts and the copies.
+        n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
+        the experts received, and their hidden activation. If there are copies, row counts are exchanged once
+        more, for the experts and the copies. All ranks choose the same.
 
-        modules, inputs: as in `ExactCounts.agree`.
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
         self.orders.modules = modules
@@ -167,13 +186,18 @@ class BalancedCounts(ExactCounts):
     def chosen(self, counts: RankCounts, inputs: Inputs) -> AgreedChoice:
         """Chooses n for both passes and the restore pair, and returns them with the row counts.
 
+        n is the number of chunks. The restore pair says how backward gets the experts' input and hidden
+        activation.
+
         counts: the row counts, those of copies included.
         inputs: the rows and parameters of the call.
         """
         return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
 
     def use_copies(self, modules: LayerModules, copies: HostedCopies) -> None:
-        """Divides the rows of experts with copies among their hosts.
+        """Divides the rows of experts with copies among the ranks that compute these experts.
+
+        Afterwards ``orders`` sorts the rows by the new numbers of experts and copies.
 
         modules: the modules that the schedule computes, without the copies.
         copies: the copies of the call.
@@ -210,7 +234,11 @@ class BalancedCounts(ExactCounts):
 
 
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
-    """The source of row counts with copies of busy experts if the solver may take other numbers of chunks."""
+    """Row counts for copies of busy experts in a layer with ``pipeline="solve"``.
+
+    Rows are counted for the numbers of chunks of the last call. If the solver takes other numbers, rows are
+    counted and exchanged once more.
+    """
 
     def __init__(self, call: Call) -> None:
         super().__init__(call, call.modules.counted_degrees)
@@ -234,10 +262,10 @@ def learns(modules: LayerModules) -> bool:
 def balance_report(
     modules: LayerModules, loads: Sequence[int], copies: HostedCopies | None, expert_bytes: int
 ) -> BalanceReport:
-    """Returns how uneven the ranks' rows are without and with the copies, and what the copies cost.
+    """Returns how unevenly rows are spread over ranks without and with copies, and what the copies cost.
 
     modules: the layer's modules and options.
-    loads: (E,) rows of each expert, from all ranks together.
+    loads: (E,) rows of each of E experts, from all ranks together.
     copies: the copies of the call; None for none.
     expert_bytes: bytes of one expert's parameters.
     """
@@ -256,7 +284,9 @@ def balance_report(
 
 
 def _imbalance(rows: Sequence[int]) -> float:
-    """Returns the largest number divided by the mean; 1 if all are 0. Example: (3, 1) -> 1.5.
+    """Returns the largest number of rows of a rank divided by the mean; 1 if all are 0.
+
+    Example: (3, 1) -> 1.5
 
     rows: the number of rows of each rank.
     """
@@ -265,7 +295,9 @@ def _imbalance(rows: Sequence[int]) -> float:
 
 
 def owners_of(modules: LayerModules) -> list[int]:
-    """Returns for each of the E experts the rank to which it belongs."""
+    """Returns the rank that owns each expert, by the expert's number: rank 0 has the first experts, and so
+    on.
+    """
     num_local = modules.experts.num_local_experts
     return [expert // num_local for expert in range(modules.options.num_experts)]
 
@@ -273,14 +305,18 @@ def owners_of(modules: LayerModules) -> list[int]:
 def planned_copies(
     modules: LayerModules, routed: RoutedBatch, counts: RankCounts, *, may_stay: bool
 ) -> HostedCopies | None:
-    """Plans the copies of a call, and returns them as this rank sees them; None for none.
+    """Decides which experts get copies in a call, and on which ranks; returns None if no expert gets any.
 
-    All ranks make the same plan. Collective if the rates of products and messages were never measured.
+    All ranks decide the same; the result also says which copies this rank sends and hosts. Collective if the
+    rates of products and messages were never measured on this machine.
+
+    Copies of an earlier call are used again if no expert has changed since, and if other copies would not
+    gain clearly more. Their weights are on their hosts already.
 
     modules: the modules and options of the layer.
-    routed: the routed tokens, of which the dtype and the device count.
+    routed: the routed tokens. Only their dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
-    may_stay: whether copies of this call may stay for later calls.
+    may_stay: whether the copies of this call may be kept for later calls.
     """
     loads = counts.loads
     limits = limits_of(modules, routed, counts)
@@ -330,23 +366,31 @@ def planned_copies(
 
 
 def pays(plan: CopyPlan) -> bool:
-    """Returns whether a plan has copies that gain enough (`LEAST_GAIN`)."""
+    """Returns whether a plan has copies that save more than the fraction `LEAST_GAIN` of the time."""
     return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
 
 
 def own_places(modules: LayerModules, experts: Sequence[int]) -> list[int]:
-    """Returns the places of this rank's experts among its own, by their numbers among all experts."""
+    """Returns the index of each expert among this rank's experts.
+
+    modules: the modules of the layer.
+    experts: numbers of experts of this rank, among the experts of all ranks.
+
+    Example: with 4 experts on each rank, rank 1 has the experts 4 to 7, and expert 6 has index 2.
+    """
     return [expert % modules.experts.num_local_experts for expert in experts]
 
 
 def with_pairs(
     plan: CopyPlan, loads: Sequence[int], owners: Sequence[int], pairs: Collection[tuple[int, int]]
 ) -> CopyPlan:
-    """Returns a plan with some copies more, which compute no rows.
+    """Returns a plan with additional copies that compute no rows.
 
-    A rank that has kept its copies hosts all of them, so that their weights stay as they are.
+    Copies kept from an earlier call stay where they are in memory, also those that a new plan does not need.
+    So the plan must list them, with 0 rows.
 
-    loads: (E,) rows of each expert, from all ranks together.
+    plan: the plan without the additional copies.
+    loads: (E,) rows of each of E experts, from all ranks together.
     owners: (E,) rank of each expert's parameters.
     pairs: the copies that the plan must have, as pairs (expert, rank).
     """
@@ -359,15 +403,15 @@ def with_pairs(
 class SlotsOfHosts(SortedSlots):
     """The routing of a call with copies: each (token, choice) slot has the number of an expert or of a copy.
 
-    The order in which kernels that route have sorted the rows is not used, because these kernels know only
-    experts.
+    The routing kernels may have sorted the rows already. That order is not used, because these kernels know
+    nothing of copies.
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
-        """Returns the plan of the call, with what becomes of the copies' weights (`with_fate`).
+        """Returns the plan of the call, which says also how backward gets the weights of the copies.
 
-        If the restore pair sends the dispatched rows (T_DI) again in backward, the weights of copies are sent
-        again too. Otherwise they are kept.
+        If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
+        again too. Otherwise the weights are kept.
 
         counts: the row counts of the call.
         choice: the numbers of chunks and the restore pair.
@@ -380,9 +424,13 @@ class SlotsOfHosts(SortedSlots):
 
 
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
-    """Returns copies that are kept until backward, or sent again if the restore pair sends T_DI again.
+    """Sets how backward gets the weights of copies: kept since forward, or sent again by the experts' owners.
 
-    Copies that stay for later calls are kept in any case.
+    They are sent again if the restore pair sends the experts' input rows again too. Copies that are kept for
+    later calls are never sent again.
+
+    copies: the copies of a call.
+    restore: the restore pair: how backward gets the experts' input and hidden activation.
     """
     if copies.kept is not None or restore.dispatched != "communicate":
         return copies
@@ -392,14 +440,14 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
 def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:
     """Returns for each (token, choice) slot the number of the expert or copy that computes its row, (T, K).
 
-    This is the step in which the rows of an expert are divided among its hosts. The rows of this rank for
-    one expert are counted in the order of the slots, and `pmoe.planner.copies.row_cuts` says which host gets
-    a row with a given number.
+    The ranks that compute rows of an expert are its hosts. This function divides the rows of an expert among
+    its hosts: the rows of this rank for one expert are numbered in the order of the slots, and
+    `pmoe.planner.copies.row_cuts` says which host gets a row, by that number.
 
     copies: the copies of the call.
-    expert_TK: (T, K) int64, the experts that the gate chose.
-    keep_TK: (T, K) bool, False for slots without a row; None if all have one.
-    counts_E: (E,) int64, the rows of this rank for each expert.
+    expert_TK: (T, K) int64, the K experts that the gate chose for each of T tokens.
+    keep_TK: (T, K) bool, False for slots that were dropped and have no row; None if no slot was dropped.
+    counts_E: (E,) int64, the rows of this rank for each of E experts.
     """
     num_experts = counts_E.shape[0]
     bounds, numbers = copies.numbered_hosts(num_experts)
@@ -419,11 +467,11 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
 
 
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
-    """Returns the number of the node that each rank is on. Collective the first time for a layer.
-
-    Raises ValueError or TypeError on every rank if ``nodes`` is invalid, or differs between ranks.
+    """Returns the number of each rank's node, by rank. Collective in the first call of a layer.
 
     modules: the modules of the layer, and its argument ``nodes``.
+
+    Raises ValueError or TypeError on every rank if ``nodes`` is invalid, or differs between ranks.
     """
     cache = modules.cache
     if not cache.node_of_ranks:
@@ -433,14 +481,20 @@ def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
 
 
 def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) -> CopyLimits:
-    """Returns how many copies a rank may host, and the price of a copy in rows, the same on all ranks.
+    """Returns how many copies a rank may host, and how many rows a copy must take over to pay for itself.
 
-    With a memory budget, there are only as many copies as stay within it. A number in ``balance`` asks for
-    copies at any price: it is 0. With ``balance=True`` the price follows from the profile, the measured rates
-    of products and messages. If the profile has the rates inside and between nodes, there are two prices.
+    The second number is the price of a copy: sending its weights takes as long as computing so many rows. The
+    results are the same on all ranks:
+
+    - With ``memory_budget`` there are only as many copies as the budget has room for.
+    - If ``balance`` is a number of copies, the price is 0, so copies are made even if they save little.
+    - With ``balance=True`` the price follows from the measured rates of products and messages. There are two
+      prices if rates were measured inside and between nodes.
+
+    On a GPU no copies are made yet.
 
     modules: the modules and options of the layer.
-    routed: the routed tokens, of which the dtype and the device count.
+    routed: the routed tokens. Only their shape, dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
     """
     options = modules.options

@@ -1,4 +1,4 @@
-"""The checks at the beginning of a layer's call that need no routing. Some of the checks are collectives."""
+"""The checks at the beginning of a layer's call, before tokens are routed. Some checks are collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begin_call(
     token_ids: (...) int64, for gates that route by token id; None for other gates.
     mask: (...) bool, True where x has a token and False where x has padding; None if all rows are tokens.
 
-    With several ranks, the check of the ranks may be a collective (`check_ranks`).
+    With several ranks, comparing their options may be a collective (`check_ranks`).
 
     Raises RuntimeError if a CUDA graph is being captured and cannot hold this call. Raises ValueError if
     options differ between ranks, or if a wrapper such as DDP or FSDP manages the experts.
@@ -52,9 +52,9 @@ def begin_call(
 
 
 def is_for_graph(x: object) -> bool:
-    """Returns whether a CUDA graph is being captured on x's GPU, so that the graph must hold the call.
+    """Returns whether a CUDA graph is being captured on x's GPU, so that the graph will record the call.
 
-    Only calls on a GPU can be captured. If x is not a tensor, the answer is False.
+    False if x is not a tensor, or not on a GPU.
     """
     return isinstance(x, Tensor) and x.is_cuda and is_captured(x.device)
 
@@ -62,9 +62,9 @@ def is_for_graph(x: object) -> bool:
 def check_ranks(modules: LayerModules) -> None:
     """Checks that all ranks of the layer can make this call together.
 
-    Most calls need no communication for this check. Ranks compare the options of the layer, by a collective,
-    at the first call and after an option or the process group was replaced
-    (`pmoe.decide.rank_consistency.check_same_options`).
+    Ranks compare the options of the layer in its first call, and in the next call after an option or the
+    process group was replaced (`pmoe.decide.rank_consistency.check_same_options`). The function is a
+    collective in these calls only.
 
     modules: the modules and options of the layer.
 

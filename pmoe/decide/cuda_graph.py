@@ -1,6 +1,6 @@
 """Checks whether a CUDA graph can hold a call, while the graph is being captured.
 
-If the graph cannot hold the call, an error is raised before any kernel is launched.
+If it cannot, an error is raised before any kernel is launched.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from pmoe.engine.variants.padding import PaddedCallKey
 def check_capturable(modules: LayerModules, x: Tensor, mask: Tensor | None) -> None:
     """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold a call.
 
-    A graph cannot hold a call in which the host waits for the device, a call that measures times, or a call
-    that allocates tensors which are still used after the graph's replay.
+    A graph cannot hold a call if, during the call,
+
+    - the host waits for the device,
+    - times are measured, or
+    - memory is allocated whose tensors are used after the graph's replay.
 
     modules: the modules and options of the layer.
     x: (..., M), the input of the call; M is d_model.
@@ -48,8 +51,11 @@ def _padded_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> st
     """Returns why a graph cannot hold a call of a layer with ``pad_to_capacity``; None if it can.
 
     With ``pad_to_capacity`` each rank sends a fixed number of rows to each expert, so the host need not wait
-    for row counts. A graph still cannot hold the call if its tasks are being timed, if random state would be
-    restored on the host, or if no call with these properties (`PaddedCallKey`) was made before.
+    for row counts. A graph still cannot hold the call in these cases:
+
+    - tasks of the call are being timed;
+    - backward may recompute a user's own modules, and their random state is on the host;
+    - no call with the same number of tokens, dtype and need of gradients was made before the capture.
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

@@ -1,4 +1,4 @@
-"""The checks of a gate that is a user's module: when the layer is built, and of its `Routing` in every call.
+"""The checks of a gate that is a user's module: of the module at construction, of its `Routing` in each call.
 
 Shapes and dtypes are checked on the host, and a wrong one raises at once. Values are checked on the device,
 because reading them on the host would make the host wait for the device. If a value is wrong, the device
@@ -20,16 +20,17 @@ from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
 
 NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
-"""The fields that must be set in a `Routing`, and in its `Mix` (SoftMoE's mixing weights) if it has one.
+"""Names of the fields that a user's gate must set in its `Routing`, and in its `Mix` if it has one.
 
-``expert`` is an integer tensor, and the other fields are floating-point tensors.
+A `Mix` has the weights by which SoftMoE mixes tokens (``dispatch``) and results (``combine``). ``expert`` is
+an integer tensor, and the other fields are floating-point tensors.
 """
 
 
 def check_gate(
     gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
 ) -> None:
-    """Raises an error if a user's gate is not a module, or if an option applies to pmoe's own gates only.
+    """Raises an error if a user's gate is no module, or if an option was set that only pmoe's gates have.
 
     gate: the user's gate.
     capacity_factor: the layer's capacity factor; it must be None if the gate itself drops rows over capacity.
@@ -54,12 +55,14 @@ def clamped_with_fault(call: Call, routing: Routing, x_TM: Tensor) -> tuple[Rout
     """Returns the gate's routing with all indices clamped to their ranges, and the fault that was found.
 
     Indices outside their range are clamped, so that no kernel reads outside its memory before the ranks have
-    exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens. The second result
-    is the number of a `Fault` as an int64 scalar on the device, so that the host does not wait; 0 if nothing
-    was wrong.
+    exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens.
 
+    call: the call.
     routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).
     x_TM: (T, M), the T tokens with M = d_model columns.
+
+    The second result is the number of a `Fault`, 0 if nothing was wrong: an int64 scalar on the device, which
+    the host need not wait for.
     """
     num_experts = call.modules.options.num_experts
     expert = routing.expert

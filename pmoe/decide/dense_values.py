@@ -16,12 +16,12 @@ from pmoe.experts.operands import local_part
 MOST_VALUES = 1 << 16
 """The largest number of values of one tensor that a digest reads, evenly spread over the tensor.
 
-Few routers have more values than this number, so routers are mostly read in full. A shared expert has
-more, so only a sample of its values is read.
+Most routers have fewer values, so all of them are read. A shared expert has more, so only a sample of its
+values is read.
 """
 
 DENSE = ("gate", "shared_expert", "shared_gate", "latent", "callbacks")
-"""The parts of a layer that every rank holds as a whole. All ranks' copies must be equal."""
+"""The parts of a layer that every rank holds as a whole. Their values must be equal on all ranks."""
 
 SAME_VALUES = (
     "Build the model under the same torch.manual_seed on every rank, or wrap it by "
@@ -35,9 +35,10 @@ SAME_VALUES = (
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Returns a digest of the names, shapes, dtypes and values (bit by bit) of tensors; "" for no tensors.
 
-    The values are copied to the host, so the host waits for a GPU. Some tensors have no readable values:
-    tensors on the meta device, uninitialised parameters, and tensor subclasses that store values in their own
-    format. The digest of such a tensor has only its name, shape and dtype.
+    Of large tensors only a sample of `MOST_VALUES` values is read. The values are copied to the host, so the
+    host waits for a GPU. Some tensors have no readable values: tensors on the meta device, uninitialised
+    parameters, and tensor subclasses that store values in their own format. Only the name, shape and dtype of
+    such a tensor enter the digest.
     """
     if not tensors:
         return ""
@@ -57,8 +58,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
     """Returns the tensors of one replicated part of the layer that must be equal on all ranks, by name.
 
-    These are the part's parameters and, for pmoe's own gates, also the buffers that state dicts hold. The
-    names are the same on every rank. The following are left out, because they may differ between ranks:
+    The result has the part's parameters and, for pmoe's own gates, also the buffers that state dicts hold.
+    The names are the same on every rank. Tensors that may differ between ranks are left out:
 
     - tensors that are split over ranks (sharded DTensors, Megatron's tensor-parallel weights);
     - parameters of experts;
@@ -97,7 +98,10 @@ def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _lies_in_parts(tensor: Tensor) -> bool:
-    """Returns whether a tensor is split over ranks (by DTensor or Megatron), so that its values differ."""
+    """Returns whether this rank has only a part of a tensor, so that its values differ from other ranks'.
+
+    Such a tensor is a sharded DTensor, or a tensor-parallel weight of Megatron.
+    """
     placements = getattr(tensor, "placements", ())
     return getattr(tensor, "tensor_model_parallel", False) or not all(
         placement.is_replicate() for placement in placements

@@ -1,4 +1,4 @@
-"""Row counts by one exchange among all ranks. The rank sorts its rows while the counts are exchanged.
+"""Row counts by one exchange among all ranks. Each rank sorts its rows while the counts are exchanged.
 
 A row is a copy of a token for one of its experts. The row counts say how many rows each rank sends to each
 expert of the other ranks.
@@ -31,15 +31,16 @@ from pmoe.runners.pipeline import PipelineRunner
 
 
 class ExactCounts:
-    """The source of a call's row counts that gets them by an exchange among all ranks.
+    """Gets a call's row counts by an exchange among all ranks.
 
     The call then runs in chunks (micro-batches) on the pipeline engine. The class implements `CountsSource`.
 
     call     the call
     routed   the call's tokens with their routing
     orders   sorts the (token, choice) slots of the call by chunk and expert, for each number of chunks
-    fuses    whether fused kernels may compute the call (`kernels_may_take_it`)
-    loads    asks all ranks for the loads of experts with the exchange; None if nobody needs them
+    fuses    whether fused kernels may compute the call instead (`kernels_may_take_it`)
+    loads    if set, the exchange also collects the rows that all ranks together routed to each expert, for
+             copies of busy experts; else None
     """
 
     loads: Loads | None = None
@@ -59,12 +60,12 @@ class ExactCounts:
     ) -> None:
         """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
 
+        n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
+        uses the counts of the first pass.
+
         call: the call.
         degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all numbers
             that the options allow.
-
-        n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
-        uses the counts of the first pass.
         """
         self.call = call
         self.routed = route_batch(call)
@@ -93,9 +94,9 @@ class ExactCounts:
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels may compute the call, as far as is known before the row counts.
+        """Returns whether fused kernels may compute the call, by what is known before the row counts.
 
-        The answer is the same on all ranks. It is always False here; `FusedCounts` overrides it.
+        All ranks get the same answer. This class always returns False; `FusedCounts` overrides the method.
         """
         return False
 
@@ -133,9 +134,11 @@ class ExactCounts:
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged, if the counts cannot change the number of chunks n.
 
-        The counts can change n in two cases. Either several n are possible, or the layer uses ring slots
-        (buffers of fixed size that chunks share): a batch with skewed routing may then be cut into more
-        chunks.
+        The counts can change n in two cases:
+
+        - several n are possible, and the choice depends on the counts;
+        - chunks share buffers of fixed size (ring slots). If routing is skewed and a chunk has too many rows
+          for a slot, the batch is cut into more chunks.
         """
         if not self.call.modules.rotates and len(self.call.modules.options.degrees) == 1:
             (n,) = self.call.modules.options.degrees
@@ -146,8 +149,8 @@ class ExactCounts:
     def finish_exchange(self) -> RankCounts:
         """Waits for the exchange of row counts and returns the counts.
 
-        Raises FaultError on all ranks if any rank has a fault. Raises ValueError on all ranks if a state dict
-        was loaded and two ranks now hold equal experts (`LoadedExchange.finish`).
+        Raises FaultError on all ranks if any rank has a fault, such as a wrong input. Raises ValueError on
+        all ranks if a state dict was loaded and two ranks now hold equal experts (`LoadedExchange.finish`).
         """
         exchange = self._exchange
         assert exchange is not None
@@ -157,12 +160,12 @@ class ExactCounts:
         return exchange.finish()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the row counts, then chooses n for both passes and the restore pair.
-
-        All ranks choose the same.
+        """Waits for the row counts, then chooses n for both passes and the restore pair, the same on all
+        ranks.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and their hidden activation.
+        the experts received, and their hidden activation. A small call on the CPU without gradients needs
+        neither (`are_few`), so the result has only the counts.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         inputs: the rows and parameters of the call.
@@ -174,9 +177,12 @@ class ExactCounts:
         return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
 
     def are_few(self, num_tokens: int) -> bool:
-        """Returns whether a call without gradients of so many tokens goes the short way of few rows.
+        """Returns whether a call without gradients is small enough to be computed without chunks or a plan.
 
-        The answer is the same on all ranks for the largest number of tokens of any rank.
+        This is so on the CPU for at most `FEW_ROWS` rows, if the layer is not training. All ranks get the
+        same answer if they ask with the largest number of tokens of any rank.
+
+        num_tokens: the number of tokens of a rank.
         """
         modules = self.call.modules
         is_small = num_tokens * modules.options.top_k <= FEW_ROWS
@@ -234,10 +240,10 @@ def in_chunks(
 
 
 def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Decision:
-    """Returns the decision to run a call of few rows without a plan.
+    """Returns the decision to run a small call without chunks or a plan of buffers.
 
     source: has the call, and its tokens with their routing.
-    modules: the layer's modules, with the experts that were really called.
+    modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
     inputs: the rows and parameters of the call.
     counts: the row counts.
     """
@@ -257,8 +263,8 @@ class LoadedExchange:
     """An exchange of row counts in which a rank can also report that its experts were loaded.
 
     Each rank must hold different experts. If a state dict was loaded on any rank, all ranks compare their
-    experts before the call goes on. The report of a loaded state dict is sent as a fault, because the
-    exchange already has one number for the fault of each rank:
+    experts before the call goes on. A rank reports a loaded state dict as a fault (`Fault.LOADED`), because
+    the exchange sends one number of each rank for faults anyway:
 
         first exchange    if any rank reports Fault.LOADED, all ranks discard the counts
         check_loaded      all ranks compare their experts

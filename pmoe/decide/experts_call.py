@@ -1,6 +1,6 @@
-"""The call of the layer's experts as a module. Inside this call pmoe decides how to run, and runs.
+"""The layer calls its experts as a module. Inside this call pmoe decides how to run, and runs.
 
-The layer calls its experts as a module, so that hooks run and so that a wrapper of another library works:
+The experts are called as a module so that their hooks run, and so that a wrapper of another library works:
 
     ExpertsCall.__call__
       layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows
@@ -34,14 +34,14 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
 HOOKS = "a hook or a parameter of the experts or the shared expert"
-"""Words for error reports: what is running in a call of the experts before `decide` and after `run`."""
+"""What a rank is doing before `decide` and after `run`, in words for error reports to other ranks."""
 
 
 def run(decision: Decision) -> Tensor:
-    """Sends the rows, computes the experts and combines the results, according to the decision.
+    """Runs a call as decided: sends the rows, computes the experts and combines the results.
 
     Returns (T, M), one result for each of T tokens, with M = d_model columns. If the gate routed mixtures of
-    tokens (SoftMoE), the results of mixtures are first mixed back to tokens.
+    tokens instead of tokens (SoftMoE), the results of mixtures are mixed back to tokens.
     """
     inputs = decision.inputs
     mix = decision.routed.gated.routing.mix
@@ -52,7 +52,7 @@ def run(decision: Decision) -> Tensor:
 
 
 class ExpertsCall:
-    """One call of the layer's experts as a module: the experts' hooks run before and after all work.
+    """One call of the layer's experts as a module, so that the experts' hooks run around all work.
 
     call       the call
     routed     the call's tokens with their routing
@@ -73,8 +73,8 @@ class ExpertsCall:
     def __call__(self) -> tuple[Decision, Tensor]:
         """Decides how the call runs, and runs it. Returns the decision, and (T, M): the results of T tokens.
 
-        If a hook or the plan raises an error on this rank, the error is published to the other ranks, because
-        they would wait for this rank.
+        M is d_model. If a hook or the planning of the call raises an error on this rank, the error is
+        published to the other ranks, because they would wait for this rank.
 
         Raises ValueError if a forward hook returns anything but a tensor of T rows, or if a wrapper of the
         experts did not call the experts.
@@ -106,8 +106,8 @@ class ExpertsCall:
         """Raises RuntimeError if a reentrant checkpoint around the experts alone runs the experts again.
 
         A checkpoint with ``use_reentrant=True`` runs first without gradients, then with gradients, and passes
-        on only the gradients of its arguments. The routing weights are not among the arguments, so their
-        gradient would be lost.
+        on only the gradients of its arguments. The experts' routing weights are no argument of the module, so
+        their gradient would be lost.
         """
         if torch.is_grad_enabled() and not self._had_grad:
             raise RuntimeError(
@@ -116,14 +116,14 @@ class ExpertsCall:
             )
 
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
-        """Decides and computes the call; the experts module runs this method inside its forward.
+        """Decides how the call runs and computes it. The experts module calls this method in its forward.
 
-        experts: the experts that run this method. If a tool wraps the layer's experts, this may be a copy of
-            them.
-        x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts.
+        experts: the experts that were called. If a tool wraps the layer's experts, they may be a copy of
+            those.
+        x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts; M is d_model.
 
         Returns (T, M), the results of the tokens. A checkpoint around the experts may run this method a
-        second time. The second run takes the decision of the first.
+        second time. The second run repeats the decision of the first.
         """
         call = self.call
         routed = self.routed
@@ -145,10 +145,10 @@ class ExpertsCall:
 
         The restore pair says how backward gets the experts' input and hidden activation. The runner is the
         object that computes both passes. All ranks agree on everything that changes the order of collectives.
-        The second pass of an activation checkpoint uses the agreement of the first pass.
+        The second pass of an activation checkpoint uses what the ranks agreed on in the first pass.
 
         A checkpoint raises an error if its two passes save different tensors. Time measurements and
-        comparisons between ranks happen in one pass only, so the checkpoint's hooks are switched off
+        comparisons between ranks happen in one pass only. So the checkpoint's hooks are switched off
         meanwhile.
 
         experts: the experts to compute. They need not be the layer's own experts: a tool such as PEFT may
@@ -171,9 +171,9 @@ class ExpertsCall:
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
-    """Checks and returns the rows by which a forward pre-hook of the experts replaced the layer's rows.
+    """Checks the rows that a forward pre-hook of the experts returned in place of the layer's rows.
 
-    The routing is decided before the hook runs, so a hook may only change values.
+    The tokens are routed before the hook runs, so a hook may only change values. Returns the new rows.
 
     x_TM: the value that the hook returned.
     before_TM: (T, M), the rows that the layer passed to its experts, for T tokens with M = d_model columns.
@@ -190,9 +190,9 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """Returns the layer's output: the results in the shape of the input, after ``before_moe_end``.
+    """Returns the layer's output: the results in the shape of the input, after the callbacks' last hook.
 
-    ``before_moe_end`` is the last hook of callbacks. If the call has a mask, rows of zeros are added for
+    This hook is ``before_moe_end``. If the call has a mask, rows of zeros are added where the input has
     padding.
 
     decision: the decision by which the call was run.
@@ -212,7 +212,7 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
 def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
     """Returns (..., M), the results of the tokens in the shape of the mask, with zeros for padding.
 
-    y_NM: (N, M), the results of the N tokens, in their order.
+    y_NM: (N, M), the results of the N tokens, in their order, with M = d_model columns.
     mask: (...), True where the input has a token; N values are True.
     """
     y = y_NM.new_zeros(*mask.shape, *y_NM.shape[1:])
@@ -230,7 +230,7 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
     call: the call.
     routed: the call's tokens with their routing.
-    experts: the experts to compute. A wrapper of the experts may use a different copy in each call.
+    experts: the experts to compute. A wrapper of the experts may pass a different copy in each call.
 
     Raises ValueError if parameters differ from the rows in dtype or device.
     """
@@ -259,12 +259,13 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
 
 def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
-    """Returns the parameters of experts in the form that matrix products take, cast to autocast's dtype.
+    """Returns the experts' parameters as matrix products take them, cast to autocast's dtype.
 
     Experts that are a user's own modules run under autocast themselves, so their parameters are not cast.
 
+    experts: the experts.
     dtype: autocast's dtype; None casts nothing.
-    rows_TM: (T, M), the rows, with M = d_model columns.
+    rows_TM: (T, M), the rows of T tokens, with M = d_model columns.
 
     Raises ValueError if the parameters have another dtype or device than the rows.
     """

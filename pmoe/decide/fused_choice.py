@@ -7,12 +7,12 @@ COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one p
 If the fused kernels cannot compute a call, all ranks run it in chunks (micro-batches) instead. pmoe then
 warns once for each reason, except with "auto".
 
-Three functions look for a reason not to use fused kernels, in this order. Each function knows more than the
-function before, and gives the same answer on all ranks:
+Three functions look for a reason not to use fused kernels, in this order. All ranks get the same answers.
+Each function uses these facts, in addition to those of the function before:
 
     layer_refusal   options and modules of the layer
-    may_fuse        also the dtype and device of the rows
-    find_steps      also the row counts, and the kernels and memory of all ranks
+    may_fuse        dtype and device of the rows
+    find_steps      row counts, and the kernels and memory of all ranks
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_persistent(modules: LayerModules) -> bool:
 
 
 def stacked(modules: LayerModules) -> StackedExperts:
-    """Returns the layer's experts as `StackedExperts`, for type checkers.
+    """Returns the layer's experts with the type `StackedExperts`, which type checkers need to know.
 
     `StackedExperts` keep each weight of all experts of this rank in one tensor. Fused kernels can compute
     only such experts, and the callers have checked this before.
@@ -73,11 +73,11 @@ def stacked(modules: LayerModules) -> StackedExperts:
 
 
 def fused_pair(modules: LayerModules) -> Restore | None:
-    """Returns the restore pair of calls by fused kernels: the first possible pair that does not offload.
+    """Returns the restore pair that calls by fused kernels use: the first allowed pair without offloading.
 
     A restore pair says how backward gets two activations back: the rows that the experts received, and their
-    hidden activation. Fused kernels cannot offload to the host. If all pairs that the options allow offload,
-    the result is None.
+    hidden activation. Fused kernels cannot offload to the host. The result is None if all pairs that the
+    options allow offload.
     """
     return next((pair for pair in modules.pairs if not pair.offloads), None)
 
@@ -85,13 +85,12 @@ def fused_pair(modules: LayerModules) -> Restore | None:
 def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether fused kernels may compute a call, before its row counts are known.
 
-    If the answer is False, the function warns of the reason, except with fused="auto".
+    If they may not, the function warns of the reason, except with fused="auto". All ranks get the same
+    answer.
 
     modules: the modules and options of the layer.
     device: device of the rows that reach the experts.
     dtype: dtype of these rows.
-
-    The answer is the same on every rank.
     """
     if not modules.options.fused:
         return False
@@ -105,11 +104,12 @@ def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) ->
 
 
 def _warn_unfused(modules: LayerModules, why: str) -> None:
-    """Warns that fused kernels do not compute a call. With fused="auto" there is no warning.
+    """Warns that fused kernels do not compute a call, once for each reason. fused="auto" gives no warning.
 
-    `warn_once` compares only the text before the first colon with earlier warnings. So the same reason with
-    other numbers, written after a colon, does not warn a second time.
+    `warn_once` compares only the text before the first colon with earlier warnings. So a reason should have
+    its numbers after a colon: then the same reason with other numbers does not warn a second time.
 
+    modules: the modules and options of the layer.
     why: the reason, which ends the sentence "... falls back to the unfused layer because".
     """
     if modules.options.fused != "auto":
@@ -117,9 +117,9 @@ def _warn_unfused(modules: LayerModules, why: str) -> None:
 
 
 class _PromisedLogits(Logits):
-    """The gate's logits, x weight^T, as a tensor without values that a later kernel launch fills.
+    """The gate's logits, x weight^T, as a tensor whose values a later kernel launch writes.
 
-    The tensor is on the autograd graph already, so gradients reach the gate's weight and x.
+    The autograd graph is built now, so that gradients reach the gate's weight and x.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
 
     The persistent kernel can compute the routing itself, which saves launches before it. The kernel also
     computes the gate's product x weight^T if three conditions hold: the rows and the gate's weight have the
-    same 16-bit dtype, the number of experts is even, and the kernel can read the weight at its address.
+    same 16-bit dtype, the number of experts is even, and the weight's address is a multiple of 16 bytes.
 
     Returns None if the gate must be called first: an option is unsupported, the gate has hooks (they must see
     the routing), or a checkpoint may run the call twice (it compares the routing of both passes).
@@ -172,7 +172,7 @@ def kernels_runner(
     chosen: RoutingInput,
     fused_routing: Callable[[], FusedRouting] | None = None,
 ) -> KernelsRunner:
-    """Returns the runner that computes a call by fused kernels, COMET's or the persistent one.
+    """Returns the runner that computes a call by fused kernels: COMET's or the persistent one.
 
     modules: the modules and options of the layer.
     steps: the operators that launch the kernels.
@@ -191,8 +191,9 @@ def kernels_runner(
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """Returns the operators that launch fused kernels for a call; None if the kernels cannot compute it.
 
-    If the result is None, the function warns of the reason, except with fused="auto". The first call with a
-    device, dtype and sizes is collective, because all ranks must agree. Then the answer is cached.
+    If the result is None, the function warns of the reason, except with fused="auto". The function is
+    collective in the first call with a device, dtype and sizes, because all ranks must agree. The answer is
+    cached for later calls.
 
     modules: the modules and options of the layer.
     inputs: the rows and parameters of the call.
@@ -226,7 +227,7 @@ def make_request(
     max_rows: int,
     needs_grad: bool,
 ) -> fused_steps.Request:
-    """Returns the properties of a call that decide whether fused kernels compute it.
+    """Returns the properties of a call that decide whether fused kernels can compute it.
 
     modules: the modules and options of the layer.
     device: device of the rows that reach the experts.

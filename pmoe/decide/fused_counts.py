@@ -28,11 +28,11 @@ from pmoe.schedule.restore import Restore
 
 
 class FusedCounts(ExactCounts):
-    """The source of row counts of a layer that asks for fused kernels: ranks exchange the counts.
+    """Gets the row counts of a layer that asks for fused kernels, by an exchange among all ranks.
 
-    The class implements `CountsSource`. Two optional fields of the `AgreedChoice` say what computes a call.
-    ``steps`` are the operators of the fused kernels; ``choice`` has the number of chunks of the pipeline
-    engine:
+    The class implements `CountsSource`. `agree` returns an `AgreedChoice`, in which two optional fields say
+    what computes the call. ``steps`` are the operators of the fused kernels; ``choice`` has the number of
+    chunks of the pipeline engine:
 
         steps   choice   forward            backward
         set     None     fused kernels      fused kernels
@@ -51,8 +51,8 @@ class FusedCounts(ExactCounts):
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged: by expert for COMET's kernels, else by chunk.
 
-        Nothing is sorted for the persistent kernel, which sorts the rows itself, nor in the second pass of a
-        checkpoint, in which no counts are exchanged.
+        Nothing is sorted in two cases: the persistent kernel sorts the rows itself, and the second pass of a
+        checkpoint exchanges no counts that could be waited for.
         """
         if self.fuses and not is_persistent(self.call.modules):
             self._sort_for_kernels()
@@ -62,8 +62,8 @@ class FusedCounts(ExactCounts):
     def _sort_for_kernels(self) -> SortedRows:
         """Returns the (token, choice) slots sorted by expert, as COMET's kernels need them.
 
-        Dropped slots are last. The slots of a call are sorted once, and later calls of this method return the
-        same result.
+        Slots over the capacity, which have no row, are last. The slots are sorted only the first time that a
+        call needs them.
         """
         if self._sorted is None:
             orders = self.orders
@@ -90,20 +90,21 @@ class FusedCounts(ExactCounts):
         return AgreedChoice(counts=counts, steps=steps, choice=self.choose(counts, inputs, restore))
 
     def choose(self, counts: RankCounts, inputs: Inputs, restore: Restore | None) -> Choice:
-        """Returns the numbers of chunks and the restore pair, if the pipeline engine computes a pass.
+        """Chooses the numbers of chunks and the restore pair for a pass that the pipeline engine computes.
 
         counts: the row counts, after the ranks have exchanged them.
         inputs: the rows and parameters of the call.
-        restore: the pair of the fused kernels, if they compute the forward pass; None if the options decide.
+        restore: the restore pair of the fused kernels, if they compute the forward pass; None if the options
+            decide.
         """
         return choose(self.call.modules, counts, inputs, self.orders, restore)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by fused kernels, by the pipeline engine, or by both (`agree`).
+        """Returns the decision to run by fused kernels, by the pipeline engine, or by both.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         inputs: the rows and parameters of the call.
-        agreed: the result of `agree`.
+        agreed: the result of `agree`, which says what computes each pass.
         """
         if agreed.steps is None:
             return super().decision(modules, inputs, agreed)
@@ -129,7 +130,7 @@ class FusedCounts(ExactCounts):
         )
 
     def _journey(self, shared: RankCounts) -> FusedRouting:
-        """Returns the destinations of this rank's rows, and the rows that it receives, for COMET's kernels.
+        """Returns where this rank's rows are sent, and which rows it receives, for COMET's kernels.
 
         shared: the exchanged row counts.
         """
@@ -148,9 +149,9 @@ class FusedCounts(ExactCounts):
 
 
 class FusedSolverCounts(SolverCounts, FusedCounts):
-    """The source of row counts of a layer with ``pipeline="solve"`` that asks for fused kernels.
+    """Gets the row counts of a layer with ``pipeline="solve"`` that asks for fused kernels.
 
-    The solver chooses the chunks if the pipeline engine computes a pass.
+    If the pipeline engine computes a pass, the solver chooses the number of chunks.
     """
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:

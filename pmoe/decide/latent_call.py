@@ -4,10 +4,11 @@
         \\--- down ---> z (T, L) --- rows travel, experts, weighted sum ---> (T, L) --- up ---> y (T, M)
         \\--- shared expert ----------------------------------------------------------------> + y
 
-The gate and the shared expert see the tokens in the layer's width. Rows travel in the latent width. ``up`` is
-linear, so the weighted sum may come before it: each token is projected once, not each of its K rows.
+The gate and the shared expert get the tokens in the layer's width M. Rows are sent in the latent width L.
+``up`` is linear, so it may follow the weighted sum of each token's results: it then projects each token once,
+instead of each of its K rows.
 
-Letters: T tokens, M = d_model, L = d_latent.
+Letters: T tokens, K choices of each token, M = d_model, L = d_latent.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pmoe.decide.sources import counts_source
 def latent_call(call: Call) -> tuple[Decision, Tensor]:
     """Runs a call of a layer with ``d_latent``. Returns the decision, and (T, M): the results of T tokens.
 
-    The tokens are routed before they are projected, because routing checks the input and tells other ranks of
-    a fault. So a wrong input of one rank raises on every rank, as in any call.
+    M is d_model. The tokens are routed before they are projected, because routing checks the input and
+    reports a wrong one to the other ranks. So a wrong input of one rank raises on every rank.
     """
     modules = call.modules
     latent = modules.latent
@@ -48,13 +49,14 @@ def latent_call(call: Call) -> tuple[Decision, Tensor]:
 
 
 def _checked(name: str, projected: object, x_TM: Tensor, columns: int) -> Tensor:
-    """Returns what a projection returned, after a check of its shape.
+    """Returns the result of a projection after a check of its shape.
 
     name: the projection's name, "down" or "up".
-    x_TM: (T, M), the tokens.
-    columns: the columns that the projection must return.
+    projected: the value that the projection returned.
+    x_TM: (T, M), the T tokens with M = d_model columns.
+    columns: the number of columns that the projection must return.
 
-    Raises ValueError for another shape.
+    Raises ValueError if the shape is not (T, columns).
     """
     shape = (x_TM.shape[0], columns)
     if not isinstance(projected, Tensor) or projected.shape != shape:

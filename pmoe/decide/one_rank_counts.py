@@ -39,7 +39,7 @@ from pmoe.runners.one_rank import OneRankRunner
 
 
 class OneRankCounts:
-    """The source of row counts of a call on one rank that GPU kernels compute. The host gets no counts.
+    """The row counts of a call on one rank that GPU kernels compute. They stay on the device.
 
     The class implements `CountsSource`.
 
@@ -51,10 +51,10 @@ class OneRankCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: AgreedChoice) -> None:
-        """Routes the call by GPU kernels, now or later inside the launch of the persistent kernel.
+        """Routes the call by GPU kernels: at once, or later in the launch of the persistent kernel.
 
         call: the call.
-        x: (..., M), the input after the callbacks' ``before_moe_start``.
+        x: (..., M), the input after the callbacks' ``before_moe_start``; M is d_model.
         x_TM: (T, M), the T rows of x.
         agreed: which kernels compute the call. Its ``steps`` launch the fused kernels; if ``steps`` is None,
             the kernels of `pmoe.runners.one_rank` are used.
@@ -76,10 +76,10 @@ class OneRankCounts:
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
-        """Routes a call by GPU kernels that need no other rank, and returns the source of its row counts.
+        """Routes a call by GPU kernels that need no other rank, and returns an object with its row counts.
 
         Returns None if neither the kernels of `pmoe.runners.one_rank` nor fused kernels can compute the call.
-        The row counts must then come from a different source (`pmoe.decide.sources`).
+        The caller must then get the row counts in a different way (`pmoe.decide.sources`).
         """
         modules = call.modules
         replay = call.replay
@@ -99,11 +99,14 @@ class OneRankCounts:
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Returns the choice of kernels that the constructor got: there is no other rank to agree with."""
+        """Returns the choice of kernels that the constructor got: there is no other rank to agree with.
+
+        modules, inputs: not used.
+        """
         return self._agreed
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by `pmoe.runners.one_rank`, or by fused kernels if they were chosen.
+        """Returns the decision to run by `pmoe.runners.one_rank`, or by fused kernels if they were chosen.
 
         modules: not used, because the kernels take the layer's own experts.
         inputs: the rows and parameters of the call.
@@ -133,7 +136,7 @@ class OneRankCounts:
         )
 
     def _journey(self) -> FusedRouting:
-        """Returns where the call's rows go, in the form that COMET's fused kernels need."""
+        """Returns the routing and the row counts in the form that COMET's fused kernels need."""
         routes = self._routes
         return FusedRouting(
             rank=0,
@@ -152,6 +155,7 @@ def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
     If the result has ``steps``, these launch the fused kernels. Otherwise the kernels of
     `pmoe.runners.one_rank` are used.
 
+    call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
     modules = call.modules
@@ -190,8 +194,9 @@ def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, Def
     """Returns the routing of a call, and a `DeferredRouting` if the persistent kernel will compute it.
 
     The tensors of a deferred routing have no values until the persistent kernel is launched. If the second
-    result is None, this function has computed the gate's product and the routing.
+    result is None, the gate's product and the routing are computed already.
 
+    call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     agreed: which kernels compute the call.
     """

@@ -12,8 +12,8 @@ hold the call. In return, all ranks must have the same number of tokens. The ran
 report faults (wrong input or routing on one rank), in these calls:
 
     on the CPU    in every call
-    on CUDA       in the first call with a number of tokens, dtype and need of gradients (`PaddedCallKey`),
-                  and when a checkpoint routes the same tokens a second time
+    on CUDA       in the first call with each combination of number of tokens, dtype, and whether gradients
+                  are needed (`PaddedCallKey`), and when a checkpoint routes the same tokens a second time
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from pmoe.ordering.sorted import Tokens
 
 
 class PaddedCounts:
-    """The source of row counts of a layer with ``pad_to_capacity``: every count equals the capacity.
+    """The row counts of a layer with ``pad_to_capacity``: every count equals the capacity.
 
-    The call runs in chunks (micro-batches), or by a persistent kernel. The class implements `CountsSource`.
+    The call runs in chunks (micro-batches), or by the persistent kernel. The class implements `CountsSource`.
 
     call     the call
     routed   the call's tokens with their routing
@@ -56,9 +56,9 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call, or prepares its routing for the persistent kernel.
+        """Routes the call. If the persistent kernel may run it, that kernel computes the routing later.
 
-        If the persistent kernel is to compute the routing, the routing's tensors have no values yet.
+        Until the kernel is launched, the tensors of such a routing have no values.
         """
         self.call = call
         modules = call.modules
@@ -118,7 +118,7 @@ class PaddedCounts:
         return AgreedChoice(choice=choice)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run in chunks of padded rows, or by the persistent kernel.
+        """Returns the decision to run in chunks of padded rows, or by the persistent kernel.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         inputs: the rows and parameters of the call.
@@ -139,7 +139,7 @@ class PaddedCounts:
         )
 
     def _by_kernels(self, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by the persistent kernel, which counts the rows within capacity itself.
+        """Returns the decision to run by the persistent kernel, which itself counts the rows within capacity.
 
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, with the operators that launch the kernel.
@@ -174,7 +174,7 @@ class PaddedCounts:
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
-        """Returns the row counts, padding included. The counts are equal for all ranks and experts.
+        """Returns the row counts, which include padding and so are equal for all ranks and experts.
 
         device: the device of `RankCounts.recv_device`; the other tensors are on the host.
         """
@@ -187,10 +187,12 @@ class PaddedCounts:
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
-        """Sets the numbers of padded rows, so that the batch can be cut into n chunks for each n in degrees.
+        """Computes how many padded rows each part of the batch has, so that it can be cut into n chunks.
 
-        With ``pipeline="solve"`` the numbers are set again whenever the solver may take other numbers of
-        chunks than before. Otherwise they are set once, for all numbers of chunks that the options allow.
+        With ``pipeline="solve"`` the numbers are computed again whenever the solver may take other n than
+        before. Otherwise they are computed once, for all n that the options allow.
+
+        degrees: the numbers of chunks n.
         """
         modules = self.call.modules
         if self._degrees and not (self._solves and set(degrees) != set(self._degrees)):
@@ -203,11 +205,11 @@ class PaddedCounts:
             vars(self).pop(counts, None)
 
     def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
-        """Returns the padded rows, ready to be sorted into chunks, and (E,), the real rows of each expert.
+        """Returns the padded rows, ready to be sorted into chunks, and (E,), the rows without padding.
 
-        The real rows of E experts do not include padding. Both results are computed once for a call. If the
-        routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel will
-        not be launched.
+        The second result counts the rows of each of E experts. Both results are computed once for a call. If
+        the routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel
+        will not be launched.
 
         modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         """
@@ -225,15 +227,15 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
     """Checks that the ranks' calls agree, and exchanges faults, unless earlier calls have done so.
 
     The check is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host
-    waits for the exchange, so ranks compare only the first call with the values of ``kind``, and a call in
-    which a checkpoint routes the same tokens a second time.
+    waits for the exchange, so ranks compare only two kinds of calls: the first call with the values of
+    ``kind``, and a call in which a checkpoint routes the same tokens a second time.
 
     call: the call.
     routed: the call's tokens with their routing, and the fault of this rank.
-    kind: the number of tokens, dtype and need of gradients of this rank's call.
+    kind: the number of tokens and dtype of this rank's call, and whether it needs gradients.
 
-    Raises ValueError on every rank if ranks have different numbers of tokens or needs of gradients, and
-    FaultError on every rank if any rank reports a fault.
+    Raises ValueError on every rank if ranks have different numbers of tokens, or if only some ranks need
+    gradients. Raises FaultError on every rank if any rank reports a fault.
     """
     modules = call.modules
     known_kinds = modules.cache.padded_kinds
@@ -268,7 +270,8 @@ def compares_always(device: torch.device) -> bool:
     """Returns whether ranks compare every call of a layer with ``pad_to_capacity``: True on the CPU.
 
     In such a layer every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
-    The ranks compare that number and report faults. On CUDA the host would have to wait for the device, so
-    the result is False, and ranks compare only the first call with each `PaddedCallKey`.
+    The ranks compare that number and report faults. On CUDA the host would wait for the device in each
+    comparison. So the result is False there, and ranks compare only the first call with each `PaddedCallKey`:
+    number of tokens, dtype, and whether gradients are needed.
     """
     return device.type != "cuda"

@@ -1,4 +1,4 @@
-"""The comparison of a layer between its ranks: options and replicated values must be the same on all ranks.
+"""Compares a layer between its ranks: options and replicated values must be the same on all ranks.
 
 Replicated values are those of the gate, the shared expert and callbacks. If options differed, ranks would
 wait for each other until the group's timeout, misread each other's messages, or train different models.
@@ -26,9 +26,9 @@ from pmoe.warn import warn_once
 def check_same_options(modules: LayerModules) -> None:
     """Begins a call of several ranks, and compares the layer's options between ranks if they may differ.
 
-    Ranks compare at the first call of a layer, at the next call after its options were set, and at the next
-    call after a new default process group has replaced a destroyed one. In these calls the function is a
-    collective; in all other calls it is not.
+    The function is a collective in three calls: in the first call of a layer, in the next call after its
+    options were set, and in the next call after a new default process group has replaced a destroyed one. In
+    all other calls it is not.
 
     modules: the modules and options of the layer.
 
@@ -64,8 +64,8 @@ def compare_options(modules: LayerModules) -> bool:
         kind of GPU                   must be the same; else ValueError with the kind of each rank's GPU
         values of replicated parts    must be the same; else a warning
         experts                       normally differ. Equal experts are allowed if they were built equal.
-                                      ValueError if they were built different, and one rank's experts have
-                                      overwritten those of all other ranks
+                                      ValueError if they were built different and are equal now, because the
+                                      experts of one rank have overwritten those of the others
 
     If experts of any rank were loaded from a state dict, the ranks also compare the loaded experts, and
     ValueError is raised if two ranks hold equal experts.
@@ -128,7 +128,7 @@ def kind_of_gpu(device: torch.device) -> str:
 def _gpus_that_differ(modules: LayerModules, mine: str) -> str:
     """Returns the error message for ranks on different kinds of GPUs, with the kind of every rank.
 
-    It is called if a difference is known already. Collective, because it collects the kinds.
+    Collective, because it collects the kinds. It is called only if a difference is known already.
 
     modules: the modules and options of the layer.
     mine: the kind of this rank's GPU.
@@ -158,8 +158,8 @@ def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> 
 def _values_that_differ(modules: LayerModules, part: str) -> str:
     """Returns the warning for a replicated part of the layer that has different values on some ranks.
 
-    The warning names the first tensor that differs, and which ranks have equal values of that tensor.
-    Collective.
+    The warning names the first tensor that differs, and lists groups of ranks with equal values of that
+    tensor. Collective.
 
     modules: the modules and options of the layer.
     part: the name of the part, such as "gate".
@@ -191,7 +191,7 @@ def _values_that_differ(modules: LayerModules, part: str) -> str:
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     """Returns a text that lists the options of a layer that were set since its last call; "" for none.
 
-    If other ranks have not set the same options as this rank, these ranks show the text in an error.
+    Another rank shows the text in an error if it begins the same call without having set these options.
 
     words_before: the options as texts, by name, when the ranks last compared them.
     now: the layer's modules and options now.

@@ -31,8 +31,9 @@ from pmoe.kernels.route import refusal, route
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
     """Checks the input of a call and routes its tokens to experts.
 
-    ask: returns the checked routing of the rows (T, M) of the call, T tokens with M = d_model columns. If it
-        is None, `run_gate` calls the gate.
+    call: the call.
+    ask: returns the checked routing of the tokens; its second argument has their rows, (T, M) for T tokens
+        and M = d_model columns. If ``ask`` is None, `run_gate` calls the gate.
 
     On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
     with the error, because it must still take part in the exchange of row counts: the exchange reports the
@@ -55,7 +56,8 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
 def needs_gradients(call: Call, *tensors: Tensor) -> bool:
     """Returns whether autograd on this rank needs gradients of parameters of the call, or of ``tensors``.
 
-    tensors: of any shape; the rows, and the routing weights or the parameters of the gate.
+    call: the call.
+    tensors: the rows, and the routing weights or the parameters of the gate, of any shape.
     """
     has_grad = torch.is_grad_enabled()
     return call.parameters_need_grad or (has_grad and any(tensor.requires_grad for tensor in tensors))
@@ -64,8 +66,8 @@ def needs_gradients(call: Call, *tensors: Tensor) -> bool:
 def apply_start_callbacks(call: Call) -> Tensor:
     """Returns the checked input after the callbacks' ``before_moe_start``: (..., M), or (N, M) with a mask.
 
-    M is d_model, and N the number of tokens that the mask marks: callbacks and the gate do not get the rows
-    of padding.
+    M is d_model. If the call has a mask, N is the number of tokens that it marks: rows of padding are left
+    out, so callbacks and the gate never get them.
 
     Raises TypeError or FaultError for a wrong input. If a callback fails, raises FaultError with several
     ranks, and the callback's own error with a single rank.
@@ -84,9 +86,10 @@ def apply_start_callbacks(call: Call) -> Tensor:
 
 
 def _tokens_of(call: Call) -> Tensor:
-    """Returns the rows of the input for which the mask of the call is True: (N, M), N tokens, M = d_model.
+    """Returns the rows of the input that are tokens, where the call's mask is True: (N, M).
 
-    Raises FaultError if the shape, device or dtype of the mask does not suit the input.
+    N is the number of tokens and M = d_model. Raises FaultError if the shape, device or dtype of the mask
+    does not suit the input.
     """
     x = call.x
     mask = call.mask
@@ -108,10 +111,11 @@ def _tokens_of(call: Call) -> Tensor:
 def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """Calls the gate, checks its routing, and drops rows over the layer's capacity.
 
+    call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
-    Three checks on the device can give a fault, which the ranks exchange later, so the host does not wait. If
-    several checks fail, the last one in this list is reported:
+    Three checks run on the device, so that the host does not wait. A check that fails gives the number of a
+    `Fault`, which the ranks exchange later. If several checks fail, the last one in this list is reported:
 
     - values that a user's gate returned are outside their range (`clamped_with_fault`);
     - logits are not finite, unless ``check_finite`` is False;
@@ -170,6 +174,8 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
     If the gate itself decides which slots are kept, the gate's answer is returned. With ``pad_to_capacity``
     slots are dropped later, when rows are padded.
 
+    modules: the modules and options of the layer.
+    routing: the result of the gate.
     x_TM: (T, M), the T tokens, each with K choices and M = d_model columns.
     """
     options = modules.options
@@ -187,11 +193,16 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
 def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
     """Returns the routing, computed by the kernels of `pmoe.kernels.route`; None if they cannot compute it.
 
-    The kernels replace the gate's forward. They also count the rows of each bin, and sort the slots for the
-    number of chunks that the options fix. Bins are the equal ranges of tokens in which row counts are
-    exchanged. If there are too many bins for the kernels, the kernels count one bin, and their order of slots
-    is not used.
+    The kernels replace the gate's forward. They do two more things:
 
+    - They count the rows for each expert in each bin. Bins are equal ranges of tokens, in which the ranks
+      exchange row counts.
+    - They sort the (token, choice) slots, if the options fix the number of chunks.
+
+    If there are too many bins for the kernels, the kernels count all tokens as one bin, and their order of
+    slots is not used.
+
+    call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
     modules = call.modules
@@ -233,6 +244,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
 def _routing(call: Call, x_TM: Tensor) -> Routing:
     """Calls the gate with the rows, and also with the token ids if the gate routes by them.
 
+    call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
     Raises ValueError if the gate needs token ids that are missing, or if one of pmoe's own gates returns
@@ -258,12 +270,12 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
 
 
 def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
-    """Raises ValueError if the gate returns scores for another number of experts than the layer has.
+    """Raises ValueError if the gate's number of experts is not that of the layer.
 
-    This happens if a tool has replaced the parameters of the gate.
+    The numbers differ if a tool has replaced the parameters of the gate.
 
     modules: the modules and options of the layer.
-    num_scores: the number of scores of each token; None if the gate returns no scores.
+    num_scores: the number of scores that the gate gives each token; None if the gate returns no scores.
     """
     num_experts = modules.options.num_experts
     if num_scores not in (None, num_experts):
@@ -279,6 +291,9 @@ def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
 
     A fault is a number that ranks send with their row counts. The rank needs the empty batch to take part in
     the exchange of row counts, which reports the fault to all ranks.
+
+    call: the call.
+    error: the error that this rank raises after the exchange.
     """
     modules = call.modules
     like = torch.empty(0) if call.reference is None or call.reference.is_meta else call.reference
@@ -303,8 +318,8 @@ def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
 def is_fetched(modules: LayerModules) -> bool:
     """Returns whether another library may load the experts' parameters only when the experts are called.
 
-    accelerate's offloading, for example, does so by hooks. Until the call, such a library keeps the
-    parameters on the meta device, so their device must not be compared with the input's.
+    accelerate's offloading, for example, does so by hooks. Until the experts are called, such a library keeps
+    the parameters on the meta device. So the caller must not compare their device with the input's.
     """
     return any(map(is_watched, modules.experts_module.modules()))
 
@@ -358,12 +373,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
 
-    If autocast is on, the result is autocast's dtype. Otherwise it is the dtype of x, if FSDP's mixed
-    precision has cast x and the gate to 16 bits: FSDP does not manage the experts, so it leaves the experts
-    in float32.
+    If autocast is on, this is autocast's dtype. Otherwise rows and parameters are cast in one case: FSDP's
+    mixed precision has cast x and the gate to 16 bits, and has left the experts in float32, because it does
+    not manage them. The result is then the dtype of x.
 
     modules: the modules and options of the layer.
-    x: (..., M), the input.
+    x: (..., M), the input; M is d_model.
     """
     autocast = autocast_dtype(x)
     if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):

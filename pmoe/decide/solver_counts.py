@@ -1,9 +1,9 @@
-"""Row counts of a layer with ``pipeline="solve"``, whose chunks are chosen after the rows were counted.
+"""Row counts of a layer with ``pipeline="solve"``, whose number of chunks depends on the row counts.
 
 Rows are counted in bins, equal parts of the batch. A chunk consists of whole bins, so n chunks need a number
 of bins that is a multiple of n. Bins for all n from 1 to 16 would be too many (720720). So rows are counted
-in bins for the numbers of chunks of the last call. If the solver then takes other numbers of chunks than in
-the last call, rows are counted and exchanged once more:
+in bins for the numbers of chunks of the last call. If the solver then takes other numbers of chunks, rows are
+counted and exchanged once more:
 
     last call                                  3 chunks in forward, 4 in backward
     this call                                  counts in 12 bins or a multiple of 12, exchanged
@@ -29,9 +29,10 @@ from pmoe.engine.plan.make_plan import SortedSlots
 
 
 class SolverCounts(ExactCounts):
-    """The source of a call's row counts with ``pipeline="solve"``.
+    """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
-    The solver may choose numbers of chunks for which the rows were not counted. They are then counted again.
+    Rows are first counted for the numbers of chunks of the last call. If the solver chooses other numbers,
+    the rows are counted and exchanged once more.
     """
 
     _counts: RankCounts
@@ -50,10 +51,10 @@ class SolverCounts(ExactCounts):
         return self.counted(AgreedChoice(choice=choice))
 
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
-        """Returns ``agreed`` with row counts that suit the chosen numbers of chunks.
+        """Returns ``agreed`` with row counts for the chosen numbers of chunks.
 
-        If the call's rows were counted for other numbers of chunks than these, the rows are counted again,
-        which is collective. The layer remembers the chosen numbers, and its next call counts rows for them.
+        If the call's rows were counted for other numbers of chunks, they are counted again, which is
+        collective. The layer remembers the chosen numbers, and its next call counts rows for them.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """
@@ -63,13 +64,14 @@ class SolverCounts(ExactCounts):
         return replace(agreed, counts=counts)
 
     def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
-        """Returns the row counts of each bin, and the sorted slots of the routing that was counted.
+        """Returns row counts for some numbers of chunks, and the sorted (token, choice) slots of the call.
 
-        A bin is an equal part of the batch. For each n in ``degrees``, whole bins can be joined to n chunks.
-        Plans are made from the sorted slots. Collective if rows must be counted again.
+        Rows are counted in bins, equal parts of the batch. For each n in ``degrees``, whole bins can be
+        joined to n chunks. The plan of the call is made from the slots. Collective if rows must be counted
+        again.
 
-        degrees: the numbers of chunks. They follow from the number of tokens of the rank that has most, so
-            all ranks ask for the same.
+        degrees: the numbers of chunks n, the same on all ranks, because they follow from the number of tokens
+            of the rank that has most.
         """
         modules = self.call.modules
         if set(degrees) != set(self._degrees):

@@ -1,4 +1,4 @@
-"""The choice of where a call's row counts come from (how many rows go from each rank to each expert)."""
+"""Chooses where a call's row counts come from: how many rows each rank sends to each expert."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def counts_source(call: Call) -> CountsSource:
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
+        BalancedCounts  the layer has balance: ranks exchange counts, and once more if any expert gets a copy
+                        on another rank
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
-        BalancedCounts  the layer has balance: ranks agree on copies of busy experts, and exchange counts a
-                        second time if there are any
-        SolverCounts    the layer has pipeline="solve": ranks exchange counts, and a second time if the solver
+        SolverCounts    the layer has pipeline="solve": ranks exchange counts, and once more if the solver
                         takes other numbers of chunks than those for which rows were counted
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
     """
@@ -41,7 +41,7 @@ def counts_source(call: Call) -> CountsSource:
 
 
 def _special_source(call: Call) -> CountsSource:
-    """Returns the source of row counts of a layer with `LayerOptions.has_own_source`."""
+    """Returns the source of row counts of a layer with ``balance``, ``fused`` or ``pipeline="solve"``."""
     if call.modules.options.balance and call.modules.ranks.size > 1:
         from pmoe.decide.balanced_counts import BalancedCounts, BalancedSolverCounts
 

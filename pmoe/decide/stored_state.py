@@ -46,14 +46,14 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """The record of which experts a rank holds: a range of all experts, and a part of their hidden columns.
+    """The record of which experts a rank holds: a range of all experts, or a part of each expert in a range.
 
     first_expert       number of the first expert of the range
     num_local_experts  number of experts in the range
     num_experts        number of experts of all ranks
-    shard              number of the part, if each expert's hidden columns are split over ranks; else 0
+    shard              index of this rank's part, if each expert's hidden columns are split over ranks; else 0
     num_shards         number of parts into which an expert is split; 1 if experts are not split
-    rank               this rank in the group that holds all experts
+    rank               this rank in the group whose ranks together hold all experts
     num_ranks          size of that group
     """
 
@@ -87,8 +87,8 @@ class ExpertPlace:
     def holds(self) -> tuple[int, ...]:
         """The fields that say which values a rank holds. Values may be loaded only if these fields are equal.
 
-        The rank and the number of ranks are left out, because a rank of a group with a different size may
-        hold the same experts.
+        The rank and the number of ranks are not among these fields: a rank of a group with a different size
+        may hold the same experts.
         """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
@@ -124,7 +124,7 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
     experts: the module whose state dict is made.
     state: the state dict; not used.
     prefix: the name of the module in the model, with a dot at the end.
-    local_metadata: the metadata of the module, which is changed.
+    local_metadata: the metadata of the module, to which the record is added.
 
     Raises ValueError if the caller will write a single file with the state dict of one rank, in which the
     experts of other ranks would be missing.
@@ -139,7 +139,7 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 class Writer:
     """A function of another library that saves a checkpoint by writing the state dict of a single rank.
 
-    The file would have only the experts of that rank, so such a checkpoint is refused.
+    The checkpoint would have only the experts of that rank, so pmoe raises an error.
 
     name: the name of the function in error messages.
     on_all_ranks: True if the function calls ``state_dict()`` on every rank, False if only on the rank that
@@ -168,14 +168,14 @@ ONE_FILE = {
 }
 """Functions that save a checkpoint by writing the state dict of a single rank, by (module, function).
 
-Strategies of Lightning that write distributed files use other functions.
+Lightning's strategies that write distributed files use functions that are not in this table.
 """
 
 DCP = "torch.distributed.checkpoint.state_dict"
 """The module of torch's distributed checkpoints (DCP).
 
-DCP covers the experts of all ranks if they are DTensors. A plain tensor in a full state dict has the values
-of one rank only.
+If experts are DTensors, DCP saves the experts of all ranks. If they are plain tensors, a full state dict from
+DCP has the experts of one rank only.
 """
 
 
@@ -185,12 +185,12 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     Nothing in a call of ``state_dict()`` says how its result will be used. So this function searches the call
     stack, from the nearest caller on, for a caller that it knows:
 
-    - A function of `ONE_FILE` writes one file, so it gets the error.
-    - torch's distributed checkpoint saves the experts of all ranks, so it gets no error, unless a full state
-      dict is asked for and the experts are plain tensors.
+    - A function of `ONE_FILE` writes one file, so the error is raised.
+    - torch's distributed checkpoint saves the experts of all ranks, so no error is raised, unless a full
+      state dict is asked for and the experts are plain tensors.
 
-    Unknown callers get no error here. If one of them writes one file, loading the file raises an error
-    (`_check_whose`).
+    Unknown callers get no error here. If one of them writes one file, loading that file on another rank
+    raises an error (`_check_whose`).
 
     experts: the experts of this rank.
     place: which experts they are.
@@ -239,9 +239,9 @@ def _check_whose(
     local_metadata: the metadata of the module; empty if the state dict has none.
 
     Raises ValueError, and publishes the error to the other ranks, if the metadata records other experts than
-    this rank holds. Otherwise the layer's next call compares the experts of all ranks, with two exceptions:
-    the values are certainly this rank's own (`_is_own`), or the metadata records that all ranks had equal
-    experts.
+    this rank holds. Otherwise the layer's next call compares the experts of all ranks. That comparison is
+    left out in two cases: the values are certainly this rank's own (`_is_own`), or the metadata records that
+    all ranks had equal experts.
     """
     place: ExpertPlace = experts.place
     parameters = {
@@ -275,16 +275,17 @@ def _check_whose(
 
 
 def _is_own(value: Any, parameter: Tensor) -> bool:
-    """Returns whether a loaded value is certainly this rank's own.
+    """Returns whether a value to be loaded is certainly this rank's own, so that it needs no check.
 
     This is known in two cases:
 
-    - the value shares the memory of the parameter: torch's distributed checkpoint has read into that memory;
-    - the value is a DTensor over the same mesh object as the parameter, so it was made in this process. An
+    - The value shares the memory of the parameter, because torch's distributed checkpoint has read into that
+      memory.
+    - The value is a DTensor over the same mesh object as the parameter, so it was made in this process. An
       unpickled DTensor has a mesh object of its own, even if the meshes are equal.
 
     value: a value of the state dict.
-    parameter: the parameter to be loaded.
+    parameter: the parameter into which the value will be loaded.
     """
     if not isinstance(value, Tensor):
         return False
@@ -304,8 +305,8 @@ def check_loaded(modules: LayerModules) -> None:
 
     modules: the modules and options of the layer.
 
-    Raises ValueError on all ranks if two ranks hold the same values, unless a rank has set
-    ``experts.may_be_equal``, because equal experts are intended. The check resets that flag.
+    Raises ValueError on all ranks if two ranks hold the same values. A user who wants equal experts sets
+    ``experts.may_be_equal`` on any rank to allow them once: this check resets the flag.
     """
     experts = modules.experts
     own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal

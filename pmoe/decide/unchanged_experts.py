@@ -1,9 +1,10 @@
 """Finds out whether the weights of experts have changed since an earlier call.
 
-Copies of busy experts may be kept for later calls if no rank's experts have changed: in evaluation, and
-between the micro-batches of one step. Most changes are seen by torch's counter of changes in place, and by
-the address of the memory. Some are not, such as ``parameter.data.copy_(...)``, which optimizers use. So the
-values of experts that have copies are compared too, by sums of their bits.
+Copies of busy experts can be used again in later calls while no rank's experts change: in evaluation, and
+between the micro-batches of one step. torch counts in-place changes of a tensor, and a new tensor has a new
+address, so most changes are seen without reading values. Some are not seen so, such as
+``parameter.data.copy_(...)``, which optimizers use. So checksums of the values of experts that have copies
+are compared too.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from pmoe.call.modules import LayerModules
 from pmoe.experts.operands import local_part, value_names
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers in which the bits of an element are summed, by the bytes of the element."""
+"""The integer type as which an element's bits are summed, by the bytes of the element."""
 
 ExpertsState = tuple[object, ...]
-"""What says that experts are unchanged: equal states of two calls."""
+"""A record of the experts of a rank. If two calls have equal records, the experts are unchanged."""
 
 
 def state_of(modules: LayerModules) -> ExpertsState | None:
-    """Returns the memory and the counters of changes of this rank's experts; None if they say nothing.
+    """Returns the addresses and torch's counters of in-place changes of this rank's experts.
 
-    They say nothing if weights are computed from other parameters in each call, or if a wrapper has taken the
-    place of the experts.
+    The result is None if addresses and counters do not show all changes: if weights are computed from other
+    parameters in each call, or if a wrapper has taken the place of the experts.
 
     modules: the modules of the layer.
     """
@@ -46,14 +47,14 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
 
 @torch.no_grad()
 def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
-    """Returns numbers that change if the values of some of this rank's experts change.
+    """Returns checksums of the values of some of this rank's experts. The host waits for the device.
 
-    For each parameter of each expert, the result has two checksums: weighted sums of the elements' bit
-    patterns, read as integers. In one of them each column has its own odd weight, in the other each row, so
-    that values which change places are noticed, too. The host waits for the device.
+    Each parameter of each expert has two checksums: weighted sums of the elements' bit patterns, read as
+    integers. In one of them each column has its own odd weight, in the other each row, so that values which
+    change places are noticed, too.
 
     modules: the modules of the layer.
-    places: the experts, by their places among those of this rank.
+    places: the experts, by their index among those of this rank.
     """
     sums = []
     for place in places:

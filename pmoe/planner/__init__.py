@@ -21,6 +21,7 @@ were measured before (`pmoe.planner.profile`). Files, in the order in which a ch
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
 
-Letters: those of `pmoe.engine`, and B tokens of the rank that has most tokens, m pieces into which the rows
-that stay on their rank are cut, H columns of T_M, t_gar seconds of the all-reduce of other layers' gradients.
+Letters: those of `pmoe.engine` (T tokens, M = d_model, H columns of T_M, W ranks, ...), and B tokens of the
+rank that has most tokens, m matrix products into which the rows that stay on their rank are divided, t_gar
+seconds of the all-reduce of other layers' gradients.
 """

@@ -1,8 +1,9 @@
-"""The split of a fused kernel's thread blocks between communication and computation, and its choice.
+"""How many thread blocks of a fused kernel communicate, while the others compute: records and the choice.
 
-In a fused kernel n_c thread blocks communicate while the other blocks compute (COMET, Section 3.2.2). A
-`Division` records n_c, and how many columns are sent at a time. COMET compiles a kernel for each division. In
-pmoe the division is an argument of one kernel, and this file chooses it from measurements.
+A fused kernel sends and computes at the same time: n_c of its thread blocks communicate, and the other blocks
+compute (COMET, Section 3.2.2). A `Division` records n_c, and how many columns are sent at a time. COMET
+compiles a kernel for each division. In pmoe the division is an argument of one kernel, and this file chooses
+it from measurements.
 """
 
 from __future__ import annotations
@@ -21,31 +22,34 @@ from pmoe.kernels.registry import bucket
 from pmoe.schedule.tasks import PassDirection
 
 KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
-"""Names of the fused kernels. Each has a `Division` of its thread blocks."""
+"""Names of the fused kernels whose thread blocks are divided between communication and computation."""
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
 RULE_PART = 12
-"""Without measurements, 1 block in 12 communicates and the other 11 compute. Example: 11 of 132 blocks.
+"""Without measurements, one thread block of a kernel in 12 communicates and the others compute.
 
-This is a guess. COMET found 18 to 46 of 132 best with tensor parallelism (Figure 8).
+Example: 11 of 132 blocks. The number is a guess. COMET found 18 to 46 of 132 best with tensor parallelism
+(Figure 8).
 """
 
 BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
-"""Numbers of communicating blocks (n_c) that a sweep tries first."""
+"""Numbers of communicating thread blocks that are tried first to find a kernel's fastest division."""
 BLOCK_STEP = 6
-"""Above the largest of `BLOCK_COUNTS`, a sweep tries every sixth number of communicating blocks (n_c).
+"""Above the largest of `BLOCK_COUNTS`, every sixth number of communicating thread blocks is tried.
 
-The step may be large: with many communicating blocks, one block more or less hardly changes the time.
+With so many blocks, one more or less hardly changes the time.
 """
 
 CHUNKS = (256, 512, 1024)
-"""Numbers of columns that a sweep lets the combining kernel send at a time. The sweep also tries whole rows.
+"""Numbers of columns that are tried as the width of the messages of the combining kernel.
+
+The width of a whole row is tried as well.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLayerSizes:
-    """Sizes of a layer on one rank, as far as the speed of its fused kernels depends on them.
+    """Sizes of a layer on one rank that determine how fast its fused kernels are.
 
     device_name: CUDA's name of the device.
     num_blocks: multiprocessors of the device. Each multiprocessor runs one thread block.
@@ -55,7 +59,7 @@ class FusedLayerSizes:
     d_model, d_hidden: columns of a token, and of a hidden activation.
     gated: whether experts are SwiGLU, whose first weight (w1) has 2 d_hidden rows.
     dtype: torch's name of the rows' dtype, such as "bfloat16".
-    virtual: whether the ranks share one device, so that rows cross no link.
+    virtual: whether the ranks share one device, so that nothing is sent over a link.
 
     Raises ValueError for sizes that no layer has.
     """
@@ -105,7 +109,7 @@ class FusedLayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedKernelSizes(FusedLayerSizes):
-    """Sizes of a layer, and which of its fused kernels is meant: measurements are stored by this key.
+    """Sizes of a layer, and one of its fused kernels: the key under which measurements are stored.
 
     kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, and sends the sums of
         each token back.
@@ -120,42 +124,46 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a layer, without the kernel and the direction that a `FusedKernelSizes` adds.
+    """Returns the sizes of a layer without a kernel: the key under which seconds of whole layers are stored.
 
-    The seconds of a whole layer are stored under this result.
-
-    sizes: sizes of a layer, or of one of its kernels. The four kernels of a layer (dispatch and combine,
-        forward and backward) give equal results.
+    sizes: sizes of the layer, or of one of its kernels. A layer's four kernels (dispatch and combine, forward
+        and backward) give equal results.
     """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
-    """Returns the sizes of one fused kernel of a layer: the key by which its measurements are stored.
+    """Returns the sizes of a layer together with one of its kernels: the key of that kernel's measurements.
 
-    The key has the layer's sizes, and the kernel's name and direction.
+    layer: sizes of the layer.
+    kernel: "dispatch" or "combine".
+    direction: "forward" or "backward".
     """
     return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
 
 
 def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
-    """Returns the sizes of all fused kernels of a layer: dispatch and combine, each forward and backward.
+    """Returns the keys of the measurements of a layer's four fused kernels.
 
-    Measurements of a kernel are stored by these sizes.
+    These are dispatch and combine, each forward and backward.
+
+    layer: sizes of the layer.
     """
     return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
 
 
 def rule(sizes: FusedKernelSizes) -> Division:
-    """Returns the division of thread blocks to use without measurements: one of 12 blocks communicates.
+    """Returns the division of a kernel's thread blocks without measurements: one of 12 communicates.
 
     At least one block communicates. The combining kernel sends its results 512 columns at a time.
+
+    sizes: sizes of the kernel.
     """
     return clamped(Division(max(1, sizes.num_blocks // RULE_PART), RULE_COLUMNS), sizes)
 
 
 def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
-    """Returns the division of thread blocks nearest to ``division`` that the kernel accepts.
+    """Returns ``division``, changed as little as possible so that the kernel accepts it.
 
     At least one block must compute, and at most the columns of a whole row may be sent at a time.
 
@@ -169,24 +177,24 @@ def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
 
 
 def all_columns(d_model: int) -> int:
-    """Returns the chunk width that covers a whole row: d_model rounded up to a multiple of 256.
+    """Returns the width of a message that holds a whole row: d_model rounded up to a multiple of 256.
 
-    Kernels send chunks of columns, which must be multiples of 256 wide. Example: 1000 -> 1024.
+    Kernels can only send multiples of 256 columns at a time. Example: 1000 -> 1024.
     """
     return COLUMNS * math.ceil(d_model / COLUMNS)
 
 
 def chunk_candidates(d_model: int) -> list[int]:
-    """Returns the numbers of columns that a sweep of the combining kernel tries to send at a time.
+    """Returns the widths of messages, in columns, that are tried for the combining kernel.
 
-    These are 256, 512 and 1024 (`CHUNKS`), as far as the row is that wide, and the width of the whole row.
+    These are the numbers of `CHUNKS` that are not wider than a row, and the width of a whole row.
     """
     all_of_row = all_columns(d_model)
     return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})
 
 
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
-    """Returns the divisions of a kernel's thread blocks that a sweep measures to find the fastest.
+    """Returns the divisions of a kernel's thread blocks that are measured to find the fastest.
 
     n_c, the number of communicating blocks, takes the values of `BLOCK_COUNTS`, and every `BLOCK_STEP`-th
     number above the largest of these values. Only 1 and values below half of the blocks are tried.
@@ -222,8 +230,8 @@ class Entry:
 class LayerSeconds:
     """Measured seconds of a whole layer on the slowest rank, with fused kernels and as pipelined chunks.
 
-    fused_forward, chunked_forward: a forward pass in inference.
-    fused_step, chunked_step: a forward and a backward pass.
+    fused_forward, chunked_forward: seconds of a forward pass in inference.
+    fused_step, chunked_step: seconds of a forward and a backward pass.
     when: time of the measurement, ISO 8601, UTC. All four numbers of seconds were measured in one run.
     """
 
@@ -261,12 +269,14 @@ class DivisionTable:
 
         1. measured: the fastest division that was measured for exactly this kernel and these sizes.
         2. nearest: the fastest division that was measured for the same kernel, direction and dtype with the
-           nearest sizes (`distance`). Measurements with a different device, number of blocks, or sort of
-           ranks (real or virtual) are used only if there is no measurement that agrees in all three. The
-           number of communicating blocks (n_c) is then scaled by the ratio of the numbers of blocks.
+           nearest sizes (`distance`). The number of communicating blocks is scaled by the ratio of the
+           numbers of blocks. Measurements with a different device, number of blocks, or sort of ranks (real
+           or virtual) are used only if there is no measurement that agrees in all three.
         3. rule: one of 12 blocks communicates (`rule`).
 
         The returned division leaves at least one block to compute, and sends at most a whole row at a time.
+
+        kernel: sizes of the kernel.
         """
         exact = self.entries.get(kernel)
         if exact is not None:
@@ -293,9 +303,12 @@ class DivisionTable:
     def find_layer_times(self, sizes: FusedLayerSizes) -> LayerSeconds | None:
         """Returns the measured seconds of a layer of about these sizes; None if there is no measurement.
 
-        All sizes but the number of rows must be the same. A measurement with the same number of rows comes
-        first, then one with twice as many rows, then one with half as many. Twice comes before half because
-        fused kernels gain less with more rows (COMET, Section 5.3): a layer should not use them by mistake.
+        All sizes but the number of rows must be the same. Measurements are looked up with the same number of
+        rows, then with twice as many, then with half as many. Fused kernels gain less with more rows (COMET,
+        Section 5.3). So a measurement with twice as many rows shows too little gain rather than too much, and
+        a layer does not use fused kernels by mistake.
+
+        sizes: sizes of the layer.
         """
         for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
             times = self.layers.get(replace(sizes, rows=rows)) if rows else None
@@ -310,8 +323,8 @@ class DivisionTable:
 def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
     """Returns how different two sizes are: the sum of |log2 of the ratio| over five of their numbers.
 
-    The numbers are rows, d_model, d_hidden, experts and ranks. The distance is 1 larger if only one of the
-    two is gated, because w1 then has twice as many rows.
+    The numbers are rows, d_model, d_hidden, experts and ranks. If only one of the two layers has gated
+    experts, the distance is 1 larger, because its w1 has twice as many rows.
 
     Example: twice the rows and a quarter of the experts -> 3.
     """
@@ -324,17 +337,20 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
 def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
     """Returns whether two measurements differ in device, number of thread blocks, or sort of ranks.
 
-    The sort is real or virtual. Each real rank has its own device. Virtual ranks share one device, so their
-    rows cross no link.
+    Ranks are real, each with its own device, or virtual: those share one device, so nothing is sent over a
+    link.
     """
     places = ((sizes.device_name, sizes.num_blocks, sizes.virtual) for sizes in (one, other))
     return len(set(places)) > 1
 
 
 def _apart(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[bool, float, str]:
-    """Returns a key that sorts stored measurements, so that the one nearest to the wanted sizes is first.
+    """Returns a key that sorts stored measurements, so that the nearest to the wanted sizes comes first.
 
     Measurements that match ``wanted`` in device, number of thread blocks and kind of ranks (real or virtual)
     come before all others. Equally near sizes are ordered by their text, so that all ranks agree.
+
+    entry: sizes of a stored measurement.
+    wanted: the wanted sizes.
     """
     return _elsewhere(entry, wanted), distance(entry, wanted), str(entry)

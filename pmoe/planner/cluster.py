@@ -1,4 +1,4 @@
-"""A described cluster: predicts, from a few numbers, the profile of machines that one does not have.
+"""Predicts the measured rates (the profile) of machines that one does not have, from a few numbers.
 
 The model of a link is Hockney's: a message to one peer takes alpha + beta * bytes seconds. A rank's messages
 on one link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Each rank has
@@ -63,10 +63,10 @@ class Cluster:
         return self.machines * self.ranks_per_machine
 
     def check_part(self, profile: Profile) -> None:
-        """Raises ValueError if a profile cannot have been measured on a part of this cluster.
+        """Raises ValueError if a profile cannot have been measured on some of this cluster's machines.
 
-        A profile of a part has the cluster's device type, at most as many machines, and at most as many ranks
-        per machine.
+        Such a profile has the cluster's device type, at most as many machines, and at most as many ranks per
+        machine.
         """
         measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
         described = (self.device_type, self.machines, self.ranks_per_machine)
@@ -81,7 +81,7 @@ class Cluster:
     def check_holds(self, num_bytes: int) -> None:
         """Raises ValueError if one rank's experts do not fit into the memory of its device.
 
-        num_bytes: bytes of the parameters of a rank's experts.
+        num_bytes: bytes of the parameters of one rank's experts.
         """
         if num_bytes > self.memory_bytes:
             min_ranks = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
@@ -224,8 +224,8 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
 def fields_of(profile: Profile) -> dict[str, Any]:
     """Returns the fields of a `Cluster` that are known from a profile of some of its machines.
 
-    Other fields, such as the number of machines, are missing. Values have the form that `dataclasses.asdict`
-    gives them: a line is a dict.
+    Fields that a profile cannot show, such as the number of machines, are missing. The costs of links and
+    products, which are straight lines, are dicts, as `dataclasses.asdict` makes them.
     """
     costs: dict[str, Any] = {"compute": profile.compute, "copy": profile.slower_copy}
     costs["interference"] = profile.interference

@@ -1,8 +1,8 @@
-"""The options for a layer on given machines: the all-to-all, the ESP degree, n and the restore pair.
+"""The options for a layer on some machines: all-to-all, ESP degree, n and restore pair, with their times.
 
 The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert; n is
-the number of chunks. The machines are those of a measured profile, or of a described cluster, which need not
-exist.
+the number of chunks. The restore pair says how backward gets the experts' inputs and hidden activations. The
+machines are those of a measured profile, or of a described cluster, which need not exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 OFF = 0.2
-"""Fraction by which `sensitivity` lowers and raises each rate."""
+"""Fraction by which `sensitivity` lowers and raises each of a cluster's rates."""
 
 
 def candidate_combinations(
@@ -70,8 +70,9 @@ def plan_combinations(
 ) -> list[Advice]:
     """Returns the best n and restore pair for each all-to-all and ESP degree, the fastest first.
 
-    The ESP degree is the number of ranks of a machine that share each expert. Combinations of an all-to-all
-    and an ESP degree are left out if no choice for them stays within the budget.
+    n is the number of chunks. The ESP degree is the number of ranks of a machine that share each expert.
+    Combinations of an all-to-all and an ESP degree are left out if no choice for them stays within the
+    budget.
 
     Args:
         rates: a measured profile, or a described cluster.
@@ -84,8 +85,8 @@ def plan_combinations(
             routing.
         pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the
             passes.
-        copies: the most copies of busy experts that a rank hosts (``balance``). Rows then go by flat
-            all-to-alls to experts that are not shared, and the copies count in the bytes.
+        copies: the most copies of busy experts that a rank hosts (``balance``); their bytes count. If it is
+            not 0, only flat all-to-alls without ESP are compared.
 
     Raises ValueError if there is no combination, if no choice of any combination stays within the budget, or
     if a rank's experts exceed the memory of the cluster's ranks.
@@ -132,9 +133,9 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
         change          change of the best choice's seconds, as a fraction: 0.1 if it takes 10 % longer
         first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
-    Combinations of all-to-all and ESP degree that take more than 1 / (1 - OFF) times the seconds of the
-    fastest combination are left out. These combinations stay slower than the fastest, because changing one
-    rate by the fraction OFF changes the seconds of a step by a factor of at most 1 / (1 - OFF).
+    Some combinations of all-to-all and ESP degree are left out: those that take more than 1 / (1 - OFF) times
+    the seconds of the fastest. They stay slower than the fastest, because a change of one rate by the
+    fraction OFF changes the seconds of a step at most by that factor.
 
     cluster: the described machines.
     plans: the result of `plan_combinations` for the cluster.

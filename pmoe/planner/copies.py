@@ -1,8 +1,8 @@
-"""Copies of busy experts: which ranks get them, and which share of each source's rows goes to each copy.
+"""Plans copies of busy experts: which ranks get them, and how many rows each copy computes.
 
 Under skewed routing the rank of a busy expert computes more rows than other ranks, and all ranks wait for it.
-For one call, other ranks may get copies of the expert's weights and compute a part of its rows. The plan here
-says which. It is made of integers, from numbers that all ranks have, so all ranks make the same plan.
+For one call, other ranks may get copies of the expert's weights and compute a part of its rows. The plan is
+made of integers, from numbers that all ranks have, so all ranks make the same plan.
 
 A host of an expert is a rank that computes rows of it: the owner of its parameters, or a rank with a copy.
 
@@ -17,8 +17,8 @@ The price is ``far`` if the copy is on another node than its owner, else ``near`
 copy from an earlier call. The owner pays only the dearest price, because it sends the weights only once: the
 hosts pass them on to each other.
 
-The plan makes the largest time small. Example: 4 ranks with one expert each, loads (70, 10, 10, 10), prices 1
-and one copy a rank at most:
+The plan makes the largest time of any rank small. Example: 4 ranks with one expert each, loads (70, 10, 10,
+10), prices 1 and one copy a rank at most:
 
     rank            0                1             2             3
     before          70               10            10            10
@@ -39,28 +39,35 @@ from pmoe.arguments import check_int
 from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
 
 FAR_FROM_BOUND = 5
-"""If the time of a plan with present copies is more percent over the bound, a plan without them is tried."""
+"""Percent above the lower bound from which a plan's time counts as bad.
+
+A plan first uses the copies that ranks have from earlier calls. If its time is bad, a plan without them is
+tried too.
+"""
 
 CLOSE_TO_BOUND = 1
-"""If the time of a plan for few ranks is at most this many percent over the bound, the search ends."""
+"""A plan for few ranks is good enough if its time is at most this many percent above the lower bound."""
 
 GOLDEN = 0x9E3779B9
 """2**32 divided by the golden ratio: multiples of it modulo 2**32 are spread evenly (Fibonacci hashing)."""
 
 FINE = 128
 COARSE = 48
-"""The search for the smallest possible largest time of a rank is exact to (mean time of the ranks) / FINE.
+"""Precision of a plan's time: the search stops within (mean time of the ranks) / FINE of the best it can
+find.
 
-With so many ranks that it tries only one way for each target time, it is exact to (mean time) / COARSE.
+For many ranks the search is less precise, to save time: (mean time) / COARSE.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyLimits:
-    """The bound of the copies that a rank hosts, and the prices of a copy.
+    """How many copies of experts a rank may host, and the price of a copy in rows.
+
+    The price is the number of rows that a rank could compute while the copy is sent.
 
     per_rank: the most copies that a rank hosts.
-    near: price of a copy on the node of its owner: rows that a rank could compute while the copy is sent.
+    near: price of a copy on the node of its owner.
     far: price of a copy on another node.
 
     Raises TypeError unless all three are ints, ValueError if one is negative or ``far`` is below ``near``.
@@ -108,8 +115,9 @@ class CopyPlan:
 
 
 def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None) -> int:
-    """Returns how many copies a rank may host: at most ``per_rank``, and at most what the bytes allow.
+    """Returns how many copies of experts a rank may host, if there is room for only so many bytes.
 
+    per_rank: the most copies that may be hosted.
     copy_bytes: bytes of a copy with all that belongs to it, such as its gradients.
     free_bytes: bytes for all copies together; None if the bytes are not limited.
 
@@ -121,10 +129,11 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
 
 
 def row_cuts(shares: Sequence[int]) -> list[int]:
-    """Returns the bounds that divide the rows of one source for one expert among its hosts.
+    """Returns the bounds that divide one rank's rows for an expert among the ranks that compute the expert.
 
-    Every source sends each host the same fraction of its rows, in every part of its batch. Row number i of
-    source s has the position
+    Those ranks are the expert's hosts: its owner and the ranks with copies. Each rank that sends rows sends a
+    host the same fraction of them, in every part of its batch. Row number i of the sending rank s has the
+    position
 
         u = (i + s) * GOLDEN mod 2**32
 
@@ -133,12 +142,12 @@ def row_cuts(shares: Sequence[int]) -> list[int]:
 
         cut(j) = floor(2**32 * C_j / C)
 
-    Positions of successive rows are spread evenly, and so are those of the first rows of successive sources.
-    So errors of rounding cancel over the sources, and over the chunks of a batch.
+    Positions of successive rows are spread evenly, and so are those of the first rows of successive ranks. So
+    errors of rounding cancel over the sending ranks, and over the chunks of a batch.
 
     shares: the rows of each host, from `CopyPlan.hosts`. Their sum must be positive.
 
-    Example: shares (50, 50) -> [0, 2**31, 2**32]; rows 0, 1, 2 of source 0 go to hosts 0, 1, 0.
+    Example: shares (50, 50) -> [0, 2**31, 2**32]; rows 0, 1, 2 of rank 0 go to hosts 0, 1, 0.
     """
     total = sum(shares)
     return [(running << 32) // total for running in itertools.accumulate(shares, initial=0)]
@@ -153,18 +162,19 @@ def plan_copies(
 ) -> CopyPlan:
     """Returns the copies that make the largest predicted time of a rank small.
 
-    The largest time is found by a search. For a given time each rank that needs longer gives away rows, of
-    its largest experts first, to ranks that have time left. A rank takes as many rows as it has time for, and
-    the last rows of an expert go to the rank with the least time that is enough. Ranks of the owner's node
-    come first, so that weights cross the link between nodes only if the node is full.
+    The time of a rank is counted in rows that it computes, plus the prices of copies (`CopyLimits`). A search
+    tries target times. For a given target, each rank that needs longer gives away rows, of its largest
+    experts first, to ranks that have time left. A rank takes as many rows as it has time for, and the last
+    rows of an expert go to the rank with the least time that is enough. Ranks of the owner's node come first,
+    so that weights are sent to other nodes only if no rank of the node has time left.
 
     The plan depends on nothing but the arguments. Memory and time of the search grow with E, with W and with
     the number of copies, but not with E times W.
 
     Args:
-        loads: (E,) rows of each expert, from all ranks together.
+        loads: (E,) rows of each of E experts, from all ranks together.
         owners: (E,) rank of each expert's parameters.
-        nodes: (W,) node of each rank.
+        nodes: (W,) node of each of W ranks.
         limits: how many copies a rank may host, and what they cost.
         present: copies that ranks have from an earlier call, as pairs (expert, rank), from `CopyPlan.pairs`.
             Their price is 0. The ranks give up present copies that the plan does not use.
@@ -201,19 +211,19 @@ def plan_copies(
 
 
 Moves = list[tuple[int, int, int]]
-"""Copies as triples: the expert, the rank of the copy, and the rows that go to it."""
+"""Copies as triples: the expert, the rank that gets the copy, and the rows that the copy computes."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to look for copies. No way is the best for all loads, so a search tries several ways.
+    """Options of an attempt to find copies. No options are best for all loads, so a search tries several.
 
     own_node_first: whether a rank first gives rows to ranks of its own node, and to ranks of other nodes only
         if its own node has no time left. If False, the nodes of the ranks only matter for the price.
-    passes_on: whether a busy rank may give its last rows to the next busy rank, which gives away more of its
-        own rows instead. This avoids that the last copy that a rank may host gets only a few rows.
-    least_first: whether the ranks that exceed the target time least begin to give rows away; if False, the
-        ranks that exceed it most begin.
+    passes_on: whether a busy rank may give its last rows to the next busy rank, which then gives away more of
+        its own rows. Without this, the last copy that a rank may host could be spent on a few rows.
+    least_first: in which order busy ranks give rows away: if True, ranks that exceed the target time least
+        come first; if False, ranks that exceed it most.
     """
 
     own_node_first: bool
@@ -227,18 +237,21 @@ WAYS = tuple(
     for passes_on in (True, False)
     for least_first in (False, True)
 )
-"""The ways in the order in which they are tried. The second half is tried only if there are several nodes."""
+"""All combinations of a search's options, in the order in which they are tried.
+
+The second half is tried only if the ranks are on several nodes.
+"""
 
 EFFORT = 64
-"""A search among W ranks tries EFFORT / W ways for each target time, and at least one way."""
+"""A search among W ranks tries EFFORT / W combinations of options for each target time, at least one."""
 
 
 class _Search:
     """One search for copies that make the largest time of a rank as small as possible.
 
-    `plan_copies` explains the arguments but one:
+    `plan_copies` explains all arguments except ``times``.
 
-    times: (W,) rows of each rank's own experts.
+    times: (W,) rows of the experts that each of W ranks owns: its time without copies.
     """
 
     def __init__(
@@ -278,12 +291,12 @@ class _Search:
     def best(self, largest: int) -> tuple[Moves, int]:
         """Returns the best copies that the search found, and the largest time of a rank with these copies.
 
-        Each attempt has a target for the largest time. An attempt that fails has rows that it could not
-        place. The number of these rows, divided by the number of ranks, is about how much longer the target
-        must be. The search ends when the shortest target that succeeded is at most one step above the longest
-        target that failed.
+        The search tries target times, between a lower bound and the time without copies. If an attempt fails,
+        some rows are left on ranks that exceed the target. The next target is longer by about the number of
+        these rows, divided by the number of ranks. The search ends when the shortest target that succeeded
+        and the longest that failed differ by at most the search's precision.
 
-        largest: the largest time without copies.
+        largest: the largest time of a rank without copies, in rows.
         """
         num_ranks = len(self.times)
         low = self.bound
@@ -309,9 +322,11 @@ class _Search:
     def _bound(self) -> int:
         """Returns a lower bound, in rows, of the largest time of a rank in any plan.
 
-        A rank that needs longer than a time T sends at least one copy, and a rank that takes rows hosts at
-        least one copy. So no plan reaches T if the sum of (time + near - T) over the ranks that need longer
-        than T exceeds the sum of (T - time - near) over the ranks that have more than ``near`` left.
+        Suppose that no rank needs longer than T. A rank whose own experts need longer than T must send at
+        least one copy, so it gives away at least (time + near - T) rows, where ``near`` is the price of a
+        copy. A rank that takes rows hosts at least one copy, so it has room for at most (T - time - near)
+        rows. T is impossible if the first numbers add up to more than the second. The result is the smallest
+        T that is not impossible.
         """
         near = 0 if self.present else self.limits.near
         ascending = sorted(self.times)
@@ -330,7 +345,12 @@ class _Search:
         return low
 
     def _attempt(self, target: int) -> _Attempt:
-        """Returns the first attempt that reaches the target; else the one with fewest misplaced rows."""
+        """Returns the first attempt that reaches a target time; if none does, the attempt that comes nearest.
+
+        The nearest is the attempt with fewest rows left on ranks that exceed the target.
+
+        target: the time, in rows, that no rank may exceed.
+        """
         attempts = (_Attempt(self, target, *way) for way in self.ways)
         best = next(attempts)
         while best.misplaced and (attempt := next(attempts, None)) is not None:
@@ -344,13 +364,14 @@ class _Attempt:
 
     search: holds the loads, owners and limits of the problem.
     target: the time, in rows, that no rank may exceed.
-    way: how the attempt looks for copies.
+    way: the options of the attempt.
     present: copies that ranks have from an earlier call, as pairs (expert, rank). They get rows before any
         new copy.
 
     Attributes:
-        moves: the copies.
-        room: for each rank, the time that is left until ``target``; negative for ranks that need longer.
+        moves: the copies that were found, each with its rows.
+        room: for each rank, the time that is left until ``target``, in rows; negative for ranks that need
+            longer.
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
         remaining: by busy rank, a heap of (-rows, expert): the rows that each of its experts still has.
@@ -375,7 +396,10 @@ class _Attempt:
         self.misplaced = -sum(time for time in self.room if time < 0)
 
     def _use_present(self, present: Sequence[tuple[int, int]]) -> None:
-        """Moves rows to present copies, from owners that need longer than the target."""
+        """Moves rows to copies of earlier calls, from owners that need longer than the target time.
+
+        present: those copies, as pairs (expert, rank).
+        """
         search = self.search
         rows_left: dict[int, int] = {}
         for expert, rank in present:
@@ -397,9 +421,11 @@ class _Attempt:
             self.remaining[owner] = sorted(pairs)
 
     def _level(self, group: Sequence[int], price: int, way: _Way) -> None:
-        """Moves rows, within a group of ranks, from ranks over the target to ranks that have time left.
+        """Moves rows, within a group of ranks, from ranks over the target time to ranks that have time left.
 
+        group: the ranks.
         price: the highest price of a copy within the group, in rows.
+        way: the options of the attempt.
         """
         room = self.room
         slots = self.slots
@@ -414,12 +440,13 @@ class _Attempt:
             self._give_away(rank, pool, price, following)
 
     def _give_away(self, owner: int, pool: list[tuple[int, int]], price: int, following: int) -> None:
-        """Moves rows of a busy rank's experts to ranks with time left, until the rank is no longer busy.
+        """Moves rows of a busy rank's experts to ranks with time left, until the rank meets the target time.
 
         Each copy is of the expert that has most rows left. The copy goes to the rank with the least time left
         that is enough for all rows to be moved. If no rank has enough time, the copy goes to the rank with
         the most time left, and takes as many rows as that rank has time for.
 
+        owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
         price: the highest price of a copy on these ranks, in rows.
         following: the next busy rank, to which the last rows may go; -1 if there is no such rank.

@@ -1,4 +1,4 @@
-"""Copies of busy experts among few ranks: a search for the best hosts, with the exact time of each choice.
+"""Plans copies of busy experts among few ranks: searches all sets of hosts, with exact times.
 
 A host of an expert is a rank that computes rows of it: the owner of its parameters, or a rank with a copy.
 Time is counted in rows: one unit is the time in which a rank computes one row. The price of a copy is the
@@ -23,30 +23,32 @@ import math
 from collections.abc import Iterator, Sequence
 
 MOST_RANKS = 4
-"""The most ranks for which hosts are searched: the work for one choice of hosts grows with W 2**W."""
+"""The largest number of ranks W for which hosts are searched: one choice of hosts takes W 2**W operations."""
 
 MOST_CHOICES = 256
-"""If there are at most this many choices of hosts, all choices are examined."""
+"""If there are at most this many ways to choose the hosts of all experts, all ways are examined."""
 
 MOST_STEPS = 100
-"""The most choices that one climb examines if there are more than MOST_CHOICES (`FewRanks._climb`)."""
+"""The most choices of hosts that one run of a local search examines (`FewRanks._climb`)."""
 
 EXPERTS_OF_RANK = 3
-"""Only this many experts of each rank, the busiest, may get copies."""
+"""The number of experts of each rank that may get copies: those with most rows."""
 
 Pairs = frozenset[tuple[int, int]]
 """Copies, as pairs (expert, rank)."""
 
 
 class FewRanks:
-    """A search for the copies of busy experts that make the largest time of a rank smallest.
+    """A search for copies of busy experts with which the largest time of a rank is smallest.
+
+    The time of a rank is counted in rows: those that it computes, and the prices of copies.
 
     loads: rows of each expert, from all ranks together.
     owners: rank of each expert's parameters.
     nodes: node of each rank.
     per_rank: the most copies that a rank hosts.
     near, far: price of a copy on the node of its owner, and on another node, in rows.
-    present: copies that ranks have from an earlier call. Their price is 0.
+    present: copies that ranks have from an earlier call, as pairs (expert, rank). Their price is 0.
     """
 
     num_ranks: int
@@ -107,7 +109,10 @@ class FewRanks:
         return min(ends, key=self.smallest_time)
 
     def _fitting(self) -> Pairs:
-        """Returns the present copies of the busiest experts, at most ``per_rank`` on each rank."""
+        """Returns copies that ranks have from earlier calls, at most ``per_rank`` on each rank.
+
+        If a rank has more, those of the busiest experts are taken.
+        """
         return frozenset(
             pair
             for options in self.options
@@ -115,9 +120,10 @@ class FewRanks:
         )
 
     def _climb(self, start: Pairs, enough: int) -> Pairs:
-        """Improves copies by changes of one copy each, while a change saves time, and returns the result.
+        """Improves a choice of copies by a local search, and returns the result.
 
-        At most `MOST_STEPS` changes are examined.
+        In each step one copy is removed, added or replaced, if this makes the largest time of a rank smaller.
+        The search ends if no such change exists, or after `MOST_STEPS` changes were examined.
 
         start: the copies to begin with.
         enough: a time, in rows, that is short enough to end the search.
@@ -150,15 +156,22 @@ class FewRanks:
                         yield pairs - {other} | {pair}
 
     def smallest_time(self, pairs: Pairs) -> int:
-        """Returns the largest time of a rank, in rows, with these copies and the best division of rows."""
+        """Returns the largest time of a rank, in rows, if rows are divided among the hosts as well as
+        possible.
+
+        pairs: the copies, as pairs (expert, rank). They and the experts' owners are the hosts.
+        """
         work, _, _ = self._work(pairs)
         return max(-(-work[ranks] // ranks.bit_count()) for ranks in range(1, len(work)))
 
     def _work(self, pairs: Pairs) -> tuple[list[int], dict[int, int], list[int]]:
         """Returns (work of each set of ranks, hosts of each expert with copies, prices of each rank).
 
-        The work of a set is the rows that must be computed by its ranks, because all hosts of their experts
-        are in the set, and the prices that its ranks pay, in rows. The hosts of an expert are a set of ranks.
+        The work of a set, in rows, is what no other rank can take over: the rows of experts whose hosts are
+        all in the set, and the prices of copies that the ranks of the set pay. The hosts of an expert are a
+        set of ranks.
+
+        pairs: the copies, as pairs (expert, rank).
         """
         hosts: dict[int, int] = {}
         sent: dict[int, int] = {}
@@ -185,11 +198,14 @@ class FewRanks:
         return work, hosts, prices
 
     def moves(self, pairs: Pairs) -> tuple[list[tuple[int, int, int]], int]:
-        """Returns the rows of each copy, as (expert, rank, rows), and the largest time of a rank.
+        """Divides rows among copies. Returns (expert, rank, rows) of each copy, and the largest time of a
+        rank.
 
         Copies get rows one after another. Each copy gets as many rows as possible without making the largest
-        time longer: at most the least spare time of all sets of ranks that contain the copy's rank but not
-        all hosts of its expert. Copies without rows are left out.
+        time longer. The limit is the least spare time of all sets of ranks that contain the copy's rank but
+        not all hosts of its expert. Copies without rows are left out.
+
+        pairs: the copies, as pairs (expert, rank).
         """
         time = self.smallest_time(pairs)
         work, hosts, _ = self._work(pairs)

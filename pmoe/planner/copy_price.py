@@ -17,8 +17,8 @@ def prices_of_copy(profile: Profile, links: Mapping[str, LineCost], **layer: Any
     """Returns the price of a copy on the node of its owner, and of a copy on another node, in rows.
 
     profile: measured rates.
-    links: the costs of a message inside a node ("inside") and between nodes ("outside"). Unless both are
-        there, both prices are those of the profile's messages.
+    links: the costs of a message inside a node ("inside") and between nodes ("outside"). If either is
+        missing, both prices use the profile's cost of messages.
     layer: the other arguments of `copy_price`.
     """
     has_both = {"inside", "outside"} <= set(links)
@@ -41,15 +41,16 @@ def copy_price(
 ) -> int:
     """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
 
-    A row takes the time of its products, or that of its messages if they take longer. Gradients of weights
-    count as a second message. The time of a copy is that of its messages alone, as if nothing hid them.
+    The time of a row is that of its products, or that of its messages if they take longer. The time of a copy
+    is that of sending its weights, and also its gradients if a backward pass follows. No computation is
+    assumed to hide it.
 
     profile: measured rates.
-    link: the cost of a message on the link that the weights take.
-    expert_elements: elements of an expert's weights: a row has as many multiply-adds.
+    link: the cost of a message on the link over which the weights are sent.
+    expert_elements: elements of an expert's weights: a row takes as many multiply-adds.
     d_model: M, the columns of a row.
     element_size: bytes of an element.
-    num_ranks: number of ranks. One of ``num_ranks`` rows is taken to stay on its rank, without a message.
+    num_ranks: number of ranks. One of ``num_ranks`` rows is assumed to stay on its rank, without a message.
     trains: whether a backward pass follows.
     """
     passes = 2 if trains else 1

@@ -8,8 +8,8 @@ A lane is a queue of tasks of one sort: computation, communication, or copies. A
 Table II gives the units of work of each lane, Eq. 7-9 the size of a unit. A lane is slower while other lanes
 are busy (Section II.C). The pairs are compared by the sum of forward and backward.
 
-Eq. 10 describes a pipeline in its steady state. The equation leaves out how a pipeline fills and empties, and
-the part of a task's seconds that does not depend on its size. The simulator includes both.
+Eq. 10 describes a pipeline in its steady state. It leaves out two things that the simulator includes: how a
+pipeline fills and empties, and the part of a task's seconds that does not depend on its size.
 
 Letters: b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 """
@@ -38,7 +38,7 @@ LANES_OF: Mapping[str, tuple[Lane, ...]] = {
     COMMUNICATE: (Lane.COMMUNICATE, Lane.INTRA_NODE),
     COPY: (Lane.COPY_OUT, Lane.COPY_IN),
 }
-"""Lanes of a schedule that do each sort of work."""
+"""Lanes of a schedule that do each sort of work: computation, communication, copies."""
 
 FACTORS = {
     "mu_comp": (COMMUNICATE, (COMPUTE, COMMUNICATE)),
@@ -51,7 +51,10 @@ FACTORS = {
     "eta_comp": (COPY, (COMPUTE, COPY)),
     "eta_all": (COPY, (COMPUTE, COMMUNICATE, COPY)),
 }
-"""Fig. 3: maps each field of `Interference` to (the work that is slowed, all work in progress)."""
+"""Maps each field of `Interference` to (the work that is slowed, all work in progress at that time).
+
+The names are those of MPipeMoE's Fig. 3.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +130,9 @@ def workload(
     hidden_per_model: H / M, where H = d_hidden and M = d_model; 4 in the paper's table.
     swiglu: whether experts are gated. Their first product counts 2 units, and T_M has C = 2 H columns. Other
         experts have C = H.
-    dispatched: bytes of a row in this pass's dispatch, over those of a row as it is; below 1 if rows are sent
-        in another form (`pmoe.schedule.wire`).
-    again: the same of the rows (T_DI) that backward sends again.
+    dispatched: bytes of a row as this pass's dispatch sends it, divided by the bytes of the row itself; below
+        1 if rows are sent in a narrower number format (`pmoe.schedule.wire`).
+    again: the same quotient for the rows (T_DI) that backward sends again.
 
     MPipeMoE's Eq. 7-9 say how many seconds a unit takes. Example: S4 (sends T_DI again, recomputes T_M) ->
     [2, 2, 0] forward, [5, 3, 0] backward.
@@ -184,9 +187,10 @@ def lane_seconds(
     M, H: d_model and d_hidden.
     element_size: bytes of an element of the rows.
     swiglu: whether experts are gated, so that their first product is twice as large.
-    travelling: fraction of the b rows that change rank. The paper has 1; even routing over W ranks gives (W -
-        1) / W. On one rank it is 0: sending T_DI again is then a local gather, which counts as free.
-    wires: the forms in which dispatched rows are sent.
+    travelling: fraction of the b rows that come from other ranks. The paper has 1; even routing over W ranks
+        gives (W - 1) / W. On one rank it is 0: sending T_DI again is then a local gather, which counts as
+        free.
+    wires: the number formats in which rows are sent, such as bfloat16 for float32 rows.
     """
     row = M * element_size
     dispatched, again = (
@@ -207,9 +211,9 @@ def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     """Returns the seconds of a pass by MPipeMoE's Eq. 10: until the slowest of three lanes has finished.
 
     The lanes (computation, communication, copies) start together. Lanes slow each other only while they are
-    busy, so a short copy does not slow work that runs after the copy. The paper instead divides the seconds
-    of a lane by its speed while the other lanes run (sigma, mu or eta), for the whole pass. The third term of
-    the printed equation has mu where eta is meant.
+    busy, so a short copy does not slow work that runs after it. This differs from the paper, which divides
+    the seconds of a lane by its speed beside busy lanes (sigma, mu or eta) for the whole pass. The third term
+    of the printed equation has mu where eta is meant.
 
     alone: seconds of each lane if nothing else runs, from `lane_seconds`.
     interference: speeds of lanes while several are busy.
@@ -242,11 +246,13 @@ def cheapest_pair(
     """Returns the restore pair that takes least time by MPipeMoE's Eq. 10, and the seconds of every pair.
 
     A restore pair says what is kept, offloaded or made again between the passes. Many pairs take equally
-    long, because Eq. 10 counts only the slowest of computation, communication and copies. Among equal pairs,
-    the one with the least work of all three together is taken, because the work of the two faster lanes still
-    costs time while the pipeline fills and empties. If pairs are still equal, the first in ``pairs`` is
-    taken, so that all ranks take the same pair.
+    long, because Eq. 10 counts only the slowest of computation, communication and copies. Of equal pairs, the
+    function takes the pair with the least work of all three together, because the work of the two faster
+    lanes still costs time while the pipeline fills and empties. If pairs are still equal, the first in
+    ``pairs`` is taken, so that all ranks take the same pair.
 
+    sizes: sizes of the layer.
+    profile: measured rates.
     num_tokens: tokens of this rank, evenly routed.
     pairs: restore pairs to choose from.
     """

@@ -32,7 +32,7 @@ class LineCost:
         return max(0.0, self.alpha_seconds + self.beta_seconds * size)
 
     def shared(self, size: float) -> LineCost:
-        """Returns the same cost as a line over the fraction of the work that is done: 0 nothing, 1 all of it.
+        """Returns this cost as a line over the fraction of a work that is done: 0 is nothing, 1 is all of it.
 
         size: size of the whole work, in the unit of this line.
 
@@ -71,7 +71,7 @@ def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fi
 
         r_squared = max(0, 1 - sum (seconds - line(size))^2 / sum (seconds - mean)^2)
 
-    r_squared is 1 if all seconds are equal, where the formula has no value.
+    If all seconds are equal, the formula divides by 0, and r_squared is 1.
 
     samples: (size, seconds) of each measurement.
     relative: whether to minimize errors relative to the seconds. Small sizes, which determine alpha, then
@@ -106,8 +106,8 @@ def _nearest(points: Mapping[float, float], relative: bool) -> LineCost:
     points: seconds by size.
     relative: whether to minimize errors relative to the seconds.
 
-    Sizes and seconds are divided by their maxima first: sizes of 1e9 beside a constant column of 1 would make
-    the system ill-conditioned.
+    Sizes and seconds are divided by their largest values first. Otherwise the system of equations would be
+    ill-conditioned: it has sizes such as 1e9 beside a constant column of 1.
     """
     from scipy.optimize import nnls  # not needed to import pmoe
 
@@ -148,14 +148,15 @@ class LayerCosts:
     rs: the reduce-scatter of results among the ranks of a node, after the experts.
     exp: the experts' products.
 
-    The paper's formulas have no terms for the other costs. The simulation of the layer's own schedule has:
+    The paper's formulas leave out the following costs. The simulation of the layer's own schedule includes
+    them:
 
     combine: the all-to-all back, if it is of another kind than dispatch; None if it costs as much as ``a2a``.
     order: copying tokens to the rows that are sent, before dispatch.
     restore: summing the rows of each token, after combine.
     rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
-    again: the all-to-all and the all-gather of T_DI if backward sends it again; None if they cost as much as
-        ``a2a`` and ``ag``.
+    again: the all-to-all and the all-gather of T_DI (the experts' inputs) if backward sends it again; None if
+        they cost as much as ``a2a`` and ``ag``.
     """
 
     a2a: LineCost
@@ -180,7 +181,7 @@ class LayerCosts:
     def backward(self) -> LayerCosts:
         """Returns the costs of the backward pass, from those of forward: experts take twice as long.
 
-        Section 4.4 of FSMoE says to double alpha, beta and the size of the products. Read literally, experts
+        Section 4.4 of FSMoE says to double alpha, beta and the size of the products. Taken literally, experts
         would take four times as long. The paper's Table 2 measures twice as long, so only alpha and beta are
         doubled.
         """
@@ -196,8 +197,8 @@ class DegreeSeconds(NamedTuple):
 
     degree: number of chunks.
     alone: seconds of the pass without an all-reduce.
-    beside: seconds of the tasks that must run before or after the all-reduce: the longest path through the
-        schedule that includes the all-reduce, without the all-reduce's own seconds.
+    beside: seconds of the tasks that cannot run at the same time as the all-reduce. It is the longest path
+        through the schedule that includes the all-reduce, without the all-reduce's own seconds.
     """
 
     degree: int
@@ -214,15 +215,15 @@ class DegreeSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GeneralizedLayer:
-    """Backward pass of one MoE layer and of the dense layers that lie between it and the next MoE layer.
+    """Backward pass of one MoE layer and of the dense layers between it and the next MoE layer.
 
     FSMoE calls the two together a generalized layer (Section 5.1). All-reduces of gradients are spread over
     the backward passes of a model's generalized layers.
 
     degrees: seconds of the MoE part for each number of chunks, from `simulated_degrees`.
-    dense_seconds: seconds of the dense part. An all-reduce may run beside the dense part.
-    gradient_bytes: bytes of the gradients that this layer computes. The gradients are ready for an all-reduce
-        when the layer's backward pass has ended.
+    dense_seconds: seconds of the dense part. An all-reduce may run at the same time.
+    gradient_bytes: bytes of the gradients that this layer computes. They can be all-reduced after the layer's
+        backward pass has ended.
     """
 
     degrees: tuple[DegreeSeconds, ...]
@@ -232,8 +233,8 @@ class GeneralizedLayer:
     def best(self, t_gar: float) -> DegreeSeconds:
         """Returns the element of ``degrees`` with which the MoE part is fastest beside an all-reduce.
 
-        If several elements are equally fast, the element with fewest chunks is returned. FSMoE's Eq. 5 uses
-        this minimum, which the paper's Algorithm 1 computes.
+        If several elements are equally fast, the element with fewest chunks is returned. The paper's
+        Algorithm 1 computes the same minimum, which FSMoE's Eq. 5 uses.
 
         t_gar: seconds of the all-reduce.
         """
@@ -244,8 +245,7 @@ class GeneralizedLayer:
         """Seconds of the longest all-reduce that can run beside the MoE part without making it slower.
 
         The MoE part has the number of chunks that is fastest without an all-reduce. If several numbers are
-        equally fast, the number that can hide the longest all-reduce is used. FSMoE calls the result
-        t_olp,moe.
+        equally fast, the one that hides the longest all-reduce is used. FSMoE calls the result t_olp,moe.
         """
         shortest = self.best(0.0).alone
         return max(option.alone - option.beside for option in self.degrees if option.alone <= shortest)
@@ -255,8 +255,7 @@ class GeneralizedLayer:
 class Share:
     """The gradient bytes that are all-reduced during one layer's backward pass, and the number of chunks.
 
-    The gradients belong to layers that finished their backward pass before. A layer has an MoE part and a
-    dense part.
+    The gradients are those of layers that ran backward before. A layer has an MoE part and a dense part.
 
     moe_bytes: bytes of gradients that are all-reduced beside the MoE part.
     dense_bytes: bytes of gradients that are all-reduced beside the dense part.
@@ -284,8 +283,9 @@ def all_reduce_seconds(all_reduce: LineCost, num_bytes: int) -> float:
 def bytes_within(all_reduce: LineCost, seconds: float) -> int:
     """Returns the most bytes that an all-reduce can reduce in ``seconds``, rounded down.
 
-    all_reduce: seconds of an all-reduce by bytes, as a line. The result is 0 if its alpha, the fixed time, is
-        longer than ``seconds``.
+    all_reduce: seconds of an all-reduce by bytes, as a line. If its alpha, the fixed time, is longer than
+        ``seconds``, the result is 0.
+    seconds: the time that is available.
     """
     seconds_left = seconds - all_reduce.alpha_seconds
     if seconds_left <= 0:

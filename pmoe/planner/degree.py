@@ -17,16 +17,20 @@ MAX_DEGREE = 16
 """The largest number of chunks that FSMoE's solver considers."""
 
 SOLVER_DEGREES = tuple(range(1, MAX_DEGREE + 1))
-"""Numbers of chunks that pipeline="solve" chooses from, for each pass by itself."""
+"""Numbers of chunks that pipeline="solve" chooses from. Forward and backward may have different ones."""
 
 MAX_COMMON = 256
-"""Largest least common multiple of the numbers of chunks of both passes, if neither divides the other."""
+"""Largest number of equal parts into which a batch is cut to suit the chunks of both passes.
+
+If neither pass's number of chunks divides the other's, the parts are as many as their least common multiple.
+"""
 
 TRIED = (1, 8)
 """Two numbers of chunks that pipeline="solve" measures by trials.
 
-The difference of the two measured times gives the fixed cost of a chunk. The first call counts its rows for
-both numbers, so that the trials can run."""
+The difference of the two measured times gives the fixed cost of a chunk. The first call of a layer counts its
+rows so that both numbers are possible.
+"""
 
 SolveName = Literal["solve"]
 SOLVE: SolveName = "solve"
@@ -53,8 +57,9 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
     pipeline: the argument of the same layer that gives the number of chunks of the forward pass.
     pipeline_backward: None stands for as many chunks as in the forward pass.
 
-    Chunks of both passes consist of whole bins, the ranges of tokens in which rows are counted. If neither
-    number divides the other, the bins are as many as their least common multiple, at most `MAX_COMMON`.
+    Rows are counted in equal ranges of tokens (bins), and the chunks of both passes consist of whole bins. If
+    neither number divides the other, the bins are as many as their least common multiple, at most
+    `MAX_COMMON`.
 
     Raises TypeError unless ``pipeline_backward`` is None or an int. Raises ValueError if the numbers of
     chunks need too many bins, or if ``pipeline`` is True or "solve", which choose both numbers.
@@ -108,7 +113,7 @@ class Choice:
 def solver_pairs(
     most_bins: int, *, same_chunks: bool = False, whole_chunks: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs (n, m) of which pipeline="solve" takes one: n chunks in forward, m in backward.
+    """Returns the pairs (n, m) that pipeline="solve" chooses from: n chunks in forward, m in backward.
 
     Pairs with fewer chunks in both passes together come first.
 

@@ -11,9 +11,9 @@ each expert's hidden columns.
 2. `best_degree` and `StepCosts.best` simulate the schedule that the engine really runs, for every degree. A
    layer takes their answer.
 
-The estimate is the exact length of Algorithm 1's schedule if all-gather and reduce-scatter take the same
-time, as the paper assumes. If not, it may be too short. Also, the engine's schedule differs from the paper's,
-for example in separate weight gradients. Hence step 2.
+Step 1 is not enough for two reasons. Its estimate is the exact length of Algorithm 1's schedule only if
+all-gather and reduce-scatter take the same time, as the paper assumes; otherwise it may be too short. And the
+engine's schedule differs from the paper's, for example in separate weight gradients.
 
 Letters (FSMoE's): r or n chunks; a2a one of the layer's two all-to-alls, ag all-gather, rs reduce-scatter,
 exp experts; t_gar seconds of the all-reduce of other layers' gradients.
@@ -39,9 +39,9 @@ from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, loc
 
 
 def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float, float, float, float]:
-    """Returns f1 to f4 of FSMoE's Section 4.2: the seconds of a pass in r chunks, by possible bottleneck.
+    """Returns f1 to f4 of FSMoE's Section 4.2: lower bounds of the seconds of a pass in r chunks.
 
-    Each formula is a lower bound of the seconds of the pass, because this resource must do all its work:
+    Each formula is the bound for one resource, which must do all its work:
 
         f1    the link between nodes, which also carries gradients
         f2    the experts
@@ -64,11 +64,12 @@ def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float
 def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
     """Returns the estimated seconds of a pass in r chunks: the largest of FSMoE's formulas f1 to f4.
 
-    The paper selects one formula by constraints Q1 to Q7, which compare the formulas by pairs as if
+    The paper selects one formula by constraints Q1 to Q7. They compare two formulas at a time, as if
     all-gather (ag) and reduce-scatter (rs) both took (ag + rs) / 2. If ag and rs are equal, the selected
     formula is the largest.
 
     costs: seconds of the layer's stages.
+    r: number of chunks.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
     """
     return max(case_seconds(costs, r, t_gar))
@@ -77,17 +78,19 @@ def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
 def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> int:
     """Returns the number of chunks that is fastest by FSMoE's four formulas (Algorithm 1).
 
-    If several numbers are equally fast, the lowest is returned. The paper minimizes each formula by SLSQP
-    within its constraints, and rounds the result. This function tries every number up to ``max_degree``,
-    which finds the same.
+    If several numbers are equally fast, the lowest is returned. The paper minimizes each formula by SLSQP, a
+    numerical optimizer, and rounds the result. This function tries every number up to ``max_degree``, which
+    finds the same.
 
     costs: seconds of the layer's stages.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
     max_degree: the largest number of chunks to try.
 
-    Examples: each chunk takes 8 s in the experts, even if it is small, and all else is free -> 1. All chunks
-    together take 8 s in the experts and 4 s in each of two all-to-alls, without a fixed cost for each chunk
-    -> max_degree.
+    Two examples:
+
+    - Each chunk takes 8 s in the experts, however small it is, and all else is free -> 1.
+    - All chunks together take 8 s in the experts and 4 s in each of two all-to-alls, and a chunk has no fixed
+      cost -> max_degree.
     """
     return min(range(1, max_degree + 1), key=lambda r: formula_seconds(costs, r, t_gar))
 
@@ -138,10 +141,11 @@ def stage_seconds(
     """Returns a function that gives the seconds of each task of a pass in n chunks.
 
     costs: seconds of the layer's stages.
+    n: number of chunks.
     options: direction and form of the schedule.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
 
-    Sending routing weights, and sorting arrived rows by expert, take no time here.
+    Two tasks count as free: sending routing weights, and sorting arrived rows by expert.
     """
     a2a, ag, rs, _ = costs.chunk(n)
     is_backward = options.direction == "backward"
@@ -199,7 +203,7 @@ def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: flo
 def simulated_degrees(
     costs: LayerCosts, options: ScheduleOptions, degrees: Sequence[int]
 ) -> tuple[DegreeSeconds, ...]:
-    """Returns the seconds of a pass for each number of chunks, depending on the seconds of an all-reduce.
+    """Returns the seconds of a pass for each number of chunks, with and without an all-reduce beside it.
 
     The all-reduce is that of other layers' gradients. It runs during the pass as one task of t_gar seconds.
     The longest path through the schedule either includes this task or does not, so
@@ -221,15 +225,19 @@ def simulated_degrees(
 
 
 TIE = 1e-9
-"""Largest relative difference of two predicted seconds that count as equal: sums round differently."""
+"""Largest relative difference of two predicted seconds that count as equal.
+
+Equal predictions can differ a little, because their sums are rounded differently.
+"""
 
 T = TypeVar("T")
 
 
 def first_of_fastest(seconds: Mapping[T, float]) -> T:
-    """Returns the key with the fewest seconds; of equally fast keys (`TIE`) the first.
+    """Returns the key with the fewest seconds; if several are equally fast, the first of them.
 
-    seconds: predicted seconds by number of chunks, or by a pair of numbers.
+    seconds: predicted seconds by number of chunks, or by a pair of numbers. Seconds that differ by less than
+        `TIE` count as equal.
 
     Example: {1: 3.0, 2: 2.0, 4: 2.0} -> 2.
     """
@@ -246,24 +254,24 @@ def best_degree(
     """Returns the number of chunks that is fastest by simulation of the engine's schedule.
 
     Every allowed number is simulated, because the seconds may rise and fall several times as the number of
-    chunks grows (with ring slots). Of equally fast numbers, the lowest is returned.
+    chunks grows (with ring slots). Of equally fast numbers, the lowest is returned. All ranks with the same
+    costs find the same number.
 
     costs: seconds of the layer's stages.
     options: direction and form of the schedule.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
     degrees: allowed numbers of chunks.
-
-    All ranks with the same costs find the same number.
     """
     return first_of_fastest({n: pass_seconds(costs, n, options, t_gar) for n in sorted(degrees)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Costs of both passes of a layer for one size of batch, from which its degrees are chosen.
+    """Costs of a layer's forward and backward pass for one size of batch.
 
-    n is the number of chunks of forward, m that of backward. If they differ, tensors that forward kept are
-    copied block by block to the chunks of backward, and rows are sorted once more, by the chunks of backward.
+    The numbers of chunks are chosen from these costs: n in forward, m in backward. If they differ, tensors
+    that forward kept are copied block by block to the chunks of backward, and rows are sorted once more, by
+    the chunks of backward.
 
     forward, backward: costs of each pass.
     forward_options, backward_options: the schedule of each pass.
@@ -302,6 +310,7 @@ class StepCosts:
     def seconds(self, pairs: Iterable[tuple[int, int]], t_gar: float = 0.0) -> dict[tuple[int, int], float]:
         """Returns the predicted seconds of both passes for pairs (n, m), the gate included.
 
+        pairs: numbers of chunks: n of forward, m of backward.
         t_gar: seconds of the all-reduce of other layers' gradients in the backward pass.
         """
         forward = functools.cache(lambda n: pass_seconds(self.forward, n, self.forward_options))

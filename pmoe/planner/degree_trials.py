@@ -7,8 +7,9 @@ results are in a `GranularityTable`, which has ranges of B, each with its fastes
     B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
     no range yet             every n
 
-With a profile (measured rates of the machine), n from this list that are predicted to take more than NEAR
-times the seconds of the fastest n are left out. Then further n are tried in these cases:
+If the rates of the machine were measured (a profile), the seconds of each n are predicted. Those n are left
+out that are predicted to take more than NEAR times the seconds of the fastest n. After the trials, further n
+are tried in these cases:
 
     the measurements show                                  further n
     the smallest or largest n is faster than the others    the next n beyond it
@@ -31,18 +32,19 @@ NEAR = 1.25
 LATER_ROUNDS = 3
 """Largest number of timed rounds of a search if the table already has results of an earlier search.
 
-The first search may take MOST_ROUNDS, because later searches try only numbers of chunks near its result. A
-later result needs fewer rounds, because it is weighed together with neighbouring results
-(`BatchRange.joined`)."""
+The first search may take MOST_ROUNDS. Later searches need fewer: they try only numbers of chunks near the
+earlier results, and a new result is averaged with neighbouring results (`BatchRange.joined`).
+"""
 
 WRONG = 2.0
-"""Predictions are not used if measured seconds differ from them by more than this factor, up or down."""
+"""Predictions are no longer used if measured seconds differ from them by more than this factor."""
 
 Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with the given degrees, in at most the given number of timed rounds.
 
-The result has no entry for degrees that cannot run. It may have entries for further degrees that the function
-measured."""
+Degrees are the numbers of chunks of both passes. The result has no entry for degrees that cannot run. It may
+have entries for further degrees that the function measured.
+"""
 
 
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
@@ -63,8 +65,8 @@ def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
 def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, PassTimes]) -> bool:
     """Returns whether any measured and predicted seconds of a step differ by more than a factor of WRONG.
 
-    If they do, the predictions are wrong, because the profile (measured rates) is from a different machine,
-    or because routing is skewed. The caller then does not use the predictions.
+    If they do, the predictions are wrong: the profile (measured rates) is from a different machine, or
+    routing is skewed. The caller then does not use the predictions.
 
     predicted: predicted seconds of a step by number of chunks, equal in both passes.
     times: measured times of a step by degrees (numbers of chunks of both passes).
@@ -152,22 +154,20 @@ def times_by_trials(
     predicted: Mapping[int, float] | None = None,
     apart: bool,
 ) -> dict[PassDegrees, PassTimes]:
-    """Returns the measured times of the degrees (numbers of chunks of both passes) that may be the fastest.
+    """Measures the degrees (numbers of chunks of both passes) that may be fastest, and returns their times.
 
     The first degrees to try follow from the table and from predictions, further ones from the measurements.
     The speed of a machine drifts. So when further degrees are measured, the fastest degrees so far are
     measured again with them. The seconds of the further degrees are multiplied by (earlier seconds) / (new
-    seconds) of those fastest degrees.
+    seconds) of those fastest degrees. The result is empty if no degrees can run.
 
     table: results of earlier measurements.
     B: number of tokens of the batch.
     numbers: the numbers of chunks that may be chosen, in rising order.
     measure: measures steps with given degrees.
-    predicted: predicted seconds of a step by n; None if nothing is predicted. The predictions are ignored as
-        soon as measurements contradict them (`is_contradicted`).
-    apart: whether forward and backward may have different n.
-
-    The result is empty if no degrees can run.
+    predicted: predicted seconds of a step by number of chunks; None if nothing is predicted. The predictions
+        are ignored as soon as measurements contradict them (`is_contradicted`).
+    apart: whether forward and backward may have different numbers.
     """
     most_rounds = LATER_ROUNDS if table.ranges else MOST_ROUNDS
     lies_between = None not in table.neighbours(rounded(B))

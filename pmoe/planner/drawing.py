@@ -1,4 +1,4 @@
-"""Pages and pictures: HTML pages made by jinja2 from `page.html`, and matplotlib figures for them.
+"""HTML pages, made by jinja2 from `page.html`, and matplotlib figures for them.
 
 A page is a single file that loads nothing else. Its pictures take their colours from the page's CSS
 variables, so they suit both light and dark screens.
@@ -29,14 +29,17 @@ c0 to c8 are the colours of series in a plot.
 
 SERIES = [name for name in THEME if name.startswith("c")]
 LIGHT = {name: light for name, (light, _) in THEME.items()}
-"""Colours of light screens, by name of the CSS variable. `inline_svg` replaces each colour by its variable.
+"""Colours of a page on light screens, by name of the CSS variable.
+
+Figures are drawn in these colours; `inline_svg` then replaces each colour by its variable.
 """
 
 _ordered = map(str, sorted(ALL_PAIRS, key=lambda pair: pair.strategy or "others"))
 PAIRS = {pair: LIGHT[name] for pair, name in zip(_ordered, SERIES, strict=True)}
-"""Maps each restore pair's text, such as "keep/recompute", to its colour, the same in every picture.
+"""The colour of each restore pair, the same in every picture. Keys are texts such as "keep/recompute".
 
-S1 to S4 have the first colours.
+A restore pair says how backward gets the experts' inputs and hidden activations back. The pairs S1 to S4 have
+the first colours.
 """
 
 
@@ -94,13 +97,13 @@ class Point:
 
 
 def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:
-    """Returns a scatter plot of time (upwards) over memory (to the right), with a line through each group.
+    """Returns a scatter plot of a step's time (upwards) over memory (to the right). Needs matplotlib.
+
+    The points of each group are joined by a line.
 
     points: the markers.
     title: text above the plot.
     budget: bytes, drawn as a vertical line; None draws no line.
-
-    Needs matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -145,7 +148,7 @@ NUMBERED = re.compile(r"[\w.]+_\d+")
 
 
 def inline_svg(figure: Figure, label: str) -> str:
-    """Returns a figure as an SVG element for an HTML page. Its text stays text, in the page's font.
+    """Returns a figure as an SVG element for an HTML page, with text that a browser can select.
 
     Colours of `THEME`, and black, become CSS variables, so that the page can change them for dark screens.
     The ``gid`` of a matplotlib artist becomes the CSS class of its SVG element.
@@ -169,7 +172,7 @@ def inline_svg(figure: Figure, label: str) -> str:
 
 
 def _on_a_page(attribute: re.Match[str]) -> str:
-    """Returns an SVG attribute of matplotlib's output as the page needs it.
+    """Returns an SVG attribute, changed from matplotlib's form to the form that a page needs.
 
     Numbered ids are removed, and other ids become classes. Numbers in paths are cut to two decimals. In
     styles, names of fonts are removed, and colours become CSS variables.

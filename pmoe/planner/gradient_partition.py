@@ -1,7 +1,7 @@
-"""The gradient partition: places the all-reduce of data-parallel gradients in the backward pass.
+"""The gradient partition: when the gradients of data-parallel layers are all-reduced during backward.
 
-The method is FSMoE's (Section 5). An all-reduce between nodes can hide beside the dense part of a layer. It
-can also hide beside experts, while all-to-alls leave the link between nodes idle.
+The method is FSMoE's (Section 5). An all-reduce between nodes costs no time while the dense part of a layer
+runs backward. It also costs no time beside experts, while all-to-alls leave the link between nodes idle.
 
 - Step 1 places gradients wherever their all-reduce costs no time.
 - Step 2 (`evolve`) places some of the other gradients beside MoE parts. This makes an MoE part slower, but
@@ -20,8 +20,8 @@ all-reduce), which is negative if t < alpha; in this file the result is then 0.
 
 The search minimizes the exposed seconds: the time of all-reduces that no computation hides.
 
-Layers are in the order of backward: the model's last layer comes first. Letters in shapes: D layers,
-S candidate partitions that are evaluated at once, N numbers of chunks.
+Layers are in the order of backward: the model's last layer comes first. Letters in shapes: D layers, S
+candidate partitions that are evaluated at once, N numbers of chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_sec
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Result of `partition`: when all gradients are all-reduced, and how many seconds that adds to backward.
+    """When all gradients are all-reduced, and how many seconds that adds to the backward pass.
 
     shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
         backward.
@@ -60,18 +60,17 @@ class Partition:
 
 
 def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int = 0) -> Partition:
-    """Returns when to all-reduce all gradients, by the two steps of FSMoE's Section 5.
+    """Returns when to all-reduce the gradients of each layer, by the two steps of FSMoE's Section 5.
 
     Step 1 places gradients where their all-reduce costs no time. Step 2 places some of the remaining
-    gradients beside MoE parts, where their all-reduce costs less time than at the end.
+    gradients beside MoE parts, where their all-reduce costs less time than at the end. With dozens of layers
+    the function takes a tenth of a second.
 
     Args:
         layers: MoE layers, each with the dense layers up to the next MoE layer, in the order of backward.
         all_reduce: seconds of an all-reduce by bytes.
         ready_bytes: bytes of gradients that are ready before the backward pass of the first layer in
             ``layers``, such as those of the model's head.
-
-    With dozens of layers the function takes a tenth of a second.
 
     Example: one layer, 1000 bytes ready, 1 s per byte, 300 s in the dense part, no idle time of the link
     beside its experts -> 300 bytes beside the dense part, 700 at the end.
@@ -112,18 +111,19 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
 
 
 SEED = 0
-"""Seed of the differential evolution. With the same numbers all ranks find the same partition."""
+"""Seed of the differential evolution. All ranks use the same, so they find the same partition."""
 
 GENERATIONS = 100
-"""Maximum number of generations. The evolution ends earlier if all candidates are equal."""
+"""Maximum number of generations of the differential evolution. It ends earlier if all candidates are equal.
+"""
 
 
 @dataclass(frozen=True)
 class ExposedSeconds:
     """FSMoE's Eq. 5: seconds that all-reduces add to backward, for given bytes beside each MoE part.
 
-    Some gradient bytes are already placed where their all-reduce costs no time. The methods of this class get
-    "extra" bytes, which are reduced beside MoE parts on top of these, and compute the cost.
+    Some gradient bytes are already placed where their all-reduce costs no time. Further bytes that are
+    reduced beside MoE parts are called extra; the methods of this class compute what they cost.
 
     layers: MoE layers, each with the dense layers up to the next MoE layer, in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.
@@ -141,7 +141,7 @@ class ExposedSeconds:
         """Returns (the all-reduces during each layer's backward pass, the bytes left for the end).
 
         extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
-            there.
+            beside it.
         """
         shares = []
         for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
@@ -160,17 +160,16 @@ class ExposedSeconds:
     def exposed(self, extra: Sequence[int]) -> float:
         """Returns the seconds that the all-reduces of all gradients add to the backward pass.
 
-        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
+            beside it.
         """
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def remaining_bytes(self, extra: Sequence[int]) -> int:
-        """Returns the bytes of gradients that are all-reduced during no layer's backward pass.
+        """Returns the bytes of gradients that are left for an all-reduce after the backward pass.
 
-        They are left for the end.
-
-        extra: for each layer, bytes of gradients to all-reduce beside its MoE part, in addition to those that
-            cost no time there.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
+            beside it.
         """
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 
@@ -220,8 +219,8 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     earlier layers left to it. So every candidate is valid.
 
     The added seconds are not smooth: as a layer takes more bytes, the seconds stay equal up to some number of
-    bytes, and rise from there. The evolution comes near that number but does not hit it. So a last step tries
-    exactly these numbers of bytes, layer by layer (`_polished`).
+    bytes, and rise from that number on. The evolution comes near that number but does not hit it. So a last
+    step tries exactly these numbers of bytes, layer by layer (`_polished`).
 
     problem: computes the seconds that candidates add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.
@@ -256,11 +255,11 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
     """Improves extra gradient bytes: each layer in turn takes the number of bytes that adds fewest seconds.
 
-    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time there.
-    If a layer takes more and more bytes, the added seconds stay equal up to some number of bytes, and rise
-    from there, because the all-reduce then takes longer than the MoE part hides. This number is different for
-    each number of chunks. For each layer the function tries all these numbers, 0, and the largest number that
-    the layer may take. The function goes over the layers again until no change helps.
+    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time beside
+    it. If a layer takes more and more bytes, the added seconds stay equal up to some number of bytes, and
+    rise from that number on, because the all-reduce then takes longer than the MoE part hides. This number is
+    different for each number of chunks. For each layer the function tries all these numbers, 0, and the
+    largest number that the layer may take. The function goes over the layers again until no change helps.
 
     problem: computes the seconds that all-reduces add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.
@@ -293,8 +292,8 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
 def _free(rooms: Sequence[int], extra: Sequence[int], at: int) -> int:
     """Returns the most extra gradient bytes that one layer may take if the other layers keep their bytes.
 
-    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time there. A
-    layer may not take gradients that are not computed yet, nor gradients that another layer has taken.
+    Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time beside
+    it. A layer may not take gradients that are not computed yet, nor gradients that another layer has taken.
 
     rooms: for each layer, the most extra bytes that it may take if all other layers take none.
     extra: the extra bytes of each layer.

@@ -1,22 +1,21 @@
 """The granularity search: remembers which numbers of chunks trials found fastest for a batch of B tokens.
 
-The search is MPipeMoE's Algorithm 1, for machines on which equal runs take different times. A trial costs
-whole training steps, and B changes from step to step, so only a few values of B can be measured. The paper
-assumes that the best n never falls as B grows. So if two values of B have the same best n, every B between
-them has the same best n, too.
-A layer looks B up in a `GranularityTable`, and runs trials only if the table has no answer (the paper's
-searchBestGran, here `pmoe.choose.search.search`).
+The search is MPipeMoE's Algorithm 1, changed for machines on which equal runs take different times. A trial
+costs whole training steps, and B changes from step to step, so only a few values of B can be measured. The
+paper assumes that the best n never falls as B grows. So if two values of B have the same best n, every B
+between them has the same best n, too. A layer looks B up in a `GranularityTable`, and runs trials only if the
+table has no answer (the paper's searchBestGran, here `pmoe.choose.search.search`).
 
-Five things are added to the paper's algorithm, because measured seconds are noisy:
+Five things differ from the paper's algorithm, because measured seconds are noisy:
 
-    B           is rounded to a few percent (`rounded`), so that similar batches share an entry
-    a range     of values of B keeps every n that is close to the fastest n in all measurements of the range,
-                and by how much each n is slower. The range's n is the one that loses least over all of these
-                measurements.
+    rounding    B is rounded to a few percent (`rounded`), so that similar batches share an entry
+    ranges      a range of values of B keeps every n that is close to the fastest n in all measurements of
+                the range, and by how much each n is slower. The range's n is the one that loses least over
+                all of these measurements.
     merging     two neighbouring ranges become one if some n is close to the fastest in both
-    hypothesis  if n falls as B grows, the two ranges are merged too, unless the measurements contradict each
-                other by more than CONTRADICTED standard errors
-    margin      a new range reaches beyond its B, as far as no other n can be faster than the range's n
+    hypothesis  if n falls as B grows, against the paper's assumption, the two ranges are merged too, unless
+                their measurements contradict each other by more than CONTRADICTED standard errors
+    margin      a new range is wider than the B that was measured, as far as no other n can be faster
 
 Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file has a pair of
 numbers, one for each pass. The hypothesis is used for each pass by itself: a pair grows with B if neither
@@ -40,21 +39,24 @@ BITS = 5
 """Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
 
 CLOSE = 0.7
-"""Standard errors within which an n counts as fast as the fastest n."""
+"""A number of chunks counts as fast as the fastest if it is at most so many standard errors slower."""
 
 CONTRADICTED = 4.0
-"""Standard errors beyond which two measurements overrule the hypothesis that n never falls as B grows."""
+"""Standard errors beyond which measurements count more than the hypothesis of the search.
+
+The hypothesis is that the best number of chunks never falls as the number of tokens grows.
+"""
 
 REACH = 1.25
 """A measurement at B tokens applies at most to batches from B / REACH to B * REACH tokens."""
 
 
 def rounded(B: int) -> int:
-    """Returns the entry of a batch of B tokens: B rounded to the nearest number of `BITS` binary digits.
+    """Returns B, a number of tokens, rounded to `BITS` binary digits: similar batches share an entry.
 
-    The function uses integers only, so that all ranks get the same entry.
+    The function uses integers only, so that all ranks get the same result.
 
-    Example: 4000 -> 3968, 4097 -> 4096. Numbers up to 32 are their own entries.
+    Example: 4000 -> 3968, 4097 -> 4096. Numbers up to 32 are not changed.
     """
     step = 1 << max(B.bit_length() - BITS, 0)
     return (B + step // 2) // step * step
@@ -64,7 +66,8 @@ def rounded(B: int) -> int:
 class PassDegrees:
     """Number of micro-batches (chunks) of the forward pass and of the backward pass.
 
-    Pairs are ordered by forward, then by backward. Raises ValueError for a number below 1.
+    Pairs are sorted by the number of forward, then by that of backward. Raises ValueError for a number below
+    1.
     """
 
     forward: int
@@ -84,13 +87,13 @@ class PassDegrees:
         return self.forward == self.backward
 
     def falls_to(self, other: PassDegrees) -> bool:
-        """Whether ``other`` has fewer chunks than this pair in either pass."""
+        """Whether ``other`` has fewer chunks than this pair in at least one pass."""
         return other.forward < self.forward or other.backward < self.backward
 
 
 @dataclass(frozen=True)
 class Excess:
-    """Measures how much slower some degrees were than the fastest degrees, in a range's measurements.
+    """How much slower some degrees were than the fastest degrees, in the measurements of a range.
 
     Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens. The excess
     of one measurement is seconds / (seconds of the fastest degrees) - 1.
@@ -105,7 +108,7 @@ class Excess:
 
 @dataclass(frozen=True)
 class BatchRange:
-    """A range of batch sizes B (numbers of tokens) with the same degrees.
+    """A range of batch sizes B (numbers of tokens) that use the same degrees.
 
     Degrees are the numbers of chunks of both passes.
 
@@ -163,11 +166,12 @@ class BatchRange:
 class GranularityTable:
     """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
 
-    The table holds disjoint ranges of B in rising order, and the answers for the B that were looked up or
-    remembered since the last measurement. All B are rounded (`rounded`): there are 16 rounded values between
-    a number of tokens and its double, so the number of ranges is bounded.
+    The table holds disjoint ranges of B in rising order. It also holds answers for single B that were looked
+    up or remembered since the last measurement. All B are rounded (`rounded`): there are 16 rounded values
+    between a number of tokens and its double, so the number of ranges is bounded.
 
-    Every rank has a table of its own. The tables are equal if all ranks record the same seconds.
+    Every rank has a table of its own. The tables are equal if all ranks record the same seconds. Example,
+    with the number of chunks after each arrow:
 
         record       96 -> 2    400 -> 2    896 -> 4
         ranges       96 .. 400: 2           896 .. 896: 4
@@ -186,7 +190,7 @@ class GranularityTable:
     def lookup(self, B: int) -> PassDegrees | None:
         """Returns the degrees (numbers of chunks) for a batch of B tokens; None if trials must find them.
 
-        The first look-up of a rounded B takes O(log k) time for k ranges, later ones take O(1).
+        The first look-up of a rounded B takes O(log k) time for k ranges, later look-ups take O(1).
         """
         entry = rounded(B)
         if entry in self.answers:
@@ -198,9 +202,12 @@ class GranularityTable:
         return below.degrees
 
     def remember(self, B: int, degrees: PassDegrees) -> None:
-        """Stores degrees (numbers of chunks) for batches of B tokens that were not measured.
+        """Stores degrees (numbers of chunks) for batches of B tokens, without a measurement.
 
-        The stored degrees are forgotten at the next measurement, and are not written to files.
+        They are forgotten at the next measurement, and are not written to files.
+
+        B: number of tokens.
+        degrees: the numbers of chunks of both passes.
         """
         self.answers[rounded(B)] = degrees
 
@@ -221,9 +228,10 @@ class GranularityTable:
     def record(self, B: int, times: Mapping[PassDegrees, PassTimes]) -> PassDegrees:
         """Stores measurements for a batch of B tokens. Returns the degrees (numbers of chunks) to use for B.
 
-        These are the fastest degrees, unless B is merged into a range with other degrees that are as fast
-        within the noise of the measurements.
+        These are the fastest degrees, with one exception: B may be merged into a range with other degrees
+        that are as fast within the noise of the measurements.
 
+        B: number of tokens.
         times: measured times of a step by degrees.
 
         Raises ValueError if the table has an answer for B already.
@@ -268,9 +276,10 @@ class GranularityTable:
             yield from batch_range.excess
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns all ranges as data for JSON.
+        """Returns all ranges of numbers of tokens as data for JSON.
 
-        The data is {"ranges": [[lower, upper, measured, [[forward, backward, total, worst], ...]], ...]}.
+        The data is {"ranges": [[lower, upper, measured, [[forward, backward, total, worst], ...]], ...]}: the
+        fields of each `BatchRange`, and for each of its degrees the numbers of chunks and the `Excess`.
         """
         return {
             "ranges": [
@@ -312,9 +321,7 @@ class GranularityTable:
 
     @classmethod
     def from_points(cls, points: Mapping[int, set[PassDegrees]]) -> GranularityTable:
-        """Returns a table made from the fastest degrees of measured B, without the seconds.
-
-        Files of older versions contain these degrees, but no seconds.
+        """Returns a table of the fastest degrees at measured B, from files of older versions without seconds.
 
         points: the fastest degrees (numbers of chunks of both passes) by number of tokens B. Several degrees
             of one rounded B count as equally fast.
@@ -329,9 +336,11 @@ class GranularityTable:
 
 
 def points_of(fields: Mapping[str, Any]) -> dict[int, PassDegrees]:
-    """Returns the fastest degrees by measured B, from the fields of a table of file version 1 or 2.
+    """Returns the fastest degrees (numbers of chunks) by measured number of tokens, read from an old file.
 
-    fields: {"points": [[B, forward, backward], ...]}. Raises ValueError if the fields are not such a table.
+    fields: the fields of a table of file version 1 or 2: {"points": [[B, forward, backward], ...]}.
+
+    Raises ValueError if the fields are not such a table.
     """
     try:
         return {
@@ -347,15 +356,16 @@ def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
 
     Every task takes alpha + beta * B seconds. So if B grows by some factor, the seconds of a step do not
     fall, and grow by at most this factor. Degrees that take m times the seconds of the fastest degrees at B
-    can only become the fastest after B has changed by at least a factor of m. As the best n does not fall
-    while B grows, only degrees with more chunks limit the range upwards, and only those with fewer chunks
-    limit it downwards.
+    can only become the fastest after B has changed by at least a factor of m. As the best n (number of
+    chunks) does not fall while B grows, only degrees with more chunks limit the range upwards, and only those
+    with fewer chunks limit it downwards.
 
         B = 1000    n=2: 10 ms    n=4: 11 ms    n=1: 14 ms    -> 2 is the fastest from 800 to 1100 tokens
 
     The factors are made smaller by the resolution of the measurements, and are at most REACH: in the example,
     1.25 instead of 1.4 downwards.
 
+    B: number of tokens of the batch.
     times: measured times of a step by degrees (numbers of chunks of both passes).
     """
     fastest = min(

@@ -23,14 +23,14 @@ def even_task_costs(
     """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
     A task with products takes time for its multiply-adds and for reading its weights. Every chunk reads the
-    weights again. Messages and copies take time for their bytes. Tasks that only move rows within the device
-    count as free, so they are not in the result. So does packing rows that are sent in another form.
+    weights again. Messages and copies take time for their bytes. Tasks that count as free are not in the
+    result: moving rows within the device, and packing rows into a narrower number format for sending.
 
     sizes: sizes of the layer.
     profile: measured rates.
     num_tokens: tokens of this rank, evenly routed.
     n: number of chunks of the pass.
-    direction: the pass. It matters only if dispatched rows are sent in another form (`Wires`).
+    direction: the pass. It matters only if dispatched rows are sent in a narrower number format (`Wires`).
     """
     rows = num_tokens * sizes.top_k / n
     crossing = (sizes.ep_size - 1) / sizes.ep_size  # rows for the own rank cross no link
@@ -115,6 +115,8 @@ def simulated_step(
 def step_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, choice: Choice) -> float:
     """Returns the simulated seconds of a forward pass and the backward pass after it.
 
+    sizes: sizes of the layer.
+    profile: measured rates.
     num_tokens: tokens of this rank, evenly routed.
     choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
     """

@@ -22,7 +22,8 @@ class CallRows:
     tokens: T, the rows of the layer's input.
     inner: number of input rows that the passes dispatch: the T tokens, or the rows that are made from them
         (see ``spread``).
-    slots: number of pairs of an input row and an expert to which it is sent; T * K in a plain layer.
+    slots: number of pairs of an input row and an expert to which it is sent; T * K in a plain layer with
+        top_k = K.
     choices: the most experts to which one input row can be sent.
     spread: how input rows are made from tokens: "padded" copies tokens to a fixed number of rows for each
         expert (its capacity), "mixed" computes weighted sums of tokens (SoftMoE); "" if the input rows are
@@ -38,7 +39,7 @@ class CallRows:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyNumbers:
-    """Numbers of copies of busy experts in a call, as one rank sees them; upper bounds for any routing.
+    """Upper bounds, for any routing, of the copies of busy experts that one rank has to do with in a call.
 
     hosted: copies of other ranks' experts that this rank hosts.
     sent: experts of this rank that have copies on other ranks.
@@ -51,7 +52,7 @@ class CopyNumbers:
 
     @staticmethod
     def at_most(per_rank: int, num_local: int, num_ranks: int) -> CopyNumbers:
-        """Returns the largest numbers that are possible.
+        """Returns the largest numbers of copies of busy experts that are possible.
 
         per_rank: the most copies that a rank hosts; 0 without copies.
         num_local: number of experts of a rank.
@@ -69,7 +70,7 @@ class CopyNumbers:
 class LayerSizes:
     """Sizes of one layer: numbers of elements and ranks, and bytes of an element.
 
-    d_model: M, columns of a row that is sent to experts. They are those of a token, unless there is d_latent.
+    d_model: M, columns of a row that is sent to experts: those of a token, or d_latent if the layer has it.
     num_experts: E, experts of all ranks together.
     top_k: K, experts of a token.
     num_ranks: W, ranks of the layer's process group.
@@ -78,8 +79,8 @@ class LayerSizes:
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
     frozen_parameters: how many of these elements need no gradient.
-    scaled_parameters: how many of these elements a call copies, because it multiplies them by a factor: the
-        scale of an adapter's B.
+    scaled_parameters: how many of these elements a call copies in order to multiply them by a factor: those
+        of the second matrix (B) of adapters, which the adapter's scale multiplies.
     gate_parameters: elements of the gate that need a gradient.
     has_shared_gate: whether the shared expert's output is scaled by a gate; only read with d_latent.
     outer: columns of a token of a layer with d_latent, whose rows are narrower; 0 without d_latent.
@@ -88,11 +89,11 @@ class LayerSizes:
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
     cast_from: under autocast, bytes of an element of the tokens and parameters before the cast; else 0.
     esp_size: number of ranks that each expert is split over.
-    rotates: whether buffers are ring slots: a few pieces of memory that chunks use in turn.
+    rotates: whether chunks share a few buffers of fixed size (ring slots), which they use in turn.
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
-    wires: the forms in which dispatched rows are sent.
+    wires: the number formats in which rows are dispatched, such as bfloat16 for float32 rows.
     copies: numbers of copies of busy experts.
     shared_columns: the same as ``columns`` for the shared expert, which computes every token; 0 without a
         shared expert.
@@ -127,7 +128,7 @@ class LayerSizes:
 
     @property
     def latent_parameters(self) -> int:
-        """Number of elements of the two projections of latent experts; 0 without d_latent."""
+        """Number of elements of the two projections that a layer with d_latent has; 0 without d_latent."""
         return 2 * self.outer * self.d_model
 
     @property
@@ -149,7 +150,7 @@ class LayerSizes:
 
     @property
     def gradient_multiply_adds(self) -> int:
-        """Multiply-adds of one row in the products of weight gradients (tasks W and LW).
+        """Multiply-adds that the weight gradients take for each row.
 
         0 if the experts are frozen. If only an adapter is trained, each of its matrices needs two products.
         """
@@ -173,7 +174,10 @@ class LayerSizes:
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=self.top_k)
 
     def sent_bytes(self, wire: WireName | None = None) -> int:
-        """Returns the bytes of a row while it is sent in a form; of a row as it is if ``wire`` is None."""
+        """Returns the bytes of the message of one row.
+
+        wire: the number format in which the row is sent, such as "bfloat16"; None for the rows' own dtype.
+        """
         return message_bytes(wire, self.d_model, self.element_size)
 
     def buffer_sizes(self, **arguments: Any) -> BufferSizes:
@@ -217,7 +221,7 @@ class LayerSizes:
 
 
 def check_fits(num_experts: int, top_k: int, num_ranks: int) -> None:
-    """Raises ValueError if top_k is above num_experts, or if num_ranks does not divide num_experts."""
+    """Raises ValueError if top_k is above num_experts, or if num_experts is no multiple of num_ranks."""
     if top_k > num_experts:
         raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
     if num_experts % num_ranks:
@@ -249,8 +253,8 @@ def sizes_from_options(
         esp_size: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
-    Raises ValueError if top_k is above num_experts, if num_ranks / esp_size does not divide num_experts, or
-    if rows of this dtype cannot be sent in these forms.
+    Raises ValueError if top_k is above num_experts, if num_experts is no multiple of num_ranks / esp_size, or
+    if rows of this dtype cannot be sent in the number formats ``wire`` and ``wire_backward``.
     """
     check_wires(Wires(rows=wire, gradients=wire_backward), dtype)
     ep_size = num_ranks // esp_size

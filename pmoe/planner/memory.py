@@ -40,7 +40,7 @@ SMALL = 4096
 """Bytes added for everything too small to be listed: scalars, counts, and what allocators round up."""
 
 WIDE = 4
-"""Bytes of a float32 element. Elements of fewer bytes are summed in float32."""
+"""Bytes of a float32 element. Elements of narrower dtypes are summed in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class PredictedMemory:
     - host: offloaded to host memory.
     - peak: the most that the device holds at once, over both passes.
     - forward_peak, backward_peak: the peak of each pass.
-    - promised: the peak without the parameters' gradients. A memory budget limits this number.
+    - promised: the peak without the parameters' gradients. This is the number that a memory budget limits.
     - is_bound: True if row counts were not known. All numbers are then upper bounds for any routing.
     - tensors: bytes by name of a tensor.
     - unknown: tensors of the user's own modules, which are not counted, in words.
@@ -177,16 +177,17 @@ def predict(
 class AroundLatent(NamedTuple):
     """Bytes that a layer with d_latent holds outside the pass: for its projections and its shared expert.
 
-    These work on rows of d_model columns, and the pass on rows of d_latent columns. All are 0 without
-    d_latent.
+    The pass sends and computes rows of d_latent columns; projections and shared expert work on d_model
+    columns. All numbers are bytes, except ``parameters``, and 0 without d_latent.
 
     tokens: the layer's output; as large as its input and the input's gradient.
-    saved: tensors between forward and backward, beside those of the pass.
+    saved: tensors between forward and backward, in addition to those of the pass.
     not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
-    gradients: gradients of parameters that exist while backward's pass runs.
+    gradients: gradients of parameters that exist while the pass's backward runs.
     first: gradients while the shared expert is differentiated, at the start of backward.
-    of_shared: the gradient of the input that comes from the shared expert, which exists from then on.
-    parameters: the number of elements, not the bytes, of the projections' and the shared expert's parameters.
+    of_shared: the gradient of the input that comes from the shared expert, which exists until the end of
+        backward.
+    parameters: number of elements of the projections' and the shared expert's parameters.
     """
 
     tokens: int = 0
@@ -200,12 +201,14 @@ class AroundLatent(NamedTuple):
 
 
 def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> AroundLatent:
-    """Returns the bytes that a layer with d_latent holds around the pass.
+    """Returns the bytes that a layer with d_latent holds outside the pass.
 
     The up-projection saves the pass's output, and backward may send the projected tokens again. A shared
     expert is computed after the pass, and differentiated before it. Autograd saves its hidden activation,
     before and after the nonlinearity, and its output if a shared gate scales it.
 
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
     restore: the restore pair: how backward gets the experts' input.
     """
     if not sizes.outer:
@@ -246,11 +249,14 @@ class CopyBytes(NamedTuple):
 def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyBytes:
     """Returns an upper bound of the bytes that copies of busy experts take on a rank.
 
-    A rank sends each of its experts that has copies once. If an expert has several copies, their ranks pass
-    parts of it on to each other, in messages that together hold at most two experts.
+    A rank sends the weights of each of its experts that has copies once. If an expert has several copies,
+    their ranks pass parts of the weights on to each other, in messages that together hold at most two
+    experts.
 
+    sizes: sizes of the layer, with the numbers of copies.
     backward: numbers of rows of the backward pass.
-    restore: copies are sent again in backward if the experts' input (T_DI) is. Otherwise they are kept.
+    restore: the weights of copies are sent again in backward if the experts' input (T_DI) is. Otherwise they
+        are kept.
     """
     copies = sizes.copies
     if not copies.hosted and not copies.sent:
@@ -268,11 +274,12 @@ def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyB
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
-    """Returns (bytes of T_DI and T_M on the device between the passes, bytes offloaded to the host).
+    """Returns (bytes on the device between the passes by tensor, bytes offloaded to the host).
 
-    T_DI are the experts' inputs, T_M their hidden activations. The first result maps "T_DI" and "T_M" to
-    bytes; a tensor that is offloaded or made again has 0. The second is the sum of the offloaded bytes.
+    The tensors are "T_DI", the experts' inputs, and "T_M", their hidden activations. A tensor that is
+    offloaded or made again has 0 bytes on the device. The second result is the sum over both tensors.
 
+    sizes: sizes of the layer.
     forward: numbers of rows of the forward pass.
     restore: whether each tensor is kept, offloaded, or made again.
     """
@@ -290,6 +297,7 @@ def _held(
     If the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
     Otherwise a buffer counts only while it is needed.
 
+    sizes: sizes of the layer.
     rows: numbers of rows of the pass.
     direction: "forward" or "backward".
     restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
@@ -328,9 +336,10 @@ def _forward_work(
     To each of these are added: routing weights, small tensors (`_unit_bytes`), and rows that are not cut into
     chunks (`_whole_rows`).
 
+    sizes: sizes of the layer.
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
-    buffers: bytes of forward's buffers at the four moments.
+    buffers: bytes of forward's buffers at these four moments.
     """
     # The pass also holds the routing weights of rows that stay, in sorted order.
     weights = (3 * (forward.received + forward.sent) + call.slots) * sizes.weight_size
@@ -350,8 +359,8 @@ def _forward_work(
 def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes) -> int:
     """Returns the most bytes that backward holds at once, apart from two things that the caller adds.
 
-    Not included are the tensors that forward saved, and the sums of the parameters' gradients. The result is
-    the largest of the bytes held
+    These two are the tensors that forward saved, and the sums of the parameters' gradients. The result is the
+    largest of the bytes held
 
     - while the shared expert's backward runs, at the start of the pass;
     - while the experts' backward runs;
@@ -361,6 +370,7 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
     Experts compute the gradient of a routing weight as an inner product over the hidden columns, for a block
     of rows at a time, in float32 at least.
 
+    sizes: sizes of the layer.
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
     buffers: bytes of backward's buffers at the four moments.
@@ -388,12 +398,14 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
 
 
 def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
-    """Returns the bytes that packing or unpacking the rows of one chunk takes, beside the buffers.
+    """Returns the bytes that it takes to convert one chunk's rows to or from the format of their messages.
 
-    They run before or after the products of a chunk, whose temporary tensors are not held meanwhile.
+    Rows are converted before or after the products of the chunk, so these bytes and the temporary tensors of
+    the products do not exist at the same time.
 
+    sizes: sizes of the layer.
     rows: numbers of rows of the pass.
-    wire: the form in which the rows are sent. The result is 0 if it is None.
+    wire: the number format in which the rows are sent. None sends rows as they are, and the result is 0.
     """
     if wire is None:
         return 0
@@ -403,11 +415,12 @@ def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
 
 
 def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
-    """Returns the bytes of rows that are not cut into chunks.
+    """Returns the bytes of rows that are held for the whole batch at once, not chunk by chunk.
 
     These are the shared expert's results for all tokens, and two copies of the rows of other ranks that this
     rank passes on in a hierarchical all-to-all.
 
+    sizes: sizes of the layer.
     call: numbers of rows of the call.
     rows: numbers of rows of the pass.
     """
@@ -432,8 +445,9 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:
     """Returns the largest number of rows that the experts' backward processes at a time.
 
-    The experts' backward splits the rows of a product into blocks, to keep temporary tensors small.
+    Backward splits the rows of a product into blocks, to keep temporary tensors small.
 
+    sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
     """
     return min(sizes.columns.scratch_rows, backward.largest_unit)
@@ -448,12 +462,14 @@ def _graph(sizes: LayerSizes, backward: PassRows) -> int:
 
 
 def _summed_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
-    """Returns the bytes of the copy of rows that is made to sum the rows of each token.
+    """Returns the bytes of the temporary copy of rows that is made to sum the rows of each token.
 
-    The copy has rows of one chunk in the order of tokens. Chunks are summed one after another, so only the
-    largest counts. On the CPU, rows of four bytes or more are added choice by choice, so the copy has one row
-    for each token of a chunk. With top_k = 1 there is nothing to sum, and the result is 0.
+    The copy has the rows of one chunk, sorted by token. Chunks are summed one after another, so only the
+    largest counts. On the CPU, rows with elements of four bytes or more are added one choice (of the top_k
+    experts) after another, so the copy has one row for each token of a chunk. With top_k = 1 there is nothing
+    to sum, and the result is 0.
 
+    sizes: sizes of the layer.
     call: numbers of rows of the call.
     rows: numbers of rows of the pass.
     """
@@ -467,7 +483,7 @@ def _summed_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 
 
 def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of small tensors that accompany the largest matrix product of a pass.
+    """Returns the bytes of temporary tensors that belong to the largest matrix product of a pass.
 
     These are
 
@@ -478,6 +494,7 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     - float32 copies of rows and weights, if bfloat16 or float16 rows are multiplied by float32 weights
       outside of a kernel.
 
+    sizes: sizes of the layer.
     rows: numbers of rows of the pass.
     """
     unit = rows.largest_unit
@@ -608,7 +625,7 @@ class BufferLifetimes:
         sharded over ranks, and are allocated after the experts.
     pending: needed until the weight gradient of the same chunk is computed.
     brief: needed until the experts' products are done.
-    result: the experts' result in expert order. It is needed until the end of the task, which copies the
+    result: the experts' result, sorted by expert. It is needed until the end of the task, which copies the
         result to the first buffer of ``stay``.
     """
 
@@ -634,10 +651,9 @@ MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
         Kind.LOCAL: BufferLifetimes(pending=("dT_M_L", "active_L", "dT_DO_L")),
     },
 }
-"""Buffers that each kind of task allocates, by direction. Kinds that are missing count as allocating none."""
+"""Buffers that each kind of task allocates, by direction. Kinds that are missing allocate none."""
 ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
-"""Maps a kind of task to the kind that allocated its ``pending`` buffers. The key's task is their last user.
-"""
+"""Maps a kind of task to the kind of task that allocated the ``pending`` buffers which it uses last."""
 
 
 class PassBytes(NamedTuple):
@@ -656,12 +672,13 @@ class PassBytes(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Joins the rows of several chunks that stay on their rank, as a pass without ring slots computes them.
+    """Changes row counts as a pass without ring slots computes rows that stay on their rank: in few tasks.
 
     Rows whose expert is on their own rank are not sent. A pass without ring slots (reused buffers) computes
     them in fewer tasks than there are chunks, because small products are slow: the first task has the rows of
     several chunks.
 
+    sizes: sizes of the layer.
     rows: numbers of rows of a pass, with the rows that stay counted chunk by chunk (``extent.local``).
 
     Example: rows that stay (4, 4, 4), computed in 2 tasks -> (8, 4).

@@ -1,5 +1,6 @@
 """Candidates: choices of n and the restore pair with predicted seconds and bytes; returns the best one.
 
+n is the number of chunks. The restore pair says how backward gets the experts' inputs and hidden activations.
 Nothing runs in this file: sizes, schedules and a profile (measured rates) are enough. A layer asks for the
 fastest choice within its memory budget. The answer follows from numbers that all ranks of the layer share, so
 all ranks choose the same. `pmoe plan` asks for advice before anything runs.
@@ -65,7 +66,7 @@ def bound(
         call: numbers of rows of the rank with most tokens.
         choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
         slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
-            with K experts each. Chunks are cut finer until their rows fit into a slot.
+            with K experts each and n chunks. Chunks are cut finer until their rows fit into a slot.
         bins: number of equal parts of the batch in which rows are counted. No chunk can be cut finer than
             such a part, so this number limits the rows of the largest chunk. None takes the number that a
             layer with only this choice uses.
@@ -178,7 +179,9 @@ class Advice:
 
     @property
     def even_bytes(self) -> int:
-        """Upper bound of the decision's bytes if each rank receives only as many rows as it sends."""
+        """Upper bound of the decision's bytes if routing is even: each rank receives as many rows as it
+        sends.
+        """
         sizes = self.sizes
         even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
         return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
@@ -259,14 +262,14 @@ T = TypeVar("T")
 PRICE = operator.attrgetter("seconds", "memory.promised")
 """Sort key of candidates: seconds, then bytes."""
 NEAR = 1.25
-"""Trials measure a restore pair only if it takes at most 1.25 times the cheapest pair's seconds by Eq. 10.
+"""Trials measure a restore pair only if it takes at most this many times the cheapest pair's seconds.
 
-Several pairs are measured because Eq. 10 counts only the slowest of computation, communication and copies: a
-pair that is slower by the equation may really be faster.
+The seconds are predicted by MPipeMoE's Eq. 10. A pair that is slower by this equation may really be faster,
+because the equation counts only the slowest of computation, communication and copies.
 """
 
 Measured = Sequence[PassTimes] | None
-"""Measured times of each choice, the same on every rank. They are `OUT_OF_MEMORY` for one that cannot run.
+"""Measured times of each choice, the same on every rank; `OUT_OF_MEMORY` for a choice that cannot run.
 
 None if the layer allows no trials, or if no trial could run.
 """
@@ -386,7 +389,10 @@ class Chooser:
     def fits(self, sizes: LayerSizes, tokens: int, choices: Sequence[Choice]) -> bool:
         """Returns whether any choice stays within the memory budget for any routing.
 
-        sizes, tokens, choices: as in `fitting`; tokens of the rank with most tokens.
+        sizes: sizes of the layer.
+        tokens: tokens of the rank with most tokens.
+        choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+            made again).
         """
         budget = self.budget
         assert budget is not None
@@ -438,8 +444,8 @@ def without_offload(choices: Sequence[Choice]) -> list[Choice]:
 def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
     """Returns the choice that is fastest in trials; None for a single choice, or if trials are not allowed.
 
-    Often the measured seconds of several choices differ by no more than the noise of the machine explains.
-    Of these, the one that is predicted to be the fastest is returned.
+    Often the measured seconds of several choices differ only by the noise of the machine. The function then
+    returns the choice with the fewest predicted seconds among them.
 
     few: the choices to compare, in order of their predicted seconds.
     tried: measures the seconds of these choices by trials; its result is None if trials are not allowed.
@@ -467,7 +473,8 @@ def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
 def rounded_up(tokens: int) -> int:
     """Returns a number of tokens, rounded up to three significant binary digits.
 
-    Similar batches then share a decision. Example: 1000 -> 1024, 1100 -> 1280.
+    A choice is remembered by this number, so batches of similar size share it. Example: 1000 -> 1024, 1100 ->
+    1280.
     """
     step = 1 << max(tokens.bit_length() - 3, 0)
     return -(-tokens // step) * step

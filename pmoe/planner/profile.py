@@ -24,7 +24,7 @@ WIDTH = {"cpu": 512, "cuda": 4096}
 
 
 def alphas(weights: float, device_type: str) -> float:
-    """Returns the factor by which a product's fixed time exceeds that of the measured product; at least 1.
+    """Returns the fixed time of a product, as a multiple of the fixed time that was measured; at least 1.
 
     The fixed time (alpha) is the part of the seconds that does not depend on the number of rows.
 
@@ -32,7 +32,8 @@ def alphas(weights: float, device_type: str) -> float:
                 0.04 ms for 512 x 512 elements of float32, 0.4 ms for 512 x 2048.
         GPU     1, because alpha is the launch of the kernel: a GPU reads weights while it computes.
 
-    weights: elements of the product's weight.
+    weights: elements of the product's weight. The measured weight has WIDTH^2 elements.
+    device_type: "cpu" or "cuda".
     """
     return max(1.0, weights / WIDTH["cpu"] ** 2) if device_type == "cpu" else 1.0
 
@@ -53,7 +54,7 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Record of what a profile was measured on. A profile is used only where all fields are the same.
+    """What a profile was measured on. It is used only on a device and group with the same values.
 
     device: full name of the device.
     device_type: "cpu" or "cuda".
@@ -75,9 +76,12 @@ class Identity:
     link: str = ""
 
     def difference(self, other: Identity) -> str:
-        """Returns a text with the fields that differ between two identities, each with both values.
+        """Returns a text that lists what differs between this identity and another one; "" if nothing
+        differs.
 
-        Versions are compared one by one. If nothing differs, the text is "". Example: "num_ranks 4, here 8".
+        Example: "num_ranks 4, here 8". Versions are compared one by one.
+
+        other: the identity of the present device and group ("here").
         """
         own_fields, other_fields = (
             asdict(identity) | asdict(identity.versions) for identity in (self, other)
@@ -92,10 +96,10 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Lines of FSMoE's performance models (Eq. 1, Section 5.1): seconds of one operation by its size.
+    """Costs of FSMoE's operations (Eq. 1, Section 5.1): lines that give the seconds of each by its size.
 
-    Each line is fitted by least squares over the sizes of Section 6.2. Ranks form groups that share experts:
-    num_ranks = num_across * num_inside.
+    Each line is fitted by least squares over the sizes of the paper's Section 6.2. Ranks form groups that
+    share experts: num_ranks = num_across * num_inside.
 
     num_across: number of groups. All-to-alls and all-reduces run among one rank of each group.
     num_inside: number of ranks of a group, which split the hidden columns of each of their experts.
@@ -143,7 +147,8 @@ class Profile(Identity):
     seconds: how long the measurement took.
     when: time at which the measurement ended, ISO 8601, UTC.
     r_squared: the smallest coefficient of determination of the fitted lines above.
-    operations: FSMoE's lines, for one arrangement of the ranks in nodes; None until they are asked for.
+    operations: costs that FSMoE's solver needs, for one arrangement of the ranks in nodes; None until they
+        are asked for.
     """
 
     compute: LineCost
@@ -199,9 +204,8 @@ class Profile(Identity):
     def sharing(self, inside: int) -> LineCost:
         """Returns the cost of an all-gather or a reduce-scatter, by the bytes that a rank sends.
 
-        If the profile has FSMoE's lines (``operations``), measured for groups of ``inside`` ranks, the result
-        is the measured all-gather. Otherwise the collective is assumed to cost as much per byte as an
-        all-to-all.
+        If the profile has ``operations``, measured for groups of ``inside`` ranks, the result is the measured
+        all-gather. Otherwise the collective is assumed to cost as much per byte as an all-to-all.
 
         inside: number of ranks that share each expert, among which the collective runs.
         """

@@ -1,4 +1,4 @@
-"""Numbers of rows that one rank handles in a pass: counted for one call, or bounds for any routing."""
+"""Numbers of rows that one rank handles in a pass: counted for one call, or upper bounds for any routing."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class PassRows:
     def largest_unit(self) -> int:
         """Rows of the largest matrix product of the pass.
 
-        The rows that a chunk received are one product. The rows that stay on this rank are one product for
-        each chunk, or for several chunks together.
+        The received rows of a chunk are one product. Rows that stay on this rank are further products: one
+        for each chunk, or one for several chunks together.
         """
         return max((*self.extent.received, *self.extent.local), default=0)
 
 
 def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, inside_rank: int = 0) -> PassRows:
-    """Returns the numbers of rows of rank ``rank`` in n chunks, from the row counts that ranks exchanged.
+    """Returns the numbers of rows that a rank handles in a pass of n chunks, from exchanged row counts.
 
     sizes: sizes of the layer.
     counts: rows that this rank sends and receives, counted in equal parts of the batch ("bins").
@@ -112,9 +112,9 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
     n: number of chunks asked for.
     bins: number of equal parts of the batch in which rows are counted. No chunk is smaller than such a part.
         If n does not divide this number, chunks are not cut finer.
-    slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. In a layer with ring slots, chunks
-        that bring more rows than a slot holds are cut finer, again and again, down to one of the ``bins``
-        parts. Without ring slots chunks are not cut.
+    slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a chunk brings more rows than a
+        slot holds, the batch is cut into more chunks, at most into ``bins``. Ignored for layers without ring
+        slots.
     """
     # Rows for a copy on the tokens' own rank count as received.
     own_rows_arrive = not sizes.bypass_local or sizes.copies.hosted > 0
@@ -152,8 +152,11 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
 
 
 def _most_of_chunk(call: CallRows, n: int) -> int:
-    """Returns an upper bound of the rows that one chunk of a rank's tokens makes, if there are n chunks.
+    """Returns an upper bound of the rows that one rank sends in one chunk, if there are n chunks.
 
     A token makes one row for each expert that it is sent to.
+
+    call: numbers of rows of the call.
+    n: number of chunks.
     """
     return min(math.ceil(call.inner / n) * call.choices, call.slots)

@@ -17,10 +17,10 @@ from pmoe.schedule.tasks import Kind, Task
 
 
 class Timed(Protocol):
-    """Interface of a task, as far as the simulator reads it.
+    """The attributes of a task that the simulator reads.
 
     name: unique in a schedule.
-    lane: name of the lane that runs the task.
+    lane: name of the lane that runs the task: a queue, such as a CUDA stream.
     waits: names of the tasks that must end before this task starts.
     """
 
@@ -126,8 +126,7 @@ def makespan(simulated: Iterable[Simulated[T]]) -> float:
 
 
 TaskCost = float | Callable[[Task], float]
-"""Seconds of one kind of task: a number for all its tasks, or a function that returns those of a given task.
-"""
+"""Seconds of a kind of task: a number for all tasks of the kind, or a function of the task."""
 
 COSTS_AS: Mapping[Kind, Kind] = {
     Kind.COMBINE: Kind.DISPATCH,
@@ -135,12 +134,12 @@ COSTS_AS: Mapping[Kind, Kind] = {
     Kind.ALL_GATHER_AGAIN: Kind.ALL_GATHER,
     Kind.SHARE_WEIGHTS: Kind.WEIGHTS,
 }
-"""Maps a kind of task to the kind that costs the same, for kinds that have no cost of their own."""
+"""Maps kinds of tasks that have no cost of their own to a kind of task that takes the same time."""
 
 LOCAL_TWIN: Mapping[Kind, Kind] = {Kind.COMPUTE: Kind.LOCAL} | {
     Kind[kind.name.removeprefix("LOCAL_")]: kind for kind in Kind if kind.name.startswith("LOCAL_")
 }
-"""Maps a kind of task on rows that travel to the kind that does the same work on rows that stay."""
+"""Maps a kind of task on received rows to the kind that does the same for rows that stay on their rank."""
 
 
 def task_seconds(costs: Mapping[Kind, TaskCost]) -> Callable[[Task], float]:

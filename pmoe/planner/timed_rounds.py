@@ -1,7 +1,8 @@
 """Timed rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
 
-A choice is timed in runs of both passes of a layer. Equal runs take different times, so a difference between
-two choices counts only if it is larger than the differences between equal runs:
+A choice, such as a number of chunks, is timed in runs of both passes of a layer. Equal runs take different
+times, so a difference between two choices counts only if it is larger than the differences between equal
+runs:
 
     noise        relative standard deviation of one run, from the repeated runs of all choices together
     resolution   smallest relative difference between two choices that counts as real: CLEAR times the
@@ -44,14 +45,17 @@ MOST_ROUNDS = 9
 USUAL_NOISE = 0.01
 """Relative standard deviation of one run that is assumed before any run is repeated.
 
-A few repeats may agree by accident. This number counts like `USUAL_RUNS` repeats."""
+It also counts afterwards, like `USUAL_RUNS` repeats, because a few repeats may agree by accident.
+"""
 
 USUAL_RUNS = 2
 
 LOWER_MEDIAN = 1.2
 """Standard error of the lower median of r runs, times sqrt(r), for runs with standard deviation 1.
 
-A simulation of normal distributions gives 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4 and 5."""
+Of two middle values, the lower median is the smaller. A simulation of normal distributions gives 1.17, 1.17,
+1.20 and 1.20 for r = 2, 3, 4 and 5.
+"""
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,10 @@ def timed_rounds(
 ) -> dict[T, PassTimes]:
     """Measures choices in rounds until the fastest is clear. Returns the seconds of each choice.
 
-    A choice is left out of later rounds
+    Each round runs every choice that is left. Round 0 warms up. A choice is left out of later rounds
 
-    - if it takes more than FAR times the seconds of the fastest choice, both in the first timed round and in
-      the warm-up round before (the warm-up round counts only for this rule and in `_timed`);
+    - if it takes more than FAR times the seconds of the fastest choice, both in the warm-up round and in the
+      first timed round;
     - from the second timed round on, if it is slower than the fastest choice by more than noise explains
       (`PassTimes.resolution`).
 
@@ -178,7 +182,7 @@ def _timed(
 
     samples: for each choice, the (forward, backward) seconds of each timed run.
     first_runs: for each choice, the (forward, backward) seconds of the warm-up run. They are used only for a
-        choice that was timed once: the lower median of two runs is the faster run, so a single run that
+        choice that was timed once. Its result is then the faster of the two runs, so a single run that
         another process slowed does no harm.
     """
     noise = relative_noise([[sum(passes) for passes in runs] for runs in samples.values()])

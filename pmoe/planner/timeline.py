@@ -23,7 +23,8 @@ ON_COLOUR = "#101010"
 TEXT_SIZE = 12.5
 """Size of text in points, for drawings that are 10 inches wide.
 
-In the documentation such text is at least 12 pixels high, also on phones, where one scrolls the drawing.
+In the documentation such text is at least 12 pixels high. On phones it is too, because drawings are scrolled
+rather than shrunk.
 """
 
 
@@ -54,7 +55,7 @@ class Span:
 
 
 def bars(spans: Iterable[Span]) -> list[Span]:
-    """Returns measured spans as bars of a drawing that starts at 0. A bar starts when its lane is free.
+    """Returns measured spans as bars of a drawing that starts at 0 seconds.
 
     A message is issued while the message before it on the same lane is still being sent. The measured span
     includes this waiting time. The bar does not: it starts when the message before it has ended.
@@ -107,10 +108,10 @@ SHARED: Mapping[str, str] = (
     | dict.fromkeys(("HB", "HAI"), "HA")
     | {"VR": "V", "VGR": "VG"}
 )
-"""Maps a kind of task to the kind that has its colour and its meaning in the legend."""
+"""Maps kinds of tasks without an entry in the legend to the kind that has their colour and meaning."""
 
 HATCHES = ("", "////", "....", "xxxx", "----", "||||", "++++", "oo", "\\\\\\\\", "**")
-"""Patterns on bars of kinds whose letters do not fit on each bar. Solid bars are a pattern, too."""
+"""Patterns on bars of kinds whose letters do not fit on each bar. The first pattern is a solid bar."""
 
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """Lanes from top to bottom. The lanes of copies and of messages inside a node are drawn only if they have
@@ -261,8 +262,8 @@ class Overlap:
     """Seconds of one pass, and how much of its communication no computation hides.
 
     seconds: from the start of the pass's first task to the end of its last task.
-    communication: seconds in which at least one message travels.
-    exposed: seconds in which a message travels while the compute lane is idle.
+    communication: seconds in which at least one message is being sent.
+    exposed: seconds in which a message is being sent while nothing is computed.
 
     The exchange of row counts before a forward pass is not included.
     """

@@ -31,8 +31,8 @@ class RankTask:
 
     task: the task of the schedule.
     rank: the rank; -1 for a collective.
-    name, lane, waits: name, lane and awaited tasks, for the simulator (`Timed`). If the task belongs to one
-        rank, its name and its lane end in "@" and the number of the rank.
+    name, lane, waits: name, lane (a queue of tasks) and awaited tasks, for the simulator (`Timed`). If the
+        task belongs to one rank, its name and its lane end in "@" and the number of the rank.
     """
 
     task: Task
@@ -47,7 +47,11 @@ def tasks_of_ranks(schedule: Schedule, num_ranks: int) -> list[RankTask]:
 
     If a collective waits for a task in the schedule, it waits for this task of every rank.
 
-    Example: G0 and S0 on 2 ranks -> G0 of rank 0, G0 of rank 1, and one S0, which waits for both.
+    schedule: the tasks of one rank.
+    num_ranks: number of ranks.
+
+    Example: a task G0 and a collective S0 on 2 ranks -> G0 of rank 0, G0 of rank 1, and one S0, which waits
+    for both.
     """
     lanes = {task.name: task.lane for task in schedule.tasks}
     ranks = range(num_ranks)
@@ -72,7 +76,7 @@ class UnevenLayer:
     """Sizes of a layer, and the loads of its experts in one call.
 
     loads: rows of each expert, from all ranks together. Experts are spread over the ranks in order.
-    row_bytes: bytes of a row that travels: M times the bytes of an element.
+    row_bytes: bytes of a row that is sent: d_model times the bytes of an element.
     multiply_adds: multiply-adds of a row in the forward pass. The gradients of the rows take as many, and the
         gradients of the parameters take as many again.
     expert_bytes: bytes of one expert's parameters. The gradients of an expert have as many bytes.
@@ -96,9 +100,12 @@ def nodes_of(cluster: Cluster) -> list[int]:
 def copy_prices(layer: UnevenLayer, cluster: Cluster, *, trains: bool) -> tuple[int, int]:
     """Returns (price of a copy on its owner's node, price on a different node), in rows, rounded up.
 
-    The price is the time to send the copy's weights, and also its gradients if the layer is trained, divided
-    by the time of one row. The time of a row is that of its products, or of its messages if these are slower.
+    The price is the number of rows that a rank could compute while the copy's weights are sent, and also its
+    gradients if the layer is trained. The time of a row is that of its products, or of its messages if these
+    are slower.
 
+    layer: sizes of the layer.
+    cluster: the machines.
     trains: whether a backward pass follows.
     """
     num_ranks = cluster.num_ranks
@@ -179,7 +186,12 @@ def _task_costs(
 
 
 def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan | None) -> tuple[list[int], list[int]]:
-    """Returns the numbers of rows that each rank's own experts compute, and that its copies compute."""
+    """Returns the numbers of rows that each rank computes with its own experts, and with copies of others.
+
+    layer: sizes of the layer, and the loads of its experts.
+    num_ranks: number of ranks.
+    plan: copies of busy experts; None if no expert has copies.
+    """
     own_rows = [0] * num_ranks
     copy_rows = [0] * num_ranks
     for expert, (load, owner) in enumerate(zip(layer.loads, layer.owners(num_ranks), strict=True)):
@@ -193,8 +205,11 @@ def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan | None) -> tuple[li
 def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int) -> float:
     """Returns the seconds of one chunk's all-to-all, dispatch or combine.
 
+    layer: sizes of the layer.
+    cluster: the machines.
     rows: for each rank, the rows that its experts and copies compute in the whole pass. Each of the W ranks
         sends 1 / W of these rows.
+    n: number of chunks.
     """
     num_ranks = cluster.num_ranks
     local = cluster.ranks_per_machine
@@ -218,8 +233,12 @@ def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int)
 def _broadcast(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan | None) -> float:
     """Returns the seconds to send the weights of all copies to their hosts, or their gradients back.
 
-    A rank receives its copies. It sends each of its own experts that has copies once on each link that leads
-    to a host.
+    A rank receives the weights of its copies. It sends the weights of each of its own experts that has copies
+    once over each link (inside the node, between nodes) that leads to a host.
+
+    layer: sizes of the layer.
+    cluster: the machines.
+    plan: copies of busy experts; None if no expert has copies.
     """
     nodes = nodes_of(cluster)
     received: Counter[tuple[int, bool]] = Counter()

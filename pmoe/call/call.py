@@ -31,8 +31,8 @@ class Call:
                           on memory that was never written (`pmoe.call.shape_run`)
     may_run_again         whether an activation checkpoint may be around the call
                           (`pmoe.checkpointing.replay.may_run_again`)
-    replay                makes the decisions of the call. In the second pass of activation checkpointing, it
-                          repeats those of the first pass
+    replay                computes each decision of the call, such as the routing. In the second pass of
+                          activation checkpointing it returns the decisions of the first pass
     """
 
     layer: nn.Module

@@ -5,7 +5,7 @@ Functions of this file, in the order in which a call uses them:
 CountsSource.agree        lets the ranks agree; may communicate, and the host may wait   -> AgreedChoice
 CountsSource.decision     decides the rest without communication or waiting              -> Decision
 Decision.runner           sends the rows and computes the experts; decides nothing
-LastCall.of               returns what `layer.ran`, `layer.row_counts` and statistics show   -> LastCall
+LastCall.of               keeps what `layer.ran`, `layer.row_counts` and statistics show   -> LastCall
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LastRowCounts(Protocol):
 
 @dataclass(frozen=True)
 class HostRowCounts:
-    """The row counts of one call, for those who ask the layer after the call. Implements `LastRowCounts`.
+    """The row counts of one call, kept for users who read them after the call. Implements `LastRowCounts`.
 
     shared          how many rows are sent and received, padding included. These counts are on the host, or
                     on the device if the layer has one rank whose kernels sort the rows. Counts on the device
@@ -80,7 +80,7 @@ class AgreedChoice:
         choice   the numbers of chunks of both passes and the restore pair (how backward gets the experts'
                  input and hidden activation); None if neither pass is cut into chunks
         steps    the operators of the fused kernels; None if fused kernels compute neither pass
-        copies   the copies of busy experts, as this rank sees them; None for none
+        copies   the copies of busy experts, with those that this rank hosts and sends; None for no copies
 
     The second pass of activation checkpointing takes this record and the routing from the first pass. All
     other decisions follow from these two without communication.
@@ -100,11 +100,10 @@ class CountsSource(Protocol):
         call     the call
         routed   its tokens with their routing
 
-    Arguments of both methods:
+    Both methods have these arguments:
 
-        modules  the modules that the schedule computes, with the experts that were really called. If a
-                 wrapper holds several `Experts`, it may call another one than the first, which
-                 ``call.modules`` has
+        modules  the modules that the schedule computes, with the experts that were really called. They may
+                 not be those of ``call.modules``, because a wrapper may hold several `Experts` and call any
         inputs   the rows and parameters of the call
     """
 
@@ -136,13 +135,13 @@ class CountsSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The way in which one call will be run: everything that is needed to run it.
+    """Everything that is needed to run one call.
 
     call      the call
     routed    its tokens with their routing
     inputs    the rows and parameters, cast to the dtype in which the experts compute
-    runner    the object that computes the experts' output (T_O) from ``inputs``, and their gradients
-    counts    row counts, for those who ask the layer after the call
+    runner    the object that computes the experts' output (T_O) from ``inputs``, and the gradients
+    counts    row counts, for users who read them after the call
     plan      the chunks of both passes; None if neither pass is cut into chunks
     restore   the restore pair: how backward gets the experts' input and hidden activation. None if every
               buffer has memory of its own (no ring slots) and kernels are not fused
@@ -171,12 +170,12 @@ class Decision:
 class BalanceReport:
     """The record of what copies of busy experts did in a call. It is the same on every rank.
 
-    before        rows of the busiest rank over the mean of all ranks, without copies
+    before        rows of the busiest rank divided by the mean of all ranks, if there were no copies
     after         the same with the copies, as planned; equal to ``before`` if there are none
     copies        number of copies, all ranks together
-    weight_bytes  bytes of the copies' weights; 0 if the ranks have them from an earlier call. If gradients
-                  are wanted, as many bytes of gradients go home, and the weights are sent a second time if
-                  memory_reuse sends T_DI again
+    weight_bytes  bytes of the copies' weights that are sent before the call; 0 if the ranks have them from
+                  an earlier call. Not included: in training, as many bytes of gradients are sent back, and
+                  the weights are sent a second time if memory_reuse sends the experts' inputs again
     """
 
     before: float
@@ -220,9 +219,9 @@ class RunReport:
 class LastCall:
     """The record that a layer keeps of its last call. All fields are None before the first call.
 
-    l_aux    scalar, the auxiliary loss, on the autograd graph of the call
-    counts   its row counts
-    ran      how it was run
+    l_aux    the auxiliary loss, a scalar on the autograd graph of the call
+    counts   the call's row counts
+    ran      how the call was run
     """
 
     l_aux: Tensor | None = None
@@ -231,7 +230,7 @@ class LastCall:
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
-        """Returns the record of a call that was run as ``decision`` says."""
+        """Returns the record that the layer keeps of a call which was run as ``decision`` says."""
         plan = decision.plan
         needs_grad = decision.needs_grad
         routing = decision.routed.routing

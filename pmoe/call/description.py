@@ -1,4 +1,7 @@
-"""The options of a layer as texts. Ranks compare the texts, and trials store their results under them."""
+"""Texts that describe the options of a layer.
+
+Ranks compare the texts, and results of trials are stored by them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import torch
 from pmoe.call.modules import LayerModules
 
 COMPARED = ("gate", "experts", "shared_expert", "order", "dispatch", "combine", "shared_gate")
-"""The fields of `LayerModules` with modules that must have the same class and settings on every rank."""
+"""The fields of `LayerModules` whose modules must have the same class and settings on every rank."""
 
 PLAIN = (bool, int, float, str, torch.dtype)
-"""The types of attributes that describe a module. Attributes of other types are left out of its text."""
+"""The types of attributes that a module's text includes. Attributes of other types are left out."""
 
 NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equal", "are_equal")
-"""The attributes that are left out of a module's text, because they change neither results nor times."""
+"""Attributes that a module's text leaves out, because they change neither results nor times."""
 
 
 def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[str, str]:
@@ -23,8 +26,9 @@ def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[s
 
     Ranks compare these texts, because all ranks must have built the same layer.
 
-    of_users: whether to include settings of modules that pmoe does not define. Ranks may differ in such
-        settings, so the texts that ranks compare leave them out.
+    modules: the modules and options of the layer.
+    of_users: whether to include settings of modules that pmoe does not define. The texts that ranks compare
+        leave them out, because ranks may differ in such settings.
     """
     option_texts = {field.name: getattr(modules.options, field.name) for field in fields(modules.options)}
     others = {
@@ -40,8 +44,9 @@ def _described(module: object, of_users: bool) -> str:
 
     The text holds no addresses and nothing random, so equal modules have equal texts in all processes.
 
-    of_users: whether to include attributes and dtypes of classes outside pmoe. If not, the text is only the
-        name of such a class.
+    module: the module.
+    of_users: whether to include attributes and dtypes of classes outside pmoe. If not, the text for such a
+        class is only its name.
 
     Example: "TopKGate(normalize=True, top_k=2, weight=torch.float32, z_loss_weight=0.0)"
     """

@@ -1,6 +1,6 @@
-"""The features that a layer asks for, and the reasons why parts of pmoe cannot compute the layer.
+"""The features that a layer asks for, and the reasons why parts of pmoe cannot compute a layer.
 
-`pmoe.runners.features.SUPPORTED` is the table of which part supports which features.
+The table `pmoe.runners.features.SUPPORTED` says which part supports which features.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu", "pmoe.experts.lora")
-"""The Python modules of the gates and experts that the kernels compute.
+"""The Python modules with the classes of experts that pmoe's kernels can compute.
 
-A subclass in another module may compute something else, so the kernels refuse it. Experts with adapters have
-a feature of their own.
+A subclass in another module may compute something else, so the kernels refuse it. Experts with adapters
+(lora) count as a feature that a kernel must support.
 """
 
 
@@ -42,7 +42,7 @@ def refusal_of(modules: LayerModules, component: str) -> str | None:
 
 
 def features_of(modules: LayerModules) -> frozenset[Feature]:
-    """Returns the features that the layer has and a layer with default options does not have."""
+    """Returns the features of a layer that a layer with default options does not have."""
     options = modules.options
     gate = modules.gate
     switches = modules.options.switches

@@ -1,4 +1,4 @@
-"""The projections around experts of another width than the layer (``d_latent``)."""
+"""The projections before and after experts that are narrower or wider than the layer (``d_latent``)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import nn
 
 
 class LatentProjections(nn.Module):
-    """The two projections of latent experts: linear maps without bias, equal on every rank.
+    """The two projections of a layer with ``d_latent``: linear maps without bias, equal on every rank.
 
-    down: (T, d_model) -> (T, d_latent), with a weight (d_latent, d_model).
+    down: (T, d_model) -> (T, d_latent) for T tokens, with a weight (d_latent, d_model).
     up: (T, d_latent) -> (T, d_model), with a weight (d_model, d_latent).
 
-    Both are dense parameters, as those of the gate: data parallelism averages their gradients.
+    Both are dense parameters, like those of the gate: data parallelism averages their gradients.
     """
 
     down: nn.Linear

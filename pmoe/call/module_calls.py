@@ -25,14 +25,16 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 INSIDE = ("base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module", "module")
 """The attributes in which wrappers keep the module that they replace.
 
-In this order: two kinds of PEFT's wrappers, torch.compile, checkpoint_wrapper, and most others.
+The first two are those of PEFT's wrappers, then those of torch.compile and checkpoint_wrapper. "module" is
+the attribute of most others.
 """
 
 
 class SharedGate(nn.Linear):
-    """The gate of the shared expert: returns one score for each token, (T, 1), in float32 or wider.
+    """The gate of the shared expert: returns one score for each of T tokens, (T, 1), in float32 or wider.
 
-    A ``torch.nn.Linear`` with d_model inputs, one output and no bias, so tools that look for Linears find it.
+    It is a ``torch.nn.Linear`` with d_model inputs, one output and no bias, so tools that look for Linears
+    find it.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,11 +44,11 @@ class SharedGate(nn.Linear):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Returns whether calling a module runs more than its class's forward: hooks, or a replaced forward.
+    """Returns whether calling a module runs more than the forward of its class: a hook, or a new forward.
 
     Hooks that are registered for all modules count too
-    (``torch.nn.modules.module.register_module_forward_hook``). An example of a replaced ``module.forward`` is
-    accelerate's offloading.
+    (``torch.nn.modules.module.register_module_forward_hook``). Some libraries replace ``module.forward`` of a
+    single module, for example accelerate's offloading.
     """
     attributes = vars(module)
     has_hooks = any(attributes.get(kind) for kind in HOOKS)
@@ -57,9 +59,10 @@ def experts_inside(name: str, module: nn.Module) -> Experts:
     """Returns the `Experts` of a layer's attribute: ``module``, or the first `Experts` inside a wrapper.
 
     name: name of the layer's attribute, for error messages.
+    module: the attribute's value.
 
-    Raises ValueError if there are none. Raises it for DistributedDataParallel too, which would treat the
-    different experts of the ranks as copies of the same ones.
+    Raises ValueError if there are no `Experts`. Raises it for DistributedDataParallel too: DDP would average
+    the parameters of the ranks, but each rank has different experts.
     """
     if isinstance(module, Experts):
         return module
@@ -77,6 +80,8 @@ def gate_inside(gate: nn.Module) -> nn.Module:
     """Returns the `pmoe.Gate` inside a wrapper; ``gate`` itself if no Gate is found.
 
     The layer calls the wrapper, and reads the gate's options from the returned module.
+
+    gate: the layer's gate, perhaps a wrapper.
     """
     module: object = gate
     while isinstance(module, nn.Module):
@@ -89,7 +94,7 @@ def gate_inside(gate: nn.Module) -> nn.Module:
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
     """Returns the submodule that is registered under ``name``; None if there is none.
 
-    It reads ``_modules`` and does not use getattr, because a wrapper may forward attributes to its module.
+    It looks into ``_modules``, because getattr on a wrapper may return an attribute of the module inside.
     """
     return cast("dict[str, nn.Module | None]", vars(module).get("_modules", {})).get(name)
 
@@ -117,11 +122,11 @@ def described(value: object) -> str:
 def check_callbacks(callbacks: Iterable[object], modules: Iterable[nn.Module]) -> None:
     """Checks that no callback was replaced by a wrapper, and warns of hooks on callbacks.
 
-    A layer calls the methods of its callbacks, never the callbacks themselves. So a hook on a callback does
-    not run, and a wrapper that replaces a callback is not called.
+    A layer calls the methods of its callbacks, never the callback itself as a module. So a hook on a callback
+    does not run, and a wrapper that replaces a callback is not called.
 
     callbacks: all callbacks of the layer.
-    modules: the layer's ``callback_modules``: in the same order, those callbacks that are modules.
+    modules: the layer's ``callback_modules``: those callbacks that are modules, in the same order.
 
     Raises ValueError if ``modules`` has another module in the place of a callback.
     """

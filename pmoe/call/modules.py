@@ -43,12 +43,12 @@ class LayerCache:
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
                    measurements. Each key holds everything on which its value depends
-    counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
-                   rows for them. Empty before the first call
-    had_copies     whether busy experts had copies in the last call
-    kept_copies    copies of busy experts that this rank keeps for the next calls; None for none
-    experts_state  the state of this rank's experts in the last call, by which a change is noticed
-    calls_alike    numbers of calls between two changes of the experts: since the last change, and before it
+    counted        with ``pipeline="solve"``: the numbers of chunks of the last call, for which the next call
+                   counts its rows. Empty before the first call
+    had_copies     whether busy experts had copies on other ranks in the last call
+    kept_copies    the weights of such copies that this rank keeps for the next calls; None for none
+    experts_state  a record of this rank's experts in the last call, which differs if they were changed since
+    calls_alike    (calls since the experts last changed, calls between their last two changes)
     node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     """
 
@@ -65,11 +65,11 @@ class LayerCache:
     calls_alike: tuple[int, int] = (0, 0)
 
     def forget_ranks(self) -> None:
-        """Forgets what was found out together with the ranks, because the ranks have a new process group.
+        """Forgets what the ranks have found out together, because they have a new process group.
 
-        In the next calls the ranks compare their experts again, and compare their calls that have padded rows
-        again. Rows are no longer counted for the numbers of chunks of the last call. The nodes of the ranks
-        are found again. Copies of busy experts are not kept.
+        In the next calls the ranks compare their experts, and their calls that have padded rows, once more.
+        Rows are no longer counted for the numbers of chunks of the last call, the nodes of the ranks are
+        looked up again, and no copies of busy experts are kept.
         """
         self.differed = None
         self.padded_kinds.clear()
@@ -87,11 +87,11 @@ class LayerModules(PassModules):
     methods of the module inside:
 
         called            inside
-        gate              router          what decides where tokens go
+        gate              router          chooses the experts of each token
         experts_module    experts         the experts of this rank
         shared_module     shared_expert   the shared expert; None if there is none
         shared_gate       -               scales the shared expert's output; None if nothing does
-        latent            -               the projections around experts of another width; None without them
+        latent            -               the projections of a layer with ``d_latent``; None without them
 
     The other fields:
 
@@ -132,13 +132,13 @@ class LayerModules(PassModules):
 
     @property
     def calls_shared_expert(self) -> bool:
-        """Whether the shared expert is called as a module, instead of being computed by a task of the
-        schedule.
+        """Whether the layer calls the shared expert as a module; otherwise a task of the schedule computes
+        it.
 
-        This is so if the shared expert or the other experts have hooks or a wrapper: hooks of the shared
-        expert must run, and hooks of the other experts must not see the shared expert's part of the sum. The
-        property is not cached, because hooks may be added between calls. Ranks may differ in it, because no
-        message depends on it.
+        The layer calls it if the shared expert or the other experts have hooks or a wrapper: hooks of the
+        shared expert must run, and hooks of the other experts must not see the shared expert's part of the
+        sum. The property is not cached, because hooks may be added between calls. Ranks may differ in it,
+        because no message depends on it.
         """
         modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
@@ -182,10 +182,10 @@ class LayerModules(PassModules):
         return torch.zeros((), dtype=dtype, device=like.device)
 
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
-        """Returns whether autograd needs gradients of any tensor or parameter of a call.
+        """Returns whether autograd needs gradients of ``tensors``, or of any parameter of experts or
+        callbacks.
 
-        tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Without them,
-            only parameters of experts and callbacks count, which are looked up here.
+        tensors: further tensors of a call: the rows, and the routing weights or the parameters of the gate.
         """
         if not torch.is_grad_enabled():
             return False
@@ -224,29 +224,36 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether chunks take turns in a few buffers (ring slots), instead of having memory of their own."""
+        """Whether chunks share a few buffers (ring slots) in turn, instead of each having memory of its
+        own.
+        """
         return self.options.rotates
 
     @functools.cached_property
     def wires(self) -> Wires | None:
-        """The forms in which dispatched rows are sent; None if all are sent as they are, as on one rank."""
+        """The number formats in which dispatched rows are sent; None if all rows are sent in their own dtype.
+
+        On one rank nothing is sent, so the result is None.
+        """
         wires = self.options.wires
         return wires if self.ranks.size > 1 and wires != AS_THEY_ARE else None
 
     @functools.cached_property
     def limits_rows(self) -> bool:
-        """Whether a rank has room for a limited number of received rows: in ring slots, or on the host.
+        """Whether a rank has room for only a limited number of received rows: in ring slots, or on the host.
 
-        Rows that stay on their rank take no room in a ring slot. On a single rank all rows stay. So it has a
-        limit only if it offloads rows to the host, or if its own rows go through the exchange as well.
+        Ring slots are buffers of fixed size that chunks use in turn. Rows that stay on their rank take no
+        room in a ring slot. On a single rank all rows stay. So a single rank has a limit only if it offloads
+        rows to the host, or if its own rows go through the exchange as well.
         """
         offloads = any(pair.dispatched == "offload" for pair in self.pairs)
         return self.rotates and (self.stages.remote or offloads)
 
     @functools.cached_property
     def sequential(self) -> bool:
-        """Whether every task waits for the task before it, so that nothing overlaps: a baseline of
-        measurements.
+        """Whether every task waits for the task before it, so that nothing overlaps.
+
+        This is a baseline for measurements.
         """
         return self.options.switches.sequential
 
@@ -265,16 +272,20 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def num_bins(self) -> int:
-        """F for all numbers of chunks that may be chosen (`bins_for`). Not for ``pipeline="solve"``."""
+        """F, the number of bins in which rows are counted, for all numbers of chunks that may be chosen.
+
+        Bins are equal ranges of a rank's tokens (`bins_for`). Not for ``pipeline="solve"``, which would need
+        too many.
+        """
         return self.bins_for(self.options.degrees)
 
     @property
     def counted_degrees(self) -> tuple[int, ...]:
         """The numbers of chunks for which the next call counts its rows, the same on all ranks.
 
-        They are all numbers that may be chosen. With ``pipeline="solve"`` the least common multiple of these
-        is too large. So rows are counted for the numbers of the last call, and counted again if the solver
-        then takes others.
+        Usually these are all numbers that may be chosen. With ``pipeline="solve"`` their least common
+        multiple, the number of parts in which rows would be counted, is too large. So rows are counted for
+        the numbers of the last call, and counted again if the solver then takes others.
         """
         if not self.options.solves:
             return self.options.degrees
@@ -283,10 +294,13 @@ class LayerModules(PassModules):
     def degree_pairs(self, restore: Restore) -> tuple[tuple[int, int], ...]:
         """Returns the numbers of chunks that ``pipeline="solve"`` may take, as pairs (forward, backward).
 
-        Both passes have the same chunks in these cases: chunks have memory of their own (no ring slots), a
-        token is sent only once to a rank, or callbacks are inside the layer. If experts are modules whose
-        saved tensors are kept, each chunk of backward consists of whole chunks of forward, because a saved
-        graph cannot be split. With ``pad_to_capacity``, bins are few, because each may add an empty row.
+        Some layers restrict the pairs:
+
+        - Both passes have the same chunks if each chunk has memory of its own (no ring slots), if a token is
+          sent only once to a rank, or if callbacks are inside the layer.
+        - If experts are modules whose saved tensors are kept, each chunk of backward consists of whole chunks
+          of forward, because a saved autograd graph cannot be split.
+        - With ``pad_to_capacity``, rows are counted in fewer parts, because each part may add an empty row.
 
         restore: the restore pair, which says what is kept for backward.
         """
@@ -323,12 +337,12 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def may_run_few_rows(self) -> bool:
-        """Whether the layer's options allow the runner for few rows; the same on every rank."""
+        """Whether the layer's options allow the runner for calls of few rows; the same on every rank."""
         return self.refusal("few rows") is None
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
-        """The features that the layer has and a layer with default options does not have."""
+        """The features of the layer that a layer with default options does not have."""
         return features_of(self)
 
     def refusal(self, component: str) -> str | None:

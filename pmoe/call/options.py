@@ -1,4 +1,4 @@
-"""The options of a layer: each is checked once, and all values that follow from them are computed here."""
+"""The options of a layer: each is checked once, and the values that follow from options are computed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FusedName = Literal["forward", "persistent", "auto"]
 
 
 MOST_COPIES = 2
-"""The most copies of busy experts that a rank hosts with ``balance=True``."""
+"""The most copies of other ranks' busy experts that a rank gets with ``balance=True``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,9 @@ class LayerOptions:
 
     @property
     def row_columns(self) -> int:
-        """The columns of the rows that travel and that the experts compute: d_latent if set, else d_model."""
+        """The columns of the rows that are sent and that the experts compute: d_latent if set, else
+        d_model.
+        """
         return self.d_model if self.d_latent is None else self.d_latent
 
     @functools.cached_property
@@ -145,7 +147,7 @@ class LayerOptions:
 
     @functools.cached_property
     def wires(self) -> Wires:
-        """The forms in which dispatched rows are sent, from ``wire`` and ``wire_backward``."""
+        """The number formats in which rows are sent, from the options ``wire`` and ``wire_backward``."""
         return Wires(rows=self.wire, gradients=self.wire_backward)
 
     @functools.cached_property
@@ -161,21 +163,23 @@ class LayerOptions:
         return self.pipeline == SOLVE
 
     def most_copies(self, num_ranks: int) -> int:
-        """Returns the most copies of busy experts that a rank may host.
+        """Returns the most copies of other ranks' busy experts that a rank may get.
 
-        num_ranks: number of ranks of the layer. A rank hosts no copies of its own experts.
+        num_ranks: number of ranks of the layer. A rank gets no copies of its own experts.
         """
         others = self.num_experts - self.num_experts // num_ranks
         return min(MOST_COPIES if self.balance is True else self.balance, others)
 
     @functools.cached_property
     def has_own_source(self) -> bool:
-        """Whether the row counts may come from another source than an exchange of counts alone."""
+        """Whether more than one plain exchange may be needed to get row counts: fused, solved, or
+        balanced.
+        """
         return bool(self.fused or self.solves or self.balance)
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether chunks take turns in a few buffers (ring slots), instead of each having memory of its own.
+        """Whether chunks share a few buffers (ring slots) in turn, instead of each having memory of its own.
 
         This is so with ``memory_reuse``, under a memory budget, and if backward has another number of chunks
         than forward.
@@ -194,7 +198,10 @@ class LayerOptions:
 
     @functools.cached_property
     def splits_backward(self) -> bool:
-        """Whether chunks of forward are split in backward: its number of chunks does not divide forward's."""
+        """Whether a chunk of forward may be split between chunks of backward.
+
+        This is so if backward's number of chunks does not divide forward's.
+        """
         n = self.fixed_degree or 1
         return n % (self.pipeline_backward or n) > 0
 
@@ -212,15 +219,16 @@ class LayerOptions:
 
 
 class _HasSpec(Protocol):
-    """An object with options, namely a `pmoe.MoELayer`."""
+    """Any object that has ``options``: for type checkers, in place of `pmoe.MoELayer`."""
 
     options: LayerOptions
 
 
 def option(name: str) -> Any:
-    """Returns a property of a layer that reads the option of this name from the layer's ``options``.
+    """Returns a property for `MoELayer` that reads the option of this name from ``layer.options``.
 
-    Assignments do not use the property: ``MoELayer.__setattr__`` stores the new value. So it has no setter.
+    The property has no setter, because an assignment to it does not use it: ``MoELayer.__setattr__`` stores
+    the new value.
     """
 
     def read(layer: _HasSpec) -> Any:

@@ -1,4 +1,4 @@
-"""The records of a routed call: the checked result of the gate, and the tokens with it."""
+"""The records of a routed call: the gate's checked result, and the tokens together with it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pmoe.kernels.route import Routes
 class CheckedRouting:
     """The checked routing of a call. Activation checkpointing keeps this record for its second pass.
 
-    routing    the gate's result. ``keep`` is True for choices that the expert's capacity allows
-    fault      the `Fault` of this rank's input or routing, such as NaN in the gate's logits; or its number as
-               an int64 scalar, if the fault was found on the device; or a floating-point scalar there, the
-               largest magnitude of the logits, which is not finite if one of them is not
-    is_again   whether activation checkpointing has routed the same tokens before
-    kernel_routes  the result of the kernels, if they have routed; else None
+    routing        the gate's result. ``keep`` is True for choices that the expert's capacity allows
+    fault          a fault of this rank's input or routing, such as NaN in the gate's logits, in one of three
+                   forms: a `Fault`; its number as an int64 scalar on the device; or the largest magnitude of
+                   the logits, a floating-point scalar on the device that is infinite or NaN if a logit is
+    is_again       whether activation checkpointing has routed the same tokens before
+    kernel_routes  the result of the routing kernels, if they have routed; else None
     sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of
                    `pmoe.ordering.sorted.sort_rows`; None if that order differs
     """

@@ -2,7 +2,7 @@
 
 At its first step a stage runs its module, forward and backward, on tensors that were allocated and never
 written (`torch.empty`). Their values may be NaN, which must not raise an error, so a layer does not check
-values in this run. Shapes, row counts and collectives are as in any call.
+values in this run. Shapes, row counts and collectives are the same as in other calls.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import torch
 
 STAGE = "torch.distributed.pipelining.stage"
 INFERENCE = {"_forward_metadata_inference", "_shape_inference"}
-"""Methods of torch's stages that run modules on unwritten tensors: in torch 2.13, and in earlier releases."""
+"""Methods of torch's pipeline stages that run modules on unwritten tensors.
+
+The first is that of torch 2.13, the second that of earlier releases.
+"""
 
 
 def is_shape_run() -> bool:
     """Returns whether the layer may be running on unwritten tensors, so that values must not be checked.
 
-    It is True inside the shape inference of torch.distributed.pipelining. Without that module loaded, the
-    function only looks into ``sys.modules``; with it, the function also searches the call stack.
+    True inside the shape inference of torch.distributed.pipelining. The function is cheap if that module is
+    not loaded; otherwise it searches the call stack.
     """
     if STAGE not in sys.modules:
         return False

@@ -26,6 +26,8 @@ def splits_of(modules: LayerModules, num_tokens: int, top_k: int, degrees: Seque
 
     The rank sends every expert exactly ``capacity`` rows: those of its tokens, then rows of zeros.
 
+    modules: the modules and options of the layer.
+    num_tokens: number of tokens of the rank.
     top_k: the number of choices of each token.
     degrees: the numbers of chunks that may be chosen for the call.
     """
@@ -42,9 +44,11 @@ def splits_of(modules: LayerModules, num_tokens: int, top_k: int, degrees: Seque
 def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int]) -> CallRows:
     """Returns the numbers of input rows and of (row, expert) pairs of a call on this rank, before dispatch.
 
-    These numbers are fixed by the layer's options and ``num_tokens``. They do not depend on the routing,
-    which only decides to which experts the rows go.
+    These numbers are fixed by the layer's options and ``num_tokens``. The routing does not change them; it
+    only decides to which experts the rows go.
 
+    modules: the modules and options of the layer.
+    num_tokens: number of tokens of the rank.
     degrees: the numbers of chunks that may be chosen for the call.
     """
     options = modules.options
@@ -64,8 +68,9 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
-    rows_TM: (T, ...), rows of T tokens or their projections. The dtype and the device are taken from them, or
-        from the parameters if it is None.
+    modules: the modules and options of the layer.
+    rows_TM: (T, ...), rows of T tokens or their projections. Only dtype and device are read from them; if it
+        is None, dtype and device are those of the parameters.
     """
     options = modules.options
     parameter = modules.reference_parameter
@@ -114,11 +119,12 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
 
 
 def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
-    """Returns the sizes of a layer that all ranks share, and by which they choose.
+    """Returns sizes of a layer that are the same on all ranks, so that all ranks choose the same by them.
 
-    A user may freeze parameters on some ranks only. So ``requires_grad`` does not count here: an adapter is
-    taken to be all that is trained where one is in use, and all parameters elsewhere.
+    A user may freeze parameters on some ranks only, so ``requires_grad`` does not count. Instead, if experts
+    have an adapter, only the adapter counts as trained; otherwise all parameters do.
 
+    modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.
     """
     sizes = memory_shape(modules, rows_TM)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PLAIN = (Tensor, nn.Parameter)
-"""The classes of tensors that do not change what operators do."""
+"""The tensor classes that do not change the behaviour of torch's operators."""
 
 NO_DISPATCH: tuple[object, ...] = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-"""The values of a tensor class's ``__torch_dispatch__`` with which the class does not change operators."""
+"""Values of ``__torch_dispatch__`` that show that a tensor class does not change torch's operators."""
 
 
 def is_jagged(x: object) -> bool:
@@ -33,8 +33,9 @@ def is_dtensor(x: object) -> bool:
 def refused_kind(x: Tensor, d_model: int) -> str | None:
     """Returns why a layer refuses a tensor of this kind, and what to pass instead; None if it accepts it.
 
-    x: of any shape. Only the class, the layout and the placements of a DTensor are checked; dtype, shape and
+    x: of any shape. Only its class, its layout and the placements of a DTensor are checked; dtype, shape and
         device are not.
+    d_model: number of columns of the layer's input, for the text.
     """
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:
@@ -64,7 +65,10 @@ def refused_kind(x: Tensor, d_model: int) -> str | None:
 
 
 def _refused_placement(x: DTensor) -> str | None:
-    """Returns why a layer refuses a DTensor with these placements; None if each rank holds whole tokens."""
+    """Returns why a layer refuses a DTensor that is sharded in this way; None if it accepts it.
+
+    Each rank must hold whole tokens, with all their columns.
+    """
     last = x.dim() - 1
     for placement in x.placements:
         if placement.is_partial() or placement.is_shard(last):

@@ -1,4 +1,4 @@
-"""How many thread blocks of a fused kernel communicate, while the others compute: records and the choice.
+"""Chooses how many thread blocks of a fused kernel communicate while its other blocks compute.
 
 A fused kernel sends and computes at the same time: n_c of its thread blocks communicate, and the other blocks
 compute (COMET, Section 3.2.2). A `Division` records n_c, and how many columns are sent at a time. COMET

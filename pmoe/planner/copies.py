@@ -62,7 +62,7 @@ For many ranks the search is less precise, to save time: (mean time) / COARSE.
 
 @dataclass(frozen=True, kw_only=True)
 class CopyLimits:
-    """How many copies of experts a rank may host, and the price of a copy in rows.
+    """The largest number of copies of experts that a rank may host, and the price of a copy in rows.
 
     The price is the number of rows that a rank could compute while the copy is sent.
 

@@ -40,7 +40,7 @@ from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_sec
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """When all gradients are all-reduced, and how many seconds that adds to the backward pass.
+    """The result of `partition`: which gradients are all-reduced when, and the seconds that this costs.
 
     shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
         backward.

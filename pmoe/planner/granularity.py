@@ -93,7 +93,7 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class Excess:
-    """How much slower some degrees were than the fastest degrees, in the measurements of a range.
+    """A measure of how much slower some degrees were than the fastest degrees, in a range's measurements.
 
     Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens. The excess
     of one measurement is seconds / (seconds of the fastest degrees) - 1.

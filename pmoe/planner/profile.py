@@ -54,7 +54,7 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a profile was measured on. It is used only on a device and group with the same values.
+    """The device, ranks and software that a profile was measured on. It is used only where they are the same.
 
     device: full name of the device.
     device_type: "cpu" or "cuda".

@@ -1,10 +1,11 @@
-"""Schedules as pure data, without torch: tasks, lanes, builders, ring slots and restore pairs.
+"""Schedules as pure data, without torch: the tasks of a pass, their lanes, and the buffers that they use.
 
     tasks              `Task` and `Schedule`, the lanes, and the builder of task lists
     separate_buffers   schedules in which every buffer has memory of its own
     ring_buffers       schedules in which buffers take turns in a few pieces of memory, the ring slots
     buffer_sizes       the sizes of buffers and ring slots
     restore            restore pairs: how backward gets T_DI and T_M
+    wire               the number formats in which rows are sent
 
 Words and letters of this folder:
 

@@ -20,8 +20,9 @@ ALIGNMENT = 256
 class HiddenColumns:
     """Columns of the tensors that experts hold for each row between their two products.
 
-    All fields are 0 if the experts do not tell their columns. T_M is the hidden activation before the
-    nonlinearity. The "activated hidden" is T_M after the nonlinearity.
+    T_M is the hidden activation before the nonlinearity. The "activated hidden" is T_M after the
+    nonlinearity. All fields are 0 if the experts, such as a user's own modules, do not say how many columns
+    they need.
 
     hidden: columns of T_M and of its gradient.
     active: columns of a buffer for the activated hidden, if T_M may be overwritten. 0 if the experts then
@@ -47,8 +48,8 @@ class ChunkRows:
     """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
     send: rows that this rank sends to other ranks.
-    received: rows that other ranks send to this rank's experts. A row counts once for each of these experts
-        that computes it.
+    received: rows that other ranks send to this rank's experts. If one row is for several of these experts,
+        it counts once for each.
     local: rows that stay on this rank, because their expert is on it.
     home: rows of the buffer of results that come back: those of the chunk's tokens, and one row of zeros for
         all dropped choices.
@@ -105,15 +106,15 @@ class BufferSizes:
     def shape(self, buffer: str) -> tuple[int, int]:
         """Returns (rows, columns) of the buffer of one chunk; 0 rows if this pass or rank does not use it.
 
-        buffer: the name and the chunk. Example: "T_M_L.3", the hidden activation (T_M) of the rows of chunk 3
-            that stay on this rank (_L) -> (number of these rows, H).
+        buffer: the name and the chunk, such as "T_M_L.3": the hidden activation (T_M) of those rows of chunk
+            3 that stay on this rank (_L). Its shape is (number of these rows, d_hidden).
         """
         name, _, chunk = buffer.rpartition(".")
         rows, columns = self.of(name)
         return rows[int(chunk)], columns
 
     def of(self, name: str) -> tuple[Sequence[int], int]:
-        """Returns the rows of the buffers of this name, one number for each chunk, and their columns.
+        """Returns (rows, columns) of the buffers of one name, with one number of rows for each chunk.
 
         All chunks' buffers have the same number of columns.
 
@@ -124,9 +125,11 @@ class BufferSizes:
         return self._known[name]
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
-        """Computes the rows of the buffers of this name, one number for each chunk, and their columns.
+        """Computes (rows, columns) of the buffers of one name, with one number of rows for each chunk.
 
         A buffer that this pass or rank does not use has 0 rows. `of` caches the result.
+
+        name: a name without a chunk, such as "T_DI".
         """
         extent = self.extent
         width = self.d_model
@@ -161,18 +164,19 @@ class BufferSizes:
     def keeps_what_arrives(self) -> bool:
         """Whether T_DI, the experts' input, stays until backward in the memory in which it arrives.
 
-        This is so in forward, if the restore pair keeps T_DI: T_DI then has memory of its own, and needs no
-        ring slot. Rows that must be sorted first arrive in a ring slot, and T_DI is their sorted copy.
+        This is so in forward, if the restore pair keeps T_DI. Its memory is then not shared with other
+        chunks. If rows must be sorted by expert first, they arrive in shared memory (a ring slot), and T_DI
+        is their sorted copy.
         """
         kept = self.restore is not None and self.restore.dispatched == "keep"
         return self.direction == "forward" and kept
 
     def _inside_rows(self, name: str) -> Sequence[int]:
-        """Returns the rows of each chunk's buffer that a collective inside the node reads or writes.
+        """Returns the rows of each chunk's buffer for a collective inside the node, before or after it.
 
         Such buffers exist only if experts are sharded over the ranks of a node.
 
-        name: one of
+        name: the buffer:
 
             arrived   rows that the dispatch all-to-all brings
             copies    rows that the all-gather sends, one copy for each rank of the node
@@ -187,7 +191,7 @@ class BufferSizes:
 
     @property
     def _restores_by_link(self) -> bool:
-        """Whether a collective brings T_DI, the experts' input, in this pass.
+        """Whether T_DI, the experts' input, is received from other ranks in this pass.
 
         This is so in forward, and in backward if T_DI is sent again.
         """
@@ -198,8 +202,8 @@ class BufferSizes:
     def _expendable(self) -> bool:
         """Whether backward may overwrite T_M, the hidden activation, with its values after the nonlinearity.
 
-        It may if T_M lies in a ring slot (a reused buffer), because T_M was offloaded, recomputed, or copied
-        from chunks of another size. A T_M that was kept from forward must not change.
+        It may if T_M was offloaded, recomputed, or copied from chunks of another size, because this T_M is a
+        copy in reused memory (a ring slot). A T_M that was kept from forward must not change.
         """
         return self.restore is not None and (self.restore.hidden != "keep" or self.rearranged)
 
@@ -207,9 +211,9 @@ class BufferSizes:
     def _active_columns(self) -> int:
         """The columns of the buffer "active", which holds hidden activations after the nonlinearity.
 
-        They are `HiddenColumns.active` if the pass may overwrite T_M, the activations before the
-        nonlinearity. That number may be 0: the experts then write over T_M and need no buffer. If T_M must
-        stay as it is, they are `HiddenColumns.scratch`.
+        T_M is the hidden activation before the nonlinearity. If the pass may overwrite T_M, the number is
+        `HiddenColumns.active`, which is 0 if experts write the new values over T_M. If T_M must not change,
+        the number is `HiddenColumns.scratch`.
         """
         if self.direction == "forward":
             in_place = self.restore is None or self.restore.hidden == "recompute"

@@ -2,9 +2,9 @@
 
 T_DI is the dispatched input (N x M: the N rows that a rank's experts received). T_M is the hidden activation
 before the nonlinearity (N x C). M is d_model, and C is d_hidden, or 2 d_hidden for SwiGLU. A pair has one
-word (a "fate") for each of the two tensors, which says what becomes of the tensor between the passes. A kept
-tensor stays in memory for all N rows. Any other tensor is held chunk by chunk, in one or two reused buffers
-(ring slots), and backward restores it.
+word (a "fate") for each of the two tensors, which says what is done with the tensor between the passes. A
+kept tensor stays in memory for all N rows. Any other tensor is held chunk by chunk, in one or two reused
+buffers (ring slots), and backward restores it.
 
 The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an element:
 
@@ -21,8 +21,8 @@ forward, copies in during backward. On one rank a repeated dispatch is only a ga
 
 The term 1/n or 2/n is for the ring slots. A tensor has one slot, or two if one slot is filled or emptied
 while the experts use the other. They hold at most N rows together, so with n = 1 nothing is saved. The price
-of a pair is the sum of its two fates. The memory model gives the bytes of a whole layer, the cost model its
-seconds.
+of a pair is the sum of its two fates. `pmoe.planner.memory` predicts the bytes of a whole layer,
+`pmoe.planner.cost_model` its seconds.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 DispatchedFate = Literal["keep", "offload", "communicate"]
-"""What becomes of T_DI, the experts' input, until backward.
+"""What is done with T_DI, the experts' input, between forward and backward.
 
 "keep": it stays on the device. "offload": it goes to the host and back. "communicate": it is sent again.
 """
 HiddenFate = Literal["keep", "offload", "recompute"]
-"""What becomes of T_M, the hidden activation, until backward.
+"""What is done with T_M, the hidden activation, between forward and backward.
 
 "keep": it stays on the device. "offload": it goes to the host and back. "recompute": it is computed again.
 """
 
 CopiesFate = Literal["keep", "communicate", "present"]
-"""What becomes of the weights of busy experts' copies until backward.
+"""How ranks that host copies of busy experts have the copies' weights in forward and backward.
 
-"keep": they stay on the ranks of the copies. "communicate": they are sent again. "present": they are on these
-ranks from an earlier call, and are not sent at all.
+"keep": sent in forward and kept until backward. "communicate": sent in forward, and sent again in backward.
+"present": kept from an earlier call, so not sent at all.
 """
 
 StrategyName = Literal["S1", "S2", "S3", "S4"]

@@ -46,10 +46,9 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
     sizes: the number of slots of each ring, by the ring's name. Buffer "T_M_L.3" is in the ring "T_M_L" if
         there is one, else in the ring "T_M". Names with "_again" are shortened in the same way. Buffers
         without a ring, or with a ring of 0 slots, get no slot.
-    homes: the names of the buffers of results on the tokens' rank, "home.i" and "home_L.i" for each chunk i,
-        in the order in which chunks are computed. "home_L.i" (results of rows that stay on this rank) is a
-        part of the memory of "home.i", so both need the same slot number. Therefore they get their slots
-        first, by chunk, and not in the order in which tasks write them.
+    homes: names of buffers that get their slots before all others, in this order: "home.i" and "home_L.i",
+        the results of chunk i on the tokens' rank. "home_L.i" (rows that stay on this rank) is a part of the
+        memory of "home.i", so both need the same slot number, which the order of writing would not give.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}
@@ -66,13 +65,14 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
 def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Schedule:
     """Returns the schedule of a forward pass in n chunks, in which chunks take turns in ring slots.
 
-    A ring slot is memory that several chunks use, one after another. The link does, in this order: dispatch
-    of chunk i + 1, combine of chunk i, dispatch of chunk i + 2 (Fig. 7a). So two dispatched chunks exist at a
-    time, and need two slots.
+    A ring slot is memory that several chunks use, one after another. The link between ranks alternates:
+    dispatch of chunk i + 1, combine of chunk i, dispatch of chunk i + 2 (Fig. 7a). So two dispatched chunks
+    exist at a time, and need two slots.
 
+    n: number of chunks.
     stages: the stages that the layer has.
-    restore: what becomes of the dispatched rows (T_DI) and of the hidden activation (T_M) until backward;
-        None keeps neither, because no backward pass follows.
+    restore: what is done with the dispatched rows (T_DI) and the hidden activation (T_M) until backward; None
+        keeps neither, because no backward pass follows.
     """
     tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
@@ -89,11 +89,12 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     }
 
     def compute(i: int, place: str) -> None:
-        """Adds the task in which the experts compute one part of chunk i, and copies of tensors to the host.
+        """Adds the task in which the experts compute one part of chunk i, and the offloading of its tensors.
 
-        Copies are added for the part's dispatched rows (T_DI) and hidden activation (T_M), if they are
-        offloaded.
+        The part's dispatched rows (T_DI) and hidden activation (T_M) are copied to the host if the restore
+        pair says so.
 
+        i: number of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
@@ -146,6 +147,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     (T_DI) and the hidden activation (T_M) of forward, chunk by chunk. A chunk's gradients of parameters are
     computed right after its other gradients, because the next chunk overwrites the slots that they read.
 
+    n: number of chunks.
     stages: the stages that the layer has.
     restore: what forward has done with T_DI and T_M: kept, offloaded, or left to be made again.
     rearranged: whether forward had another number of chunks. Tensors that forward kept are then copied into
@@ -171,18 +173,18 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     def dispatch(i: int) -> None:
         """Adds the tasks that gather the output's gradient of chunk i and send it to the experts.
 
-        If backward sends forward's dispatched rows (T_DI) again, the tasks for these come before.
+        If backward sends forward's dispatched rows (T_DI) again, their tasks are added first.
         """
         if sends_again:
             tasks.dispatch(i, again=True)
         tasks.dispatch(i)
 
     def unpack(i: int) -> None:
-        """Adds the callbacks on chunk i's dispatched gradients, and the all-gather of these inside the node.
+        """Adds the callbacks on chunk i's gradients that arrived, and the all-gather of them inside the node.
 
         Adds nothing unless experts are sharded and the layer has callbacks (`Stages.hooked`); in other layers
-        these are no separate tasks. If backward also sends forward's dispatched rows (T_DI) again, callbacks
-        and all-gather of these rows are added before.
+        these are no separate tasks. If backward also sends forward's dispatched rows (T_DI) again, the same
+        two tasks for these rows come first.
         """
         if sends_again:
             tasks.open(i, again=True)
@@ -193,6 +195,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 
         These may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
 
+        i: number of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
@@ -304,6 +307,7 @@ def _units(chunks: Sequence[int], stages: Stages) -> list[tuple[int, str]]:
     rows arrive. In the last chunk they come last, to fill the time while the chunk's results are sent back.
 
     chunks: the chunks, in the order of the pass.
+    stages: the stages of the layer, which say whether rows stay and whether rows are sent.
     """
     units = []
     for i in chunks:

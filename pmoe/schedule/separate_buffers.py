@@ -1,6 +1,6 @@
 """Schedules in which every buffer has memory of its own, so that all dispatches are issued first.
 
-A dispatch need not wait until an earlier chunk's buffer is free. `pmoe.schedule.tasks` has pictures of these
+No dispatch must wait until an earlier chunk's buffer is free. `pmoe.schedule.tasks` has pictures of these
 schedules, and `Kind` explains the letters of tasks.
 """
 
@@ -18,15 +18,17 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     The dispatch all-to-alls (S) of all chunks are issued first. All received rows are kept, so issuing an S
     later would save no memory, and in this order the link never idles while an S remains.
 
-    MPipeMoE alternates S with the combine all-to-alls (R), as in Fig. 7a: S0 S1 R0 S2 R1 S3 R2 R3. On these
-    lanes that is never faster. Swap an R and the S behind it: S ends earlier, and R ends no later than S did
-    before. Of the computation, only the sums of tokens (O) wait for R, and they come after all experts.
-    `bench/bench_alternate.py` simulates and measures both orders.
+    MPipeMoE alternates S with the combine all-to-alls (R), as in Fig. 7a: S0 S1 R0 S2 R1 S3 R2 R3. With
+    separate buffers that is never faster. Take an R that is followed by an S, and swap the two: the S ends
+    earlier, and the R ends when the S ended before. The later end of R does no harm, because only the sums of
+    tokens (O) wait for R, and they come after all experts. `bench/bench_alternate.py` simulates and measures
+    both orders.
 
     Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
     Those of all chunks but the last are computed in one task, because small products are slow. Those of the
     last chunk are computed at the end, while the last combine all-to-all (R) runs.
 
+    n: number of chunks.
     stages: the stages that the layer has.
     """
     tasks = PassBuilder("forward", n, stages)
@@ -36,7 +38,9 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     early = m - 1 if remote and m > 1 else m
 
     def stay(pieces: range) -> None:
-        """Adds one task for each given part of the rows that stay on this rank: the experts compute them."""
+        """Adds tasks in which the experts compute rows that stay on this rank, one task for each given
+        part.
+        """
         for j in pieces:
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]
             tasks.add(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], writes)
@@ -64,8 +68,8 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
 def backward_schedule(n: int, stages: Stages) -> Schedule:
     """Returns the schedule of a backward pass in n chunks, in which every buffer has memory of its own.
 
-    The dispatch all-to-alls (S) carry gradients of the layer's output to the experts, and the combine
-    all-to-alls (R) carry gradients of the experts' input back.
+    The dispatch all-to-alls (S) send gradients of the layer's output to the experts, and the combine
+    all-to-alls (R) send gradients of the experts' input back.
 
     Gradients of parameters are computed by separate tasks, which add to one sum in list order. For rows that
     stay on this rank, these tasks fill the time until the first gradients arrive. For received rows, a
@@ -74,6 +78,7 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
 
     The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
 
+    n: number of chunks.
     stages: the stages that the layer has.
     """
     tasks = PassBuilder("backward", n, stages)
@@ -122,12 +127,14 @@ def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[
     4. the combine all-to-all of chunk i; but with sharded experts and callbacks (`Stages.hooked`), the
        callbacks and the combine of chunk i - 1.
 
-    With `Stages.hooked`, step 4 is one chunk late. The callbacks of chunk i must wait for its reduce-scatter.
-    If they came at once, the experts' computation of chunk i + 1, which is behind them in the same lane,
-    would wait too.
+    With `Stages.hooked`, step 4 is one chunk late, because callbacks and experts share a lane. The callbacks
+    of chunk i must wait for its reduce-scatter. If they came at once, the experts of chunk i + 1, which come
+    after them in the lane, would wait too.
 
     With i = 0, step 1 is also added for chunk 0. With the last i, step 4 is also added for the last chunk.
 
+    tasks: the list to which tasks are added.
+    i: number of the chunk.
     reads, writes: the buffers of the experts' task.
     """
     if i == 0:

@@ -99,20 +99,21 @@ class Kind(str, enum.Enum):
     __hash__ = str.__hash__
 
     def at(self, place: str) -> Kind:
-        """Returns the kind of task that does the same work on the rows that stay on this rank, for place
-        "_L".
+        """Returns the kind of task that does the same work on another part of a chunk's rows.
 
-        Rows stay if their expert is on their own rank. For place "" the result is this kind. Example: W, the
-        gradients of parameters from received rows, becomes LW.
+        place: "_L" for the rows that stay on this rank, because their expert is on it; "" returns this kind.
+
+        Example: W, the gradients of parameters from received rows, becomes LW for "_L".
         """
         return Kind("L" + self.value) if place else self
 
     def again(self, is_again: bool) -> Kind:
-        """Returns the kind of task that does the same for forward's dispatched rows, when backward sends
-        them.
+        """Returns the kind of task that does the same for forward's dispatched rows, as a part of backward.
 
-        Backward sends these rows (T_DI) again if forward has not kept them. If ``is_again`` is False, the
-        result is this kind. Example: S, the dispatch all-to-all, becomes SI.
+        Backward sends these rows (T_DI) again if forward has not kept them. Example: S, the dispatch
+        all-to-all, becomes SI.
+
+        is_again: False returns this kind.
         """
         return Kind(self.value + "I") if is_again else self
 
@@ -122,8 +123,8 @@ class Task:
     """One task of a pass: some work on one chunk, on one lane.
 
     kind: the work.
-    chunk: the number of the chunk; -1 if the task is for all chunks. A task for rows that stay on this rank
-        may have those of several chunks. It then has a number of its own (`piece_of`).
+    chunk: the number of the chunk; -1 if the task is for all chunks. Rows that stay on this rank may be
+        computed for several chunks in one task; its number is then that of `piece_of`, not of a chunk.
     lane: the queue in which the task runs.
     reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0".
     waits: names of earlier tasks that must end before this task starts.
@@ -182,8 +183,8 @@ class Schedule:
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
         """The tasks of other lanes for which a lane must wait before it starts a task, by the task's name.
 
-        They are the ``waits`` of other lanes that do not follow from the order of a lane's tasks, or from
-        earlier waits. Lanes that wait for these tasks alone run all tasks in the same partial order.
+        These are the task's ``waits``, without those that need not be awaited: they have certainly ended when
+        the other awaited tasks, and the tasks before it in its own lane, have ended.
 
         Example: with S0 and S1 in one lane, a task that waits for both waits for S1 only. If the task before
         it in its own lane has waited for S1, it waits for nothing.
@@ -224,7 +225,7 @@ class Schedule:
     def frozen(self) -> Schedule:
         """This schedule for frozen experts: without the gradients of the experts' parameters (W, LW).
 
-        A task that waited for such a task waits for what that one waited for.
+        If a task waits for a removed task, it waits instead for the tasks for which the removed one waits.
         """
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD)
         waits_of: dict[str, tuple[str, ...]] = {}
@@ -239,10 +240,11 @@ class Schedule:
 
     @functools.cached_property
     def halves(self) -> tuple[Schedule, Schedule]:
-        """This schedule without the gradients of parameters (W, LW, XW), and a schedule of these tasks alone.
+        """This schedule as two: all tasks but the gradients of parameters (W, LW, XW), and these alone.
 
-        A task that waited for a task of the other half waits for what that one waited for, in its own half.
-        Only for schedules without ring slots: in a slot, the next chunk overwrites what W reads.
+        If a task waits for a task of the other half, it waits instead for those tasks of its own half for
+        which the other task waits. Only for schedules without ring slots: in a slot, the next chunk
+        overwrites what W reads.
         """
         assert not self.slots
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.SHARED_WGRAD)
@@ -283,12 +285,12 @@ class Stages:
     gradients: whether the backward pass also reduces data-parallel gradients of other layers.
     one_lane: whether collectives inside a node and between nodes share one lane, so that they wait for each
         other. This is the baseline that FSMoE is measured against.
-    copies: whether ranks host copies of busy experts, and what becomes of the copies' weights until backward:
-        None for no copies, "keep", "communicate", which sends them again, or "present", if they are there
-        from an earlier call. Copies compute received rows (C), and rows for a copy on the tokens' own rank
-        count as received.
-    relays_copies: whether some expert has several copies. V then brings each of their ranks another part of
-        the weights, and these ranks pass the parts on to each other (VR). Gradients go the opposite way.
+    copies: how ranks that host copies of busy experts get the weights: "keep" (sent in forward and kept),
+        "communicate" (sent again in backward), "present" (kept from an earlier call); None for no copies.
+        Rows for a copy count as received (task C), even if their token is on the same rank.
+    relays_copies: whether some expert has several copies. Its owner then sends each of their ranks another
+        part of the weights (V), and these ranks send the parts to each other (VR). Gradients go the opposite
+        way.
     frozen_copies: whether no gradients of copies are computed, because the experts are frozen on all ranks.
 
     Raises ValueError if ``local`` and ``remote`` are both False.
@@ -315,12 +317,15 @@ class Stages:
 def finished(
     direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
 ) -> Schedule:
-    """Returns the schedule of a list of tasks. It fills in for which tasks each task waits (`link`).
+    """Makes the schedule of a list of tasks: fills in for which tasks each task waits (`link`).
 
     In backward it also adds the task that reduces other layers' gradients, if ``stages.gradients`` is set.
     With ``stages.one_lane`` it moves the tasks inside a node to the communication lane.
 
-    slots: the ring slot (reused memory) of each buffer that lies in one; None if all buffers have memory of
+    direction: "forward" or "backward".
+    tasks: the tasks in the order in which they are issued.
+    stages: the stages that the layer has.
+    slots: the ring slot (reused memory) of each buffer that is in one; None if all buffers have memory of
         their own.
     """
     if stages.gradients and direction == "backward":
@@ -336,9 +341,9 @@ def finished(
 def local_pieces(n: int, *, local: bool, remote: bool) -> int:
     """Returns m, the number of tasks that compute the rows that stay on this rank.
 
-    Rows stay if their expert is on this rank. If no rows are sent, each of n chunks has a task. Otherwise
-    there are 2 tasks (1 if n = 1): one for all chunks but the last, and one for the last chunk. Fewer tasks
-    have larger products, which are faster. If no rows stay, m is 0.
+    Rows stay if their expert is on this rank. If rows are also sent, there are 2 tasks (1 if n = 1): one for
+    all chunks but the last, and one for the last chunk. Fewer tasks have larger products, which are faster.
+    If no rows are sent, each of n chunks has a task. If no rows stay, m is 0.
 
     n: number of chunks.
     local, remote: whether rows may stay on their rank, and whether rows may be sent.
@@ -378,7 +383,9 @@ def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple
     also waits for all tasks that have read the buffer since the last write. Buffers in one ring slot count as
     one buffer, because they use the same memory.
 
-    slots: the ring slot of each buffer that lies in one; None if all buffers have memory of their own.
+    tasks: the tasks in the order in which they are issued.
+    slots: the ring slot (reused memory) of each buffer that is in one; None if all buffers have memory of
+        their own.
 
     Raises ValueError if a task reads a buffer after its slot was written for another buffer.
     """
@@ -426,8 +433,8 @@ ENDS_OF_STAGES: dict[PassDirection, tuple[str, ...]] = {
 }
 """The names of five buffers of a pass, by direction, in the order in which rows pass through them.
 
-They are the source of the gather (G), the results of the dispatch (S), of the experts (C), and of the combine
-(R), and the result of the output task (O).
+Rows are copied from the first buffer by the gather (G). The others hold the results of the dispatch (S), of
+the experts (C), of the combine (R), and of the output task (O).
 """
 
 
@@ -472,9 +479,10 @@ class PassBuilder:
     def dispatch(self, i: int, *, again: bool = False) -> None:
         """Appends the tasks that gather and send the rows of chunk i to the experts' ranks.
 
-        These are G, S (the dispatch all-to-all), and AG (an all-gather inside the node) if experts are
-        sharded.
+        These are G (gather), S (the dispatch all-to-all), and AG (an all-gather inside the node) if experts
+        are sharded.
 
+        i: number of the chunk.
         again: whether backward sends forward's rows (T_DI) again. The tasks are then GI, SI and AGI.
         """
         if 0 <= i < self.n:
@@ -482,19 +490,21 @@ class PassBuilder:
             self.send(i, again=again)
 
     def gather(self, i: int, *, again: bool = False) -> None:
-        """Appends G of chunk i, which copies the rows to be sent into the send buffer.
+        """Appends task G of chunk i, which copies the rows to be sent into the send buffer.
 
+        i: number of the chunk.
         again: True appends GI instead, which copies forward's rows, so that backward sends them again.
         """
         source = "T_I" if again else self._source
         self.add(Kind.GATHER.again(again), i, [f"{source}.{i}"], [f"send{'_again' * again}.{i}"])
 
     def send(self, i: int, *, again: bool = False) -> None:
-        """Appends S, the dispatch all-to-all of chunk i.
+        """Appends task S, the dispatch all-to-all of chunk i.
 
         If experts are sharded, it also appends AG, the all-gather inside the node. But if callbacks run
         between S and AG (`Stages.hooked`), `open` appends AG instead.
 
+        i: number of the chunk.
         again: whether backward sends forward's rows (T_DI) again. The tasks are then SI and AGI.
         """
         suffix = "_again" * again
@@ -504,12 +514,13 @@ class PassBuilder:
             self._all_gather(i, arrived, again)
 
     def open(self, i: int, *, again: bool = False) -> None:
-        """Appends HA and AG of chunk i: callbacks on dispatched rows, and the rows' all-gather inside the
-        node.
+        """Appends callbacks on chunk i's dispatched rows (task HA), and the rows' all-gather in the node
+        (AG).
 
         Does nothing unless the layer has sharded experts and callbacks between dispatch and all-gather
         (`Stages.hooked`).
 
+        i: number of the chunk.
         again: whether the rows are those of forward (T_DI) that backward sends again. The tasks are then HAI
             and AGI.
         """
@@ -519,8 +530,9 @@ class PassBuilder:
             self._all_gather(i, opened, again)
 
     def _all_gather(self, i: int, source: str, again: bool) -> None:
-        """Appends AG of chunk i, the all-gather of rows inside the node.
+        """Appends task AG of chunk i, the all-gather of rows inside the node.
 
+        i: number of the chunk.
         source: the name of the buffer with this rank's own rows.
         again: whether the rows are those of forward (T_DI) that backward sends again. The task is then AGI.
         """
@@ -528,7 +540,7 @@ class PassBuilder:
         self.add(Kind.ALL_GATHER.again(again), i, [f"{source}.{i}"], writes)
 
     def combine(self, i: int) -> None:
-        """Appends R, the combine all-to-all of chunk i, which sends results back to the tokens' ranks.
+        """Appends task R, the combine all-to-all of chunk i, which sends results back to the tokens' ranks.
 
         If experts are sharded, it appends RS before R: a reduce-scatter of partial results inside the node.
         But if callbacks run between RS and R (`Stages.hooked`), `close` appends R instead.
@@ -540,7 +552,7 @@ class PassBuilder:
             self.add(Kind.COMBINE, i, [f"{leaving}.{i}"], [f"{self._home}.{i}"])
 
     def close(self, i: int) -> None:
-        """Appends HB and R of chunk i: callbacks on the experts' results, and the combine all-to-all.
+        """Appends callbacks on chunk i's results from the experts (task HB), and the combine all-to-all (R).
 
         Does nothing unless the layer has sharded experts and callbacks on their summed results
         (`Stages.hooked`).
@@ -550,9 +562,9 @@ class PassBuilder:
             self.add(Kind.COMBINE, i, [f"closed.{i}"], [f"{self._home}.{i}"])
 
     def send_weights(self) -> None:
-        """Appends P, which sends the routing weights of all chunks to the experts' ranks in one message.
+        """Appends task P, which sends the routing weights of all chunks to the experts' ranks in one message.
 
-        If experts are sharded, appends PG, too: an all-gather of the weights inside the node.
+        If experts are sharded, it appends PG, too: an all-gather of the weights inside the node.
         """
         arrived = "weight_arrived" if self.stages.sharded else "weight_DI"
         self.add(Kind.WEIGHTS, -1, ["weight"], [arrived])
@@ -560,7 +572,7 @@ class PassBuilder:
             self.add(Kind.SHARE_WEIGHTS, -1, [arrived], ["weight_DI"])
 
     def return_weights(self, chunks: Iterable[int]) -> None:
-        """Appends P, which returns the gradients of all routing weights in one message.
+        """Appends task P, which in backward returns the gradients of all routing weights in one message.
 
         If experts are sharded, PG comes before P: a reduce-scatter of these gradients inside the node.
 
@@ -574,50 +586,57 @@ class PassBuilder:
 
     @property
     def sends_weights(self) -> bool:
-        """Whether this pass sends weights of busy experts to their copies.
+        """Whether this pass sends weights of busy experts to the ranks that have copies of them.
 
-        Forward does, unless the copies stayed from an earlier call. Backward does only if the weights were
-        not kept since forward. False without copies.
+        Forward does, unless the ranks have the weights from an earlier call. Backward does only if the
+        weights were not kept since forward. False without copies.
         """
         fate = self.stages.copies
         return fate == "communicate" or (fate == "keep" and self.direction == "forward")
 
     def copy_weights(self) -> None:
-        """Appends V, which sends the weights of busy experts to the ranks of their copies.
+        """Appends task V, which sends the weights of busy experts to the ranks of their copies.
 
-        It comes first in the pass: rows that stay, and gathering the first chunk, hide it. It appends nothing
-        without copies, in backward if they were kept, or if they are there from an earlier call.
+        It comes first in the pass, so that two tasks hide it: gathering the first chunk, and computing rows
+        that stay. Nothing is appended if this pass sends no weights (`sends_weights`).
         """
         if self.sends_weights:
             self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_V" if self.stages.relays_copies else "w_K"])
 
     def relay_weights(self) -> None:
-        """Appends VR, in which ranks with copies of one expert send each other the parts that V brought.
+        """Appends task VR, in which ranks with copies of one expert send each other parts of its weights.
 
-        It comes behind the first chunk's dispatch, so that this dispatch does not wait for V. It appends
-        nothing if V brings whole experts.
+        The owner of the expert has sent each of these ranks another part, by task V. VR comes behind the
+        first chunk's dispatch, so that this dispatch does not wait for V. Nothing is appended if V sends
+        whole experts.
         """
         if self.sends_weights and self.stages.relays_copies:
             self.add(Kind.RELAY_WEIGHTS, -1, ["w_V"], ["w_K"])
 
     @property
     def copied(self) -> list[str]:
-        """The buffer with the weights of this rank's copies, which experts' tasks read; [] without copies."""
+        """The buffer with the weights of the copies of experts on this rank, in a list of names; or [].
+
+        Tasks of the experts read it. The list is empty without copies.
+        """
         return ["w_K"] * (self.stages.copies is not None)
 
     @property
     def learns_copies(self) -> bool:
-        """Whether the pass computes gradients of the copies' parameters."""
+        """Whether the pass computes gradients of parameters for copies of busy experts."""
         return self.stages.copies is not None and not self.stages.frozen_copies
 
     def copy_wgrad(self, i: int, reads: Sequence[str], *, is_last: bool) -> None:
-        """Appends KW of chunk i: gradients of the copies' parameters. Appends nothing without copies.
+        """Appends task KW of chunk i: gradients of the parameters of copies. Appends nothing without copies.
 
-        reads: the buffers that the task of the other experts' parameters (W) reads.
-        is_last: whether this is the last chunk. If so, the task that sends the copies' gradients is appended,
-            too, before the chunk's W, so that both run at the same time. That task is VG, which sends them to
-            the experts' owners. If an expert has several copies, it is VGR, by which the copies exchange
-            parts of their gradients to sum them, and `add_gradients` appends VG later.
+        After the last chunk, it also appends the task that sends these gradients: VG, which sends them to the
+        ranks that own the experts. If an expert has several copies, their ranks first sum the gradients: VGR
+        gives each of them one part of all gradients, and VG is left to `add_gradients`. The caller adds the
+        gradients of the other experts (W) afterwards, so that W runs while gradients are sent.
+
+        i: number of the chunk.
+        reads: the buffers that the task of the other experts' gradients (W) reads.
+        is_last: whether this is the last chunk.
         """
         if not self.learns_copies:
             return
@@ -628,9 +647,10 @@ class PassBuilder:
             self.add(Kind.COPY_GRADIENTS, -1, ["dw_K"], ["dw_home"])
 
     def add_gradients(self) -> None:
-        """Appends VA, which adds the gradients of copies to those of their experts; nothing without copies.
+        """Appends task VA, which adds the gradients from copies of experts to the experts' own gradients.
 
-        It comes after all tasks that add to these gradients, so that the order of the sum is fixed.
+        It comes after all other tasks that add to the experts' gradients, so that the order of the sum is
+        fixed. Nothing is appended without copies.
         """
         if self.learns_copies:
             if self.stages.relays_copies:
@@ -649,8 +669,9 @@ class PassBuilder:
             self.add(Kind.SHARED_WGRAD, -1, ["pending_S"], ["dw_S"])
 
     def output(self, i: int, piece: int | None = None) -> None:
-        """Appends O of chunk i, which sums the results of each of the chunk's tokens.
+        """Appends task O of chunk i, which sums the results of each of the chunk's tokens.
 
+        i: number of the chunk.
         piece: the number of the task that computed the chunk's rows that stay on this rank (`piece_of`). None
             if it equals the chunk's number.
         """

@@ -24,7 +24,7 @@ from typing import Literal
 from pmoe.schedule.buffer_sizes import BufferSizes
 
 WireName = Literal["e4m3", "bfloat16"]
-"""The values of MoELayer's arguments ``wire`` and ``wire_backward``, apart from None."""
+"""The number formats that MoELayer's arguments ``wire`` and ``wire_backward`` accept, apart from None."""
 
 BLOCK_COLUMNS = 128
 """Columns of a row that share one scale in e4m3. The last block of a row may have fewer."""
@@ -61,8 +61,8 @@ def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int
 class Wires:
     """The number formats in which a layer dispatches rows, one for each pass. None sends rows as they are.
 
-    rows: format of forward's rows (T_DI), also if backward sends them again.
-    gradients: format of the gradients that backward sends to the experts (dT_DO).
+    rows: format of the rows that forward sends to experts (T_DI), also if backward sends them again.
+    gradients: format of the gradients that backward sends to experts (dT_DO).
     """
 
     rows: WireName | None = None
@@ -70,7 +70,7 @@ class Wires:
 
     @property
     def by_option(self) -> dict[str, WireName | None]:
-        """The formats as a dict {name of the layer's option: format}."""
+        """The two formats by the names of the layer's options, "wire" and "wire_backward"."""
         return {"wire": self.rows, "wire_backward": self.gradients}
 
     def of(self, direction: str) -> WireName | None:
@@ -82,17 +82,17 @@ class Wires:
 
 
 AS_THEY_ARE = Wires()
-"""The formats of a layer that sends all rows as they are."""
+"""The formats of a layer that sends all rows in their own dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSizes(BufferSizes):
     """The sizes (rows, columns) of every buffer of a pass that sends rows in a narrower number format.
 
-    Buffers that hold messages ("send", "arrived", "copies", and T_DI or dT_DO as they arrived) have as many
-    columns as a message has elements of the rows' dtype. Messages are unpacked into the buffers "T_DI_sorted"
-    and "dT_DO_sorted", which the experts read. Every chunk has these two buffers, even if its rows arrive
-    sorted by expert.
+    A message is a row in that format. It lies in a buffer of the rows' dtype, so a buffer of messages has as
+    many columns as a message has elements of that dtype. Such buffers are "send", "arrived", "copies", and
+    T_DI or dT_DO as they arrive. Messages are unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted",
+    which the experts read. Every chunk has these two buffers, even if its rows arrive sorted by expert.
 
     wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.
@@ -116,9 +116,9 @@ class MessageSizes(BufferSizes):
         return rows, message_bytes(wire, self.d_model, self.element_size) // self.element_size
 
     def _wire_of(self, name: str) -> WireName | None:
-        """Returns the format of the messages that a buffer holds, or that are unpacked into the buffer.
+        """Returns the number format of the messages in a buffer, or of those that are unpacked into it.
 
-        Returns None for a buffer that has nothing to do with messages, or if rows are sent as they are.
+        None if the buffer has nothing to do with messages, or if rows are sent as they are.
 
         name: name of the buffer, without a chunk, such as "T_DI_sorted".
         """

@@ -1,4 +1,4 @@
-"""Collectives of the layer: the exchange of row counts, and the all-to-alls that carry rows.
+"""Collectives of the layer: the exchange of row counts, and the all-to-alls that send rows.
 
 Each kind of all-to-all has a file of its own.
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 
 ExchangeName = Literal["flat", "hierarchical_1d", "hierarchical_2d"]
-"""Names that MoELayer's arguments ``dispatch`` and ``combine`` accept.
+"""Names that MoELayer's arguments ``dispatch`` and ``combine`` accept. ``dispatch`` also accepts "auto".
 
-Instead of a name, both accept a module. ``dispatch`` also accepts "auto".
+Instead of a name, both arguments accept a module.
 """
 
 NAMES: tuple[ExchangeName, ...] = get_args(ExchangeName)

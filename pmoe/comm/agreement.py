@@ -20,18 +20,17 @@ from pmoe.comm.ranks import Ranks
 T = TypeVar("T")
 
 Agree = Callable[[Sequence[float]], list[float]]
-"""The type of a function that returns the maximum of each of its values over all ranks.
+"""The type of a function that returns the maximum of each of its values over all ranks. Collective.
 
-It is `largest` with the ranks, the device and the stage already given. A collective. Values are sent as
-float64, so they come back exactly.
+It is made from `largest`, with the arguments ``ranks``, ``device`` and ``stage`` already filled in. Values
+are sent as float64, so they come back exactly.
 """
 
 
 def digest(parts: Iterable[str]) -> int:
     """Returns 48 bits of a hash of texts, as a number. Ranks compare this number instead of the texts.
 
-    It has 48 bits because ranks compare numbers as float64 (`same`): float64 holds integers of 48 bits
-    exactly.
+    Ranks compare numbers as float64 (`same`), which holds integers of 48 bits exactly.
     """
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
 

@@ -1,4 +1,4 @@
-"""Interfaces of the all-to-alls that carry rows (`Dispatch`, `Combine`), and the flat all-to-all."""
+"""Interfaces of the all-to-alls that send rows (`Dispatch`, `Combine`), and the flat all-to-all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
 
 RowCounts = Sequence[int]
-"""Numbers of rows that go to each rank, or that come from each rank.
+"""Numbers of rows, one for each rank: the rows that go to it, or come from it.
 
-It is also the type of the numbers of rows that a rank passes on for others (`Exchange.relay_counts`).
+A rank that passes on rows for others has a list of such numbers, too (`Exchange.relay_counts`).
 """
 
 
@@ -27,8 +27,8 @@ class Traffic:
     counts: bytes of row counts, and of the numbers that ranks reduce together with the counts.
     rows: bytes of token rows, between nodes and inside a node.
     scalars: bytes of tensors with one number for each row, such as routing weights.
-    weights: bytes of the weights of busy experts' copies, and of their gradients.
-    inside: the bytes among ``rows`` and ``scalars`` that went to ranks of the same node. Hierarchical
+    weights: bytes of the weights of busy experts' copies, and of the gradients of these weights.
+    inside: those of the bytes in ``rows`` and ``scalars`` that went to ranks of the same node. Hierarchical
         all-to-alls and the collectives of sharded experts count them. Flat all-to-alls do not, because they
         do not know the nodes.
     """
@@ -68,7 +68,7 @@ class Exchange(abc.ABC):
     """An irregular all-to-all: each rank sends every rank a number of rows, which may differ and may be zero.
 
     Subclass `Dispatch` for rows that go to experts, `Combine` for results that come back, or both. The two
-    have the same methods; the class says in which direction a layer may use the module.
+    have the same methods; a layer uses a module only in the direction of its class.
 
     Every rank must call each method equally often and in the same order, because methods start collectives.
 
@@ -82,16 +82,17 @@ class Exchange(abc.ABC):
     in_steps = False
     """Whether `exchange` runs several collectives, each of which needs the result of the collective before.
 
-    For such an exchange, the engine runs `exchange` in a thread of its own on the CPU, and calls
-    `relay_counts` in each call of the layer.
+    If so, the engine runs `exchange` in a thread of its own on the CPU, and calls `relay_counts` in each call
+    of the layer.
     """
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
         """Stores the ranks among which rows are exchanged, and the counter of sent bytes.
 
-        The layer calls it on every rank when it is built. Subclasses that need process groups of their own
-        make them in this method.
+        The layer calls it on every rank when the layer is built. Subclasses that need process groups of their
+        own make them in this method.
 
+        ranks: the ranks that exchange rows.
         traffic: where `exchange` counts the bytes that it sends.
         """
         self.ranks = ranks
@@ -136,14 +137,14 @@ class Exchange(abc.ABC):
 
 
 class Dispatch(Exchange):
-    """Carries rows to the ranks of their experts.
+    """Sends rows to the ranks of their experts.
 
     In forward the rows are tokens. In backward they are rows of the gradient of the layer's output.
     """
 
 
 class Combine(Exchange):
-    """Carries rows from the ranks of the experts back to the ranks of their tokens.
+    """Sends rows from the ranks of the experts back to the ranks of their tokens.
 
     In forward the rows are the experts' results. In backward they are gradients of the rows that were
     dispatched in forward.
@@ -173,14 +174,14 @@ class FlatAllToAll(Dispatch, Combine):
 def all_to_all(
     rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, group: dist.ProcessGroup
 ) -> dist.Work:
-    """Starts one irregular all-to-all and returns its Work. ``out`` may be read after its wait().
+    """Starts one irregular all-to-all and returns its Work. ``out`` may be read after the Work's wait().
 
     rows: contiguous (N,) or (N, M): N rows of M columns. The block for rank 0 of the group comes first, then
-        the block for rank 1, and so on.
+        the block for rank 1, and so on. float8 rows are sent as bytes, because not every backend knows their
+        dtype.
     send_rows, recv_rows: the number of rows for each rank of the group, and from each rank.
     out: contiguous, of the width and dtype of ``rows``. Takes the received blocks in order of rank.
-
-    float8 rows are sent as bytes, because not every backend knows their dtype.
+    group: the process group.
     """
     if rows.is_floating_point() and rows.element_size() == 1:
         rows = rows.view(torch.uint8)

@@ -89,7 +89,7 @@ class Fault(enum.IntEnum):
 def fault_of_magnitude(largest: Tensor) -> Tensor:
     """Returns the number of a rank's fault, an int64 scalar: NOT_FINITE if its logits are not finite.
 
-    largest: the largest magnitude of its logits, a scalar. It is NaN if one of them is.
+    largest: the largest magnitude of the logits, a scalar. It is NaN if one of the logits is NaN.
     """
     return (largest < math.inf) * -int(Fault.NOT_FINITE) + int(Fault.NOT_FINITE)
 
@@ -113,7 +113,7 @@ class RankCounts:
     it is the number of chunks. P ranks are those to which this rank may send, and W are all ranks of the
     layer. W is P unless several ranks share each expert. Each rank has E_local experts.
 
-    Of this rank, on the host unless the name says otherwise:
+    Counts of this rank, on the host unless the name says otherwise:
 
         send             (F, P, E_local) rows that this rank has for each expert of each rank
         recv             (F, W, E_local) rows that each rank has for each expert of this rank. The W ranks are
@@ -129,22 +129,22 @@ class RankCounts:
         messages         the messages of all ranks on the rows' device, if kernels exchanged them; else None.
                          recv_device then has the bins of the exchange, also after `joined`
         relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
-                         other ranks (`Exchange.relay_counts`); None if it passes on none
+                         other ranks, X for each bin (`Exchange.relay_counts`); None if it passes on none
 
-    The same on every rank, so decisions that follow from them are the same too:
+    The following are the same on every rank, so decisions that follow from them are the same too:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
         depth            depth[n]: how often n chunks must be cut finer (`cuts`) until no chunk brings any
-                         rank more rows than a ring slot holds (`slot_rows`), or each chunk is a bin. Empty
-                         if no number of chunks has to be cut finer
+                         rank more rows than a ring slot, a buffer of fixed size, holds (`slot_rows`), or
+                         until each chunk is a bin. Empty if no number of chunks has to be cut finer
         host_shortage    whether any rank lacks host memory for the rows that it receives
         relays_copies    whether an expert has several copies, whose ranks pass its weights on to each other
         max_rows         largest number of rows that any rank receives, rows from itself included; None if
                          not asked for, or if some rank does not have exactly one row for each choice of its
                          tokens
         loads            (E,) load of each of the E experts, its rows from all ranks; () if not asked for
-        marks            largest value of each of the numbers that ranks sent for the loads (`Loads.marks`)
+        marks            largest value over all ranks of each number in `Loads.marks`
     """
 
     send: Tensor
@@ -191,7 +191,8 @@ class RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
 
         rank: this rank's number, which is also the index of its own rows in the counts.
-        num_staying: how many experts' rows are not sent (`without_own`).
+        num_staying: only rows for the first so many experts of the rank count as 0. The other experts are
+            copies of other ranks' experts, whose rows are always sent. None is for all experts.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -230,8 +231,8 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
 
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
-    num_staying: only rows for the first so many experts of the rank count as 0, because rows for copies of
-        other ranks' experts are sent. None is for all rows.
+    num_staying: only rows for the first so many experts of the rank count as 0. The other experts are copies
+        of other ranks' experts, whose rows are always sent. None is for all experts.
     """
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
@@ -242,17 +243,17 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
 class Slots:
     """Limits of the rows that a rank receives: the rows that a ring slot holds, and the free host memory.
 
-    A ring slot is a buffer of fixed size in which chunks take turns.
+    A ring slot is a buffer of fixed size that chunks use in turn.
 
         slack      a slot holds ceil(slack * max_tokens * top_k / n) rows (`slot_rows`). With slack = 1 these
                    are the rows of one of n chunks under even routing
         top_k      rows that a rank receives for each of its tokens under even routing: the choices of a
                    token, times the number of ranks that share an expert
         degrees    the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number
-                   of bins
+                   of bins (equal ranges of a rank's tokens, by which rows are counted)
         own_rank   this rank, if rows from it to itself are not sent and so are not counted; None counts all
-        num_staying  how many experts of this rank these are: rows for copies of others' experts are sent,
-                   also from the own rank; None for all
+        num_staying  only rows for the first so many experts of this rank are not sent to itself. The other
+                   experts are copies of other ranks' experts, whose rows are always sent. None is for all
         host_rows  number of received rows for which this rank has host memory; None checks nothing
     """
 
@@ -267,9 +268,9 @@ class Slots:
         """Returns, for each n in ``degrees``, how many times n chunks are cut finer for this rank.
 
         Each time, the batch is cut into more and smaller chunks (`cuts` lists their numbers). That ends when
-        every chunk fits: it brings this rank at most as many rows as fit into a ring slot, a buffer of fixed
-        size. It also ends when each chunk is a single bin, because bins cannot be cut. Bins are equal ranges
-        of a rank's tokens, by which rows are counted. The numbers are int64 scalars on the device.
+        every chunk brings this rank at most as many rows as fit into a ring slot, a buffer of fixed size. It
+        also ends when each chunk is a single bin, because bins, equal ranges of a rank's tokens by which rows
+        are counted, cannot be cut. The results are int64 scalars on the device.
 
         recv_FWE: (F, W, E_local) int64 on the device: the rows in each of F bins from each of W ranks for
             each expert.
@@ -299,16 +300,17 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """The request that all ranks get the load of each expert, and the largest of some other numbers.
+    """A request, sent with the row counts, for the load of each expert and for maxima of other numbers.
 
-    Each rank knows the loads of its own experts when the row counts have arrived. It contributes these, and 0
-    for the experts of other ranks, to a max-reduction.
+    The load of an expert is the number of rows that all ranks together have for it. Each rank knows the loads
+    of its own experts when the row counts have arrived. It contributes these, and 0 for the experts of other
+    ranks, to a max-reduction.
 
     own_rank: this rank.
     num_experts: E, the experts of all ranks.
-    marks: non-negative numbers of this rank, equally many on every rank.
+    marks: non-negative numbers of this rank, equally many on every rank. All ranks get the maximum of each.
 
-    Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7) -> (max of (5, 3, 0, 0) and (0, 0, 0, 7)).
+    Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7) -> max of (5, 3, 0, 0) and (0, 0, 0, 7).
     """
 
     own_rank: int
@@ -317,11 +319,11 @@ class Loads:
 
     @property
     def size(self) -> int:
-        """The number of values that the request adds to the max-reduction."""
+        """The number of values that this request adds to the max-reduction of the exchange."""
         return self.num_experts + len(self.marks)
 
     def write(self, recv_FWE: Tensor, out: Tensor) -> None:
-        """Writes what this rank contributes to the max-reduction.
+        """Writes this rank's part of a max-reduction: the loads of its experts, and its marks.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
@@ -334,8 +336,9 @@ class Loads:
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns row counts with the loads and the largest marks.
+        """Returns row counts with the loads of all experts and the largest marks added.
 
+        counts: the row counts.
         agreed: the result of the max-reduction, which ends with the numbers of this request.
         """
         numbers = agreed[len(agreed) - self.size :]
@@ -348,8 +351,9 @@ class Loads:
 def cuts(n: int, bins: int) -> tuple[int, ...]:
     """Returns the numbers of chunks into which n chunks may be cut, in rising order: n, ..., ``bins``.
 
-    Each number divides the next, so every cut refines the one before. From one to the next it grows by the
-    smallest prime factor of what is left of ``bins / n``: it is doubled as long as possible.
+    Each number is a multiple of the one before, so the ends of its chunks include those of the coarser
+    chunks. The factor from one number to the next is the smallest prime factor of (bins / number): 2 as long
+    as possible.
 
     n: number of chunks. It divides ``bins``.
     bins: number of bins, the equal ranges of a rank's tokens by which rows are counted.
@@ -399,11 +403,11 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
 
 
 def max_bins(num_experts: int) -> int:
-    """Returns the bound up to which `num_bins` may double the number of bins: min(256, 2**16 // num_experts).
+    """Returns the most bins to which `num_bins` may double: min(MAX_BINS, MAX_COUNTS // num_experts).
 
-    A message of row counts has one count for each bin and each expert, so that the bound limits its size. The
-    constants are `MAX_BINS` and `MAX_COUNTS`. The number of bins exceeds the bound only if the least common
-    multiple of the numbers of chunks does.
+    Bins are equal ranges of a rank's tokens, by which rows are counted. A message of row counts has one count
+    for each bin and each expert, so that the bound limits its size. The number of bins exceeds the bound only
+    if the least common multiple of the numbers of chunks does.
 
     num_experts: number of experts of all ranks.
     """
@@ -411,11 +415,11 @@ def max_bins(num_experts: int) -> int:
 
 
 MAX_BINS, MAX_COUNTS = 256, 2**16
-"""Upper bounds of the number of bins F, and of F * E counts for E experts; lcm(degrees) alone may exceed
-them.
+"""Upper bounds of the number of bins F, and of the number of counts F * E for E experts.
 
-2**16 counts of four bytes are 256 KiB from a rank to all others, even among thousands of ranks. That is less
-than a hundredth of 4,096 rows of 4,096 columns in two bytes each.
+Only the least common multiple of the numbers of chunks may make F larger. 2**16 counts of four bytes are 256
+KiB from a rank to all others, even among thousands of ranks. That is less than a hundredth of 4,096 rows of
+4,096 columns in two bytes each.
 """
 
 """The `HEADER` int32 values before the counts in each message describe the sender:
@@ -428,15 +432,18 @@ than a hundredth of 4,096 rows of 4,096 columns in two bytes each.
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that have a number in a header: the index in this tuple. Other dtypes have the number 4."""
+"""The dtypes of rows that a header can name, by their index in this tuple. All others have the number 4."""
 
 LIFE = 8
 LAYER = 8
-"""Factors in a header. A factor of 8 leaves the lowest three bits for the flags of the mode or the dtype."""
+"""Factors by which a number in a header is multiplied to leave its lowest three bits free.
+
+In the mode, these bits are flags; beside the layer's number, they are the number of the dtype.
+"""
 
 
 TRAINING, GRAD_ENABLED, IN_BACKWARD, WANTS_GRADIENTS = 1, 2, 4, 1 << 30
-"""Bits of a header's mode.
+"""Flags in a header's mode, which say what kind of call a rank makes.
 
 WANTS_GRADIENTS implies GRAD_ENABLED. It is the highest bit, so the maximum of all ranks' modes shows whether
 any rank has set it. IN_BACKWARD is set in the second pass of activation checkpointing, which runs inside a
@@ -445,9 +452,9 @@ backward pass.
 
 
 def mode_of_call(*, needs_grad: bool, training: bool) -> int:
-    """Returns the bits that describe a call which begins now: TRAINING, GRAD_ENABLED and others.
+    """Returns flags that describe a call which begins now: TRAINING, GRAD_ENABLED and others, as one number.
 
-    Ranks send the bits in front of their row counts and compare them, because all ranks must make the same
+    Ranks send the flags in front of their row counts and compare them, because all ranks must make the same
     kind of call.
 
     needs_grad: whether this rank wants gradients of the call.
@@ -476,8 +483,9 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: with bypass_local, for how many of its own experts a rank's rows are not sent
-        (`without_own`); None for all. The caller may set it before `finish`.
+    num_staying: if rows from a rank to itself are not sent (``bypass_local``): only those for the first so
+        many experts of the rank; None for all. The other experts are copies of other ranks' experts, whose
+        rows are always sent. The caller may set it before `finish`.
     """
 
     tokens_W: Tensor
@@ -635,12 +643,13 @@ class CountsExchange:
                 compare_headers(modes, kinds, self._ranks)
 
     def _to_host(self) -> tuple[Tensor, list[Tensor]]:
-        """Computes on the device all numbers that the host needs, and copies them to the host from a GPU.
+        """Computes on the device all numbers that the host needs, and copies them to the host.
 
         On several ranks it is a collective, after the messages of the other ranks have arrived.
 
-        Returns (F, W, X) on the device, the counts that this rank received; and on the host the counts that
-        it sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
+        Returns two things. The first is (F, W, X) on the device, the counts that this rank received: X counts
+        for each of F bins and W ranks. The second is a list of tensors on the host: the counts that this rank
+        sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
         """
         if self._messages is not None:
             return self._by_kernels(self._messages)
@@ -669,11 +678,11 @@ class CountsExchange:
         """Separates the rows for each expert from the number of rows that are sent only once.
 
         counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. The first
-            E_local of X counts are rows for each expert of a rank. One more count follows if a token is sent
-            only once to a rank that holds several of its experts.
+            E_local of the X counts are rows for each expert of a rank. One more count follows if a token is
+            sent only once to a rank that holds several of its experts.
 
-        Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once; None if a token
-        is sent for each of its experts.
+        Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once. The second is
+        None if a token is sent separately for each of its experts.
         """
         if not self._counted_once:
             return counts_FRX, None
@@ -709,13 +718,13 @@ class CountsExchange:
             index   0 .. 3    4               5               6            7, 8, ...
             number  header    host shortage   rows received   irregular    depth of each degree, then `Loads`
 
-        host shortage: 1 if host memory lacks for the received rows.
-        irregular: 1 if a rank does not have exactly one row for each choice of its tokens.
-        depth: how often each number of chunks must be cut finer (`Slots.depths`).
+            host shortage   1 if host memory lacks for the received rows
+            irregular       1 if a rank does not have exactly one row for each choice of its tokens
+            depth           how often each number of chunks must be cut finer (`Slots.depths`)
 
         Every rank has received all headers, so their maximum needs no communication. The other numbers follow
-        from the counts, so a reduction must come after the counts; it is left out if neither `Slots` nor
-        `RankCounts.max_rows` nor `Loads` is asked for, and the numbers are 0.
+        from the counts, so they need a reduction after the counts have arrived. It is left out if neither
+        `Slots` nor `RankCounts.max_rows` nor `Loads` is asked for, and the numbers are 0.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
@@ -747,10 +756,11 @@ class CountsExchange:
     # ---- by kernels, on a GPU
 
     def _packed(self, header: list[int], fault: Tensor | Fault) -> Messages | None:
-        """Launches the kernel that writes this rank's messages; None if kernels do not take these counts.
+        """Launches the kernel that writes this rank's messages; None if the kernels cannot write these
+        counts.
 
-        They take plain row counts: experts are not sharded, each row is sent for one expert, no rank passes
-        on rows of others, and nobody asks for the loads of experts.
+        The kernels write plain row counts only: experts are not sharded, each row is sent for one expert, no
+        rank passes on rows of others, and the loads of experts are not asked for.
 
         header: the numbers in front of the counts.
         fault: the argument of the constructor.
@@ -775,7 +785,10 @@ class CountsExchange:
         return messages
 
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
-        """Computes the result of `_to_host` from messages that have arrived. A collective, as that is."""
+        """Computes the result of `_to_host` by kernels, from messages that have arrived. A collective.
+
+        messages: the messages of all ranks.
+        """
         received_WL = self._received
         assert received_WL is not None
         slots = self._slots

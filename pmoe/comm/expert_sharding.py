@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter of irregular numbers of rows among the ranks that share experts.
 
-FSMoE, section 2.2, calls them ESP-AllGather and ESP-ReduceScatter. Each is one irregular all-to-all here,
-because no backend has all-gathers and reduce-scatters of different numbers of rows. A rank sends no more
-bytes than in the best ring algorithm.
+FSMoE, section 2.2, calls them ESP-AllGather and ESP-ReduceScatter. In this file each is one irregular
+all-to-all, because no backend has all-gathers and reduce-scatters of different numbers of rows. A rank sends
+no more bytes than in the best ring algorithm.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ShardCollectives:
         rows: (N, M) or (N,), this rank's N rows, M columns each.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
-        copies: scratch memory for the number of rows that the method `copies` returns for N rows.
+        copies: scratch memory for as many rows as the method `copies` returns for N rows.
         """
         esp = self.esp
         send = [rows.shape[0]] * esp.size

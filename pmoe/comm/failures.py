@@ -52,7 +52,7 @@ LOOK_AFTER = datetime.timedelta(seconds=0.5)
 """Time after which a waiting rank reads the failure reports, and between two readings."""
 
 failure_published: threading.Event = threading.Event()
-"""Set when this rank publishes a failure. Cleared by its next call that `enter_call` accepts."""
+"""Set when this rank publishes a failure. Cleared when `enter_call` accepts a later call of this rank."""
 
 
 class PeerError(RuntimeError):
@@ -71,7 +71,8 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
     error: the error with which the rank leaves.
     ranks: the group whose collectives the pass uses.
     stage: what the rank did when it failed, in words; "" if the error's own text says so.
-    by_itself: whether the error is this rank's own. False if a peer or a failed collective caused it.
+    by_itself: True if this rank has raised the error itself, False if a peer or a failed collective caused
+        it.
     """
     from torch.utils.checkpoint import _StopRecomputationError
 
@@ -114,8 +115,8 @@ def publish_leaving(record: GroupRecord) -> None:
 def publish_outside_pass(error: BaseException) -> None:
     """Publishes an error raised outside of any forward or backward pass, such as one of load_state_dict.
 
-    Peers that wait for this rank then raise it too. This rank has left no collective undone, so its next call
-    withdraws the report.
+    Peers that wait for this rank then raise it too. No peer waits for a collective that this rank has not
+    started, so this rank's next call withdraws the report.
     """
     world = dist.group.WORLD
     if world is None:
@@ -140,11 +141,11 @@ def settle(ranks: Ranks) -> bool:
     """Returns whether a group may be used again, after this rank has left a pass over it in the middle.
 
     It may be used if all ranks left that pass by errors of their own and after the same collectives: no rank
-    then waits for a collective that another rank did not start. The function reads in the store where the
-    other ranks left, for at most `PATIENCE_SECONDS`. If the result is True, it clears this rank's record of
-    leaving.
+    then waits for a collective that another rank did not start. The function reads from the store at which
+    collective the other ranks left, for at most `PATIENCE_SECONDS`. If the result is True, it clears this
+    rank's record of leaving.
 
-    After False, the caller must call `publish_leaving` again. `publish_leaving` then publishes an empty
+    If the result is False, the caller must call `publish_leaving` again. It then publishes an empty
     `GroupRecord.left_at`, from which the other ranks see that the group cannot be used, and stop waiting.
     """
     group = ranks.group
@@ -169,14 +170,14 @@ def settle(ranks: Ranks) -> bool:
 
 
 _to_take_back: set[str] = set()
-"""Keys of the store under which this rank has published errors, and which its next call empties."""
+"""Keys of the store under which this rank has published errors, and which its next call sets to ""."""
 
 
 def withdraw_failures() -> None:
-    """Empties this rank's reports of failures in the store, because the rank goes on with another call.
+    """Withdraws this rank's reports of failures, because the rank goes on with another call.
 
-    Reports stay if they are about a group that this rank left in the middle of a pass (`publish_leaving`):
-    ranks that still wait in this group read them, and then stop waiting.
+    Reports are kept if they are about a group that this rank left in the middle of a pass
+    (`publish_leaving`): ranks that still wait in this group must read them, so that they stop waiting.
     """
     failure_published.clear()
     if dist.is_initialized():
@@ -219,7 +220,8 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
 
     On the CPU it raises PeerError if a rank of the group publishes a failure in the meantime.
 
-    group: the group in which failures matter; None has no peers.
+    work: the collective.
+    group: the group whose failures are looked for; None for none.
     on_gpu: whether the tensors of the collective are on a GPU.
     """
     if group is None or on_gpu or not hasattr(work, "is_completed"):
@@ -269,6 +271,9 @@ def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
 
     The reasons are failures that ranks of the group have published. If there are none, the reasons are peers
     that wait for this rank before a call that this rank will not make (`pmoe.comm.meeting`).
+
+    group: the group.
+    reasons: a list to which texts are added.
     """
     with contextlib.suppress(RuntimeError):
         reasons += failures(group) or left_out(record_of_group(group), group.rank(), range(group.size()))
@@ -310,13 +315,14 @@ def failures(group: dist.ProcessGroup) -> list[str]:
 
 
 def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that publishes errors of its block, and adds the stage to those of collectives.
+    """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
-    A RuntimeError of the block is taken for an error of a collective: a peer has died or did not come in
-    time. It is raised again with the stage in its text. Other errors are this rank's own and are raised
-    unchanged. Errors of both kinds are published for the peers, which may wait for this rank (`leave`).
+    A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
+    It is raised again with the stage in its text. Other errors are this rank's own and are raised unchanged.
+    Errors of both kinds are published for the peers, which may wait for this rank (`leave`).
 
     stage: what the block does, in words.
+    ranks: the ranks of the layer.
     """
     return contextlib.nullcontext() if ranks.size == 1 else _at_stage(stage, ranks)
 
@@ -339,12 +345,13 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 
 
 def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that publishes an error of its block: this rank then leaves a pass in the middle.
+    """Returns a context that publishes an error of its block, so that peers stop waiting for this rank.
 
     It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
-    that rank. Errors that all ranks raise together must not be published: no rank waits, and a report would
-    end the next call of the peers.
+    that rank. An error counts as leaving a pass in the middle. Errors that all ranks raise together must not
+    be published: no rank waits, and a report would end the next call of the peers.
 
+    ranks: the ranks of the layer.
     stage: what the block does, in words. The error of this rank's next call quotes it.
     """
     return contextlib.nullcontext() if ranks.size == 1 else _publishing(ranks, stage)
@@ -363,14 +370,13 @@ def _publishing(ranks: Ranks, stage: str) -> Iterator[None]:
 
 
 _first_calls = itertools.count(1)
-"""Counts the layers that have got a name from `enter_call`."""
+"""Counts the layers that have got a name, "MoELayer N", from `enter_call`."""
 
 
 def enter_call(ranks: Ranks, changed: str = "") -> None:
     """Begins a call of a layer: checks the group, and waits for the peers if their calls may differ.
 
-    It also names the layer. A layer without a name gets the name "MoELayer N" if N - 1 layers of this process
-    got such a name before.
+    A layer without a name gets the name "MoELayer N" if N - 1 layers of this process got such a name before.
 
     ranks: the ranks of the layer.
     changed: the options that were changed since the layer's last call, in words; "" for none. If options were
@@ -391,9 +397,9 @@ def enter_call(ranks: Ranks, changed: str = "") -> None:
 
 
 def _warn_alone(ranks: Ranks) -> None:
-    """Warns at the first call of a layer of one rank, if torch.distributed has more ranks by now.
+    """Warns in the first call of a layer of one rank, if torch.distributed has more ranks by now.
 
-    The layer was then built before init_process_group, and so holds all experts on this rank, which may be an
+    The layer was then built before init_process_group. So it holds all experts on this rank, which may be an
     oversight.
     """
     ranks.by_default = False
@@ -410,7 +416,7 @@ def _warn_alone(ranks: Ranks) -> None:
 def check_whole(ranks: Ranks) -> None:
     """Raises RuntimeError if this rank has left an earlier pass over the group in the middle.
 
-    The collectives of the next pass would be paired with other collectives of the peers. The failure is
+    The collectives of the next pass would then meet those that the peers still wait for. The failure is
     published, so that the peers raise too. There is one exception: if all ranks left that pass by errors of
     their own and after the same collectives, the group can be used again. To find that out, the function may
     wait some seconds (`settle`).
@@ -453,11 +459,12 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
 def meet(ranks: Ranks, why: str) -> None:
     """Waits until all ranks of the group have come to the same call of a layer (`pmoe.comm.meeting`).
 
+    ranks: the ranks of the layer.
     why: why this rank waits, as the end of a sentence that begins with "rank 3". Errors of the peers quote
         the text.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs
-    another pass instead finds this rank's entry in the store, and publishes a failure.
+    another pass instead reads in the store that this rank waits, and publishes a failure.
     """
     group = ranks.group
     assert group is not None

@@ -1,4 +1,4 @@
-"""Sums gradients over ranks, in place: those of copies of experts, and those of what all experts share."""
+"""Sums gradients over ranks, in place: of copies of an expert, or of parameters that all experts share."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Grid:
     ep: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
     esp: the L ranks that hold different columns of the same experts. Rows are gathered among them.
     order: (W,), the rank (its number in ``all``) at each place of the grid, line by line. After the
-        gathering, rows lie in this order of their source ranks.
+        gathering, rows are sorted by their source rank in this order.
 
     Example: P = 3, L = 2. The place of a rank in ``order`` is esp.rank * P + ep.rank:
 
@@ -69,9 +69,9 @@ class Grid:
         return counts_FPX.index_select(1, _index(places, counts_FPX.device))
 
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
-        """Reorders the source ranks of counts into the order in which their rows lie after the gathering.
+        """Reorders counts by source rank into the order of the rows after the all-gather inside the node.
 
-        The gathering collects the rows that each of the L ranks that share experts has received.
+        The all-gather collects the rows that each of the L ranks that share experts has received.
 
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.
@@ -100,9 +100,9 @@ class Grid:
         self.__dict__.update({old_names.get(name, name): value for name, value in state.items()})
 
     def reconnect(self) -> bool:
-        """Takes the default process group if the group was lost by pickling or destroyed (`Ranks.reconnect`).
+        """Takes the default process group if the layer's group was lost by pickling or destroyed.
 
-        Returns whether a new group replaces a destroyed one.
+        Returns whether a new group replaces a destroyed one (`Ranks.reconnect`).
 
         Raises ValueError if the grid comes from a device mesh, which pickling loses: the layer must be built
         again. Raises RuntimeError or ValueError if no group can take the place of the old one.
@@ -116,9 +116,12 @@ class Grid:
 
 @functools.lru_cache(maxsize=64)
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns numbers as an int64 tensor on a device. Equal arguments return the same tensor.
+    """Returns an int64 tensor with the given numbers on a device. Equal arguments return the same tensor.
 
     The tensors are cached, because each copy from the host to a GPU would be a synchronisation.
+
+    places: the numbers.
+    device: the device.
     """
     return torch.tensor(places, device=device)
 

@@ -1,4 +1,4 @@
-"""Options of a process group, its backend and its timeout, which new groups take from an existing one."""
+"""Reads the options of a process group, its backend and its timeout, to make new groups like it."""
 
 from __future__ import annotations
 

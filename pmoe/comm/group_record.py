@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 @dataclass(eq=False)
 class GroupRecord:
-    """A process group, as this rank knows it.
+    """A rank's record of a process group: the calls that have used it, and the errors that ended a pass.
 
-    A group is whole while its collectives match on all ranks. A rank that leaves a forward or backward pass
-    in the middle, by an error, leaves collectives undone for which its peers wait.
+    A group is whole while its collectives match on all ranks. If a rank leaves a forward or backward pass in
+    the middle, by an error, its peers wait for collectives that the rank never starts.
 
     name: the group's name, the same on all its ranks.
     life: the number of the default group under which the group was made: 1 for the first one that layers used
@@ -37,7 +37,7 @@ class GroupRecord:
     open_calls: numbers of the calls, on the CPU, for which a backward pass may come and has not begun. Only
         the last `MOST_OPEN` are kept, because some calls never have a backward pass. A dict serves as an
         ordered set.
-    backward_of: the number of the call that has its backward pass running; 0 if there is none.
+    backward_of: the number of the call whose backward pass is running; 0 if there is none.
     backward_of_layer: the name of that call's layer.
     meetings: how often this rank has waited for all ranks before a call (`pmoe.comm.meeting`).
     last_meeting: the number of the call that followed the last of these waits.
@@ -59,7 +59,7 @@ class GroupRecord:
     last_meeting: int = 0
 
     def place(self) -> str:
-        """Returns, as a text, how many collectives this rank has begun, and in which pass it is.
+        """Returns a text that says how many collectives this rank has begun, and which pass it is running.
 
         Ranks that have begun the same collectives get the same text.
         """
@@ -128,24 +128,24 @@ def names_of_left_groups() -> set[str]:
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Maps each default group to its number among the default groups of this job (`GroupRecord.life`)."""
+"""Maps each default process group to its number among those of this job, from 1 (`GroupRecord.life`)."""
 
 MOST_LIVES = 1 << 10
-"""The numbers of default groups (`GroupRecord.life`) are taken modulo this number.
+"""Default process groups are numbered modulo this number, because a message has few bits for it.
 
-A header of row counts has only a few bits for them.
+The message is the header in front of row counts.
 """
 
 
 def _life() -> int:
     """Returns how many default process groups this job has had, the present one included: 1, 2, ...
 
-    A group that is destroyed and made again may have the same name. This number distinguishes the keys of the
+    A group that is destroyed and made again may have the same name. The number distinguishes the keys of the
     old and the new group in the store. Only default groups with which this rank has used layers are counted.
 
-    The counter is in the default group's store. A store such as torchrun's outlives the group. It is asked
-    once for each default group. The result is 0 if there is no default group or no store, or if the store
-    does not answer within 5 seconds.
+    The counter is in the default group's store; a store such as torchrun's outlives the group. The store is
+    asked once for each default group. The result is 0 if there is no default group or no store, or if the
+    store does not answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

@@ -20,7 +20,8 @@ class HierarchicalExchange(Dispatch, Combine):
     The result equals that of `pmoe.comm.base.FlatAllToAll`, bit by bit. If all ranks are on one node, or each
     rank is on a node of its own, a single flat collective sends all rows.
 
-    - It has process groups of its own, so another thread may use the layer's group at the same time.
+    - The exchange has process groups of its own, so another thread may use the layer's group at the same
+      time.
     - Between the collectives, rows are in memory that torch allocates: up to two copies of the rows that a
       rank passes on for others.
     - `exchange` needs the numbers that `relay_counts` returned for the same rows.
@@ -74,31 +75,29 @@ class HierarchicalExchange(Dispatch, Combine):
 
     @abc.abstractmethod
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """Returns how many rows this rank will pass on for other ranks, (F, X) int64.
+        """Returns how many rows this rank will pass on for other ranks, (F, X) int64. A collective.
 
-        `relay_counts` returns the same numbers, but None if this rank passes on no rows.
+        It is called only if there are several nodes and a node has several ranks. There are X numbers for
+        each of F bins, the equal ranges of a rank's tokens by which rows are counted; the subclass decides
+        what they are. `relay_counts` returns the same numbers, but None if this rank passes on no rows.
 
-        A collective, called only if there are several nodes and a node has several ranks. The subclass
-        decides what its X numbers for each bin are.
-
-        send_FW, recv_FW: (F, W) int64, for each of F bins (equal ranges of a rank's tokens) the numbers of
-            rows to and from each of W ranks.
+        send_FW, recv_FW: (F, W) int64, for each bin the numbers of rows to and from each of W ranks.
         """
 
     @abc.abstractmethod
     def carry(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
-        """Exchanges rows in several collectives, for `exchange`.
+        """Exchanges rows in several collectives: what `exchange` does if there are several nodes with several
+        ranks.
 
-        It is called only if there are several nodes and a node has several ranks. The arguments are those of
-        `exchange`:
+        The arguments are those of `exchange`:
 
         rows, out: contiguous (N,) or (N, M): N rows of M columns, in blocks for each rank and from each rank,
             in order of rank.
         send_rows, recv_rows: the number of rows for each rank, and from each rank.
-        relayed: X numbers. `relay` returned X numbers for each bin; these are their sums over the bins of the
-            chunk that is exchanged.
+        relayed: X numbers. `relay` returned X numbers for each bin (a part of a chunk); these are their sums
+            over the bins of the chunk that is exchanged.
         """
 
     def exchange(

@@ -36,12 +36,12 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         send_FW, recv_FW: (F, W) int64, for each of F bins (equal ranges of a rank's tokens) the numbers of
             rows to and from each of W ranks.
 
-        Returns (F, L * 2 * W) on the leader. Rank i is the node's rank with place i, and rank 0 its leader.
-        The columns are, rank by rank of the node:
+        Returns (F, L * 2 * W) on the leader. Its columns are, for the ranks of the node one after another:
 
             rows of rank 0 for W ranks | rows of W ranks for rank 0 | rows of rank 1 for W ranks | ...
 
-        Returns (F, 0) on all other ranks, which pass on nothing.
+        "Rank 0" is the first rank of the node, its leader. All other ranks pass on nothing, and return (F,
+        0).
         """
         num_bins = send_FW.shape[0]
         counts = torch.cat([send_FW, recv_FW], dim=1)
@@ -62,7 +62,9 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         return len(self.topology.inside(self.ranks.rank))
 
     def _to_leader(self, rows: int) -> list[int]:
-        """Returns a number of rows for each rank of this node: ``rows`` for its leader, else 0."""
+        """Returns a number of rows for each rank of this node: all ``rows`` for its leader, 0 for the
+        others.
+        """
         return [rows] + [0] * (self._local - 1)
 
     def carry(

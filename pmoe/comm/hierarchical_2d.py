@@ -1,15 +1,16 @@
 """2D hierarchical all-to-all: first inside each node, then across nodes among ranks at equal places.
 
-It is Tutel's 2DH all-to-all (Hwang et al., arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al.,
-arXiv 2201.05596). FSMoE, section 3.1, offers it beside the flat all-to-all.
+A rank's place is its number among the ranks of its node. The method is Tutel's 2DH all-to-all (Hwang et al.,
+arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al., arXiv 2201.05596). FSMoE, section 3.1,
+offers it beside the flat all-to-all.
 
 With L ranks on each node, there are L times fewer messages between nodes, each about L times larger. In
 return rows are sent once more inside the node. All ranks do the same work; none is a leader.
 
-A rank's place is its number among the ranks of its node. Rank (a, j) is at place j of node a:
+Rank (a, j) is at place j of node a. Rows of rank (a, i) for rank (b, j) are sent in two steps:
 
-    step 1, inside:  (a, i) -> (a, j)   rows of (a, i) for (b, j), sorted by node b
-    step 2, across:  (a, j) -> (b, j)   rows of (a, i) for (b, j), sorted by place i
+    step 1, inside:  (a, i) -> (a, j)   rows of (a, i) for (b, j) of all nodes, sorted by node b
+    step 2, across:  (a, j) -> (b, j)   rows of all (a, i) for (b, j), sorted by place i
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         return got_WF.t().contiguous()
 
     def _destinations(self) -> list[int]:
-        """Returns all ranks in the order of their rows in step 1: by place in the node, then by node."""
+        """Returns all ranks in the order in which their rows are sent in step 1: by place, then by node.
+
+        A rank's place is its number among the ranks of its node.
+        """
         return [rank for ranks in zip(*self.topology.members, strict=True) for rank in ranks]
 
     def carry(

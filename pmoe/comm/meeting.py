@@ -1,8 +1,8 @@
 """Meetings: before some calls, a rank waits in the store until all ranks of the group have come to that call.
 
-A rank may skip the backward pass of a layer's last call and call the layer again, while its peers run that
-backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
-before the call detects this:
+The store is torch.distributed's key-value store. A rank may skip the backward pass of a layer's last call and
+call the layer again, while its peers run that backward pass. The rank's row counts would then be paired with
+rows of the peers' backward pass. A meeting before the call detects this:
 
 - A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
   If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, none comes.
@@ -56,8 +56,8 @@ class Meeting:
         NUMBER        how many ranks have come to the meeting of that number
         NUMBER/all    set when all have come
         waiting       set when a rank has waited for long in any meeting of the group
-        waiting/RANK  of a rank that waits, three lines: the call's number, `GroupRecord.open_calls`, why;
-                      empty again when the rank goes on
+        waiting/RANK  written by a rank that waits; three lines: the call's number,
+                      `GroupRecord.open_calls`, and why it waits. Emptied when the rank goes on
 
     record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
@@ -101,7 +101,7 @@ class Meeting:
         return True
 
     def publish(self) -> None:
-        """Writes into the store before which call this rank waits, and why it waits for the other ranks.
+        """Writes into the store which call this rank is about to make, and why it waits for the other ranks.
 
         Peers read this with `left_out`, and raise an error if they will not make that call.
         """

@@ -12,9 +12,9 @@ from pmoe.comm.group_record import GroupRecord, collectives, is_known, record_of
 
 
 class Ranks:
-    """The ranks that share a layer's experts, as one of them sees them: a process group, or one rank alone.
+    """The ranks that share a layer's experts: a process group, or a single rank without a group.
 
-    A single rank has no group and does not communicate. A copy has the same group. A pickled object has no
+    A single rank does not communicate. A copy of the object has the same group. A pickled object has no
     group; after loading, `reconnect` takes the default group.
 
     group: None takes the default group if torch.distributed is initialised, else there is a single rank.
@@ -148,9 +148,8 @@ class Ranks:
         )
 
     def count_exchange(self) -> None:
-        """Counts the exchange of row counts that begins now.
-
-        Its number is also the number of the layer's call.
+        """Gives the exchange of row counts that begins now its number, which is also that of the layer's
+        call.
         """
         self.record.exchanges += 1
         self.record.begun_before = collectives.begun
@@ -175,8 +174,8 @@ class Ranks:
     def take_number(self) -> None:
         """Gives the layer its number among the layers of the group, after its first exchange of row counts.
 
-        All ranks take part in the same exchange, so they give the layer the same number. Ranks compare it in
-        later exchanges, to find out if one of them calls another layer.
+        All ranks take part in the same exchange, so they give the layer the same number. Ranks compare the
+        number in later exchanges, to find out whether all of them call the same layer.
         """
         self.record.num_layers += 1
         self.number = self.record.num_layers

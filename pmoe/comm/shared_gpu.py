@@ -1,8 +1,9 @@
-"""Several ranks on one GPU over NCCL: the environment that allows it, and what to say if it is missing.
+"""Lets several ranks of an NCCL job share one GPU: the environment that allows it, and a hint if it is
+missing.
 
-NCCL refuses a job in which two ranks have one host and one GPU. The host is known by a text, which the
-variable NCCL_HOSTID replaces. A rank with a text of its own counts as a machine of its own, so ranks send
-rows through sockets. Such a job is slow. It shows whether results are right, not how long they take.
+NCCL refuses a job in which two ranks have the same host and GPU. It compares hosts by a text, which the
+variable NCCL_HOSTID can set. A rank with a text of its own counts as a machine of its own, so ranks send rows
+through sockets. Such a job is slow. It shows whether results are right, not how long they take.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ OFFICIAL_SINCE = (2, 30)
 """The first version of NCCL that allows several ranks on one GPU, by a variable of its own."""
 
 REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
-"""What NCCL says if it refuses such a job: up to 2.29, and from 2.30 on."""
+"""Parts of NCCL's error messages for such a job: of versions up to 2.29, and from 2.30 on."""
 
 
 def shared_gpu_environment(rank: int, version: tuple[int, ...]) -> dict[str, str]:
@@ -46,7 +47,7 @@ def shared_gpu_environment(rank: int, version: tuple[int, ...]) -> dict[str, str
 
 
 def shared_gpu_hint(error: BaseException) -> str:
-    """Returns what to do if NCCL has refused several ranks on one GPU; "" for any other error.
+    """Returns advice for the error with which NCCL refuses several ranks on one GPU; "" for other errors.
 
     error: the error of a collective.
     """

@@ -1,4 +1,4 @@
-"""Nodes of ranks, process groups inside a node and across nodes, and the grid of a device mesh."""
+"""The nodes that ranks are on, process groups inside and across nodes, and the grid of a device mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from pmoe.comm.ranks import Ranks
 
 
 ACROSS, INSIDE = "ep", "esp"
-"""Names of a mesh's dimensions: "ep" across nodes, over which experts are spread, and "esp" inside a node."""
+"""Names of a mesh's dimensions: over "ep" experts are distributed, over "esp" each expert is split.
+
+The ranks of "ep" may be on different nodes; those of "esp" are on one node.
+"""
 
 
 def dimensions_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -118,7 +121,10 @@ class Topology:
 
     @property
     def is_level(self) -> bool:
-        """Whether one flat collective suffices: there is only one node, or each node has only one rank."""
+        """Whether hierarchical steps make no sense: there is only one node, or each node has only one rank.
+
+        One flat collective is then enough.
+        """
         return self.num_nodes == 1 or self.max_local == 1
 
     @cached_property
@@ -141,7 +147,8 @@ class Topology:
     def across(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that have the same place in their nodes as ``rank``, in group order.
 
-        A node that has fewer ranks than this place needs is left out.
+        A rank's place is its number among the ranks of its node. Nodes with too few ranks have no rank at
+        that place.
         """
         place = self.place(rank)
         ranks = (node[place] for node in self.members if place < len(node))
@@ -198,7 +205,9 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
 
 
 class NodeGroups(NamedTuple):
-    """One rank's two process groups of a topology.
+    """One rank's two process groups: the ranks of its node, and the ranks at its place in all nodes.
+
+    A rank's place is its number among the ranks of its node.
 
     inside: the ranks of its node. None on every rank, if no node has several ranks.
     across: the ranks that have the same place in their nodes. None on every rank, if there is one node.
@@ -210,10 +219,7 @@ class NodeGroups(NamedTuple):
 
 _node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, NodeGroups]]
 _node_groups = weakref.WeakKeyDictionary()
-"""For each group of a layer, the process groups inside and across its nodes.
-
-Layers of the group share them.
-"""
+"""The process groups inside and across nodes, by the group of a layer. Layers of a group share them."""
 
 
 def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:

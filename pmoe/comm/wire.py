@@ -1,7 +1,7 @@
 """Packs rows into messages of a narrower number format, and unpacks them: e4m3 with scales, or bfloat16.
 
-A message is the row of bytes in which a row is sent. With ``wire="bfloat16"`` it has the row's values rounded
-to bfloat16. With ``wire="e4m3"``, a float8 format, it has for M columns in B = ceil(M / 128) blocks:
+A message is the sequence of bytes in which a row is sent. With ``wire="bfloat16"`` it has the row's values
+rounded to bfloat16. With ``wire="e4m3"``, a float8 format, it has for M columns in B = ceil(M / 128) blocks:
 
     | number 0 | number 1 | ... | number M - 1 | up to 3 unused bytes | scale 0 | ... | scale B - 1 |
       float8, 1 byte each                                               float32, 4 bytes each
@@ -34,10 +34,10 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def check_wires(wires: Wires, dtype: torch.dtype) -> None:
-    """Raises ValueError if rows of a dtype must not be sent in the given formats.
+    """Raises ValueError if rows of a dtype must not be sent in the given number formats.
 
     "e4m3" is for float32, bfloat16 and float16: users of float64 want more digits than it keeps. "bfloat16"
-    is for float32 only, because it makes rows of 2 bytes a number no shorter.
+    is for float32 only, because rows with numbers of 2 bytes would not get shorter.
 
     wires: the formats for forward and backward.
     dtype: dtype of the rows.
@@ -54,10 +54,10 @@ def check_wires(wires: Wires, dtype: torch.dtype) -> None:
 
 
 def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
-    """Writes the message of each row: the row's values in the narrower format.
+    """Writes the message of each row: its values in a narrower number format.
 
     wire: the format.
-    rows_NM: (N, M), the rows. With "e4m3" and float32 rows, their values may be overwritten.
+    rows_NM: (N, M), the N rows with M columns. With "e4m3" and float32 rows, their values may be overwritten.
     message_NC: (N, C) uint8, memory for the messages, C bytes each.
     """
     d_model = rows_NM.shape[1]
@@ -104,7 +104,9 @@ def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM
 def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
     """Returns views of the two parts of e4m3 messages: the numbers (N, M) and the scales (N, B) float32.
 
-    message_NC: (N, C) uint8, the messages.
+    There are N messages. Each has M numbers and one scale for each of B blocks of 128 numbers.
+
+    message_NC: (N, C) uint8, the messages of C bytes.
     d_model: M.
     """
     first = number_bytes(d_model)
@@ -119,7 +121,7 @@ def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
     The tensors are a copy of the row, gathered from the tokens, and with "e4m3" its values in float32 if the
     rows are narrower than float32.
 
-    wire: the format of the message.
+    wire: the number format of the message.
     d_model: M, the columns of a row.
     element_size: bytes of an element of the row.
     """
@@ -129,10 +131,10 @@ def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
 def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
     """Returns how many bytes of temporary tensors `unpack_rows` needs for each row.
 
-    The tensors are a copy of the message, in the new order, and with "e4m3" its values in float32 if the rows
-    are narrower than float32.
+    The tensors are a copy of the messages, in the order of the rows, and with "e4m3" their values in float32
+    if the rows are narrower than float32.
 
-    wire: the format of the message.
+    wire: the number format of the message.
     d_model: M, the columns of a row.
     element_size: bytes of an element of the row.
     """

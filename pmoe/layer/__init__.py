@@ -4,9 +4,10 @@
     construct         makes the layer's gate, experts and grid of ranks from the arguments, and checks them
     calls_with_any    forward for inputs that are not plain tensors
     shapes_only       forward without values: on the meta device, or with fake tensors
+    batch_invariant   makes a layer compute each token with the same bits in every batch
     predict_memory    predicts the bytes that a forward and a backward pass take
-    run_experts       runs experts and routing that a caller has, by a layer that stays outside of the model
-    last_few_rows     the record of a small call that such a layer did not see
+    run_experts       runs experts and routing of another library, by a layer that is not in the model
+    last_few_rows     statistics of small calls of run_experts, which do not use such a layer
     reshard           spreads a layer's experts over other ranks, and draws new values for its parameters
     old_attributes    attributes of MoELayer under their old names
 

@@ -52,7 +52,10 @@ GATES: Mapping[type[nn.Module], type[nn.Module]] = {
     HashGate: HashGate,
     ExternalGate: ExternalGate,
 }
-"""The batch-invariant class of each gate that has one. The last two compute nothing from a token's values."""
+"""The batch-invariant class of each gate that has one.
+
+The last two gates compute nothing from a token's values, so they are batch-invariant themselves.
+"""
 
 
 def check_invariant(modules: LayerModules, name: str = "") -> None:
@@ -68,7 +71,7 @@ def check_invariant(modules: LayerModules, name: str = "") -> None:
 
 
 def _module_problem(modules: LayerModules) -> str | None:
-    """Returns a text about a module of a layer that has no batch-invariant class; None if all have one."""
+    """Returns which module of a layer has no batch-invariant class, as a text; None if all have one."""
     for part, module, classes in (
         ("experts", modules.experts, EXPERTS),
         ("shared_expert", modules.shared_expert, EXPERTS),
@@ -87,8 +90,8 @@ def _module_problem(modules: LayerModules) -> str | None:
 def change(layer: MoELayer) -> None:
     """Gives the modules of a layer their batch-invariant classes.
 
-    The modules themselves stay, so that parameters, hooks and references to them do, too. Inside a wrapper of
-    another library, it is the module inside that changes.
+    The module objects stay the same, and so do their parameters, hooks and all references to them. If another
+    library has wrapped a module, the module inside the wrapper is changed.
     """
     modules = layer.layer_modules
     for module, classes in (

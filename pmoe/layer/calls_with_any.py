@@ -60,9 +60,10 @@ def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tens
 def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
     """Runs the layer on the plain tensor inside of x, and returns the output in the type of x.
 
-    The types may be nested: a DTensor may hold a subclass, for example. Each call of this function takes off
-    one type and calls the function again with the tensor inside, until a plain tensor is left.
+    The types may be nested: a DTensor may hold a subclass, for example. Each call of this function takes one
+    type off and calls the function again with the tensor inside, until a plain tensor is left.
 
+    layer: the `MoELayer`.
     x: (..., d_model), the input, of any tensor type.
     of_tokens: forward's arguments token_ids and mask, (...): one value for each token, or None.
     """
@@ -133,11 +134,13 @@ def _local(of_tokens: Any) -> Tensor | None:
 def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tensor:
     """Runs the layer on a tensor subclass like an operator of torch, through ``__torch_function__``.
 
-    If x's class has a ``__torch_function__``, that method is called, with `_as_function` as the operator. Its
-    default calls `_as_function` a second time with ``__torch_function__`` disabled, and wraps the result in
-    the class. The second call runs the layer on x as a plain Tensor.
+    If x's class has a ``__torch_function__``, that method is called, with `_as_function` as the operator. The
+    method's default calls `_as_function` a second time with ``__torch_function__`` disabled, and wraps the
+    result in the class. The second call runs the layer on x as a plain Tensor.
 
-    x: (..., d_model), the input, of a subclass of Tensor. A class that unwraps it passes a plain Tensor.
+    x: (..., d_model), the input, of a subclass of Tensor; or a plain Tensor, if the class's method has
+        unwrapped it.
+    layer: the `MoELayer`.
     of_tokens: forward's arguments token_ids and mask, (...): one value for each token, or None.
     """
     if has_torch_function_unary(x):
@@ -148,7 +151,7 @@ def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tenso
 
 
 class _Waited(torch.autograd.Function):
-    """Waits for a collective that may still be computing x, and returns x as a plain tensor."""
+    """Waits for the collective that computes x, if it is still running, and returns x as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:

@@ -110,7 +110,7 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
 
 
 def check_balance(modules: LayerModules) -> None:
-    """Raises ValueError if busy experts of a layer with ``balance`` cannot have copies.
+    """Raises ValueError if a layer has ``balance`` and its experts cannot be copied to other ranks.
 
     On one rank there is no other rank for a copy, so a warning says that ``balance`` does nothing.
 
@@ -135,14 +135,18 @@ def check_balance(modules: LayerModules) -> None:
 
 
 SIZES = ("d_model", "d_latent", "d_hidden", "num_experts", "top_k")
-"""The options that cannot be set on a built layer, because its modules have these sizes."""
+"""The options that cannot be set on a built layer, because its modules already have these sizes."""
 
 
 def set_option(layer: MoELayer, name: str, value: object) -> None:
     """Sets an option of a built layer.
 
-    Raises the error that building a layer with this option would raise. Raises AttributeError if ``name`` is
-    a switch (a field of `Switches`), which is set through ``layer.switches``. After an error nothing has
+    layer: the layer.
+    name: name of the option, an argument of `MoELayer`.
+    value: the new value.
+
+    Raises the same errors as building a layer with this option. Raises AttributeError if ``name`` is a switch
+    (a field of `Switches`), which is set through ``layer.switches``. If an error is raised, nothing has
     changed.
     """
     if name in Switches.__dataclass_fields__:
@@ -170,7 +174,7 @@ def make_layer_gate(
     z_loss_weight: float,
     factory_options: dict[str, Any],
 ) -> nn.Module:
-    """Returns the gate of a layer: a new gate if ``gate`` is a name; a user's module, after checks.
+    """Makes the gate of a layer, if ``gate`` is a name; otherwise checks the user's module and returns it.
 
     options: the layer's options.
     gate, normalize_gate, z_loss_weight: arguments of `pmoe.MoELayer`.

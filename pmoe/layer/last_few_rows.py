@@ -1,4 +1,4 @@
-"""Statistics of calls with few rows that `run_experts` computed without its MoE layer.
+"""Statistics of small calls that `run_experts` computes without an MoE layer.
 
 Such a call leaves a record in the layer, as if the layer had run it.
 
@@ -18,11 +18,11 @@ from pmoe.comm.counts import RankCounts
 
 @dataclass(frozen=True)
 class FewRowCounts:
-    """The row counts of a call on one rank, computed only when statistics read them.
+    """The row counts of a small call on one rank, computed only when statistics read them.
 
     Implements the interface `LastRowCounts`.
 
-    index_TK: (T, K) integers, the experts of each token; E means no expert.
+    index_TK: (T, K) integers, the K experts of each of T tokens; E means no expert.
     num_experts: E.
     """
 
@@ -48,9 +48,11 @@ class FewRowCounts:
 
 
 def last_call(index_TK: Tensor, num_experts: int, x_TM: Tensor) -> LastCall:
-    """Returns the record of a call without gradients that ran without the layer, for its statistics.
+    """Returns the record of a small call that ran without the layer, for the layer's statistics.
 
-    index_TK: (T, K) integers, the experts of each token; E means no expert.
+    The call was made without gradients.
+
+    index_TK: (T, K) integers, the K experts of each of T tokens; E means no expert.
     num_experts: E.
     x_TM: (T, M), the tokens, M = d_model.
     """

@@ -161,7 +161,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     options: LayerOptions
     last: LastCall
-    """The auxiliary loss, the row counts and the `RunReport` of the last call."""
+    """The record of the last call: the auxiliary loss, the row counts, and the `RunReport`."""
     _layer_modules: LayerModules | None
 
     def __init__(
@@ -330,10 +330,10 @@ class MoELayer(OldAttributes, nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, after a check if it is an option such as ``pipeline``.
+        """Sets an attribute. If it is an option such as ``pipeline``, checks the value first.
 
-        `options` is a frozen record, so setting an option replaces it by a record with the new value. Setting
-        a module or `options` empties the cache of `layer_modules`.
+        `options` is a frozen record, so setting an option replaces the record by a new one. Setting a module
+        or an option also discards the cached `layer_modules`.
 
         Raises what `pmoe.layer.construct.set_option` raises.
         """
@@ -405,8 +405,8 @@ class MoELayer(OldAttributes, nn.Module):
     ) -> Tensor:
         """Computes `forward` for an input that is a plain `torch.Tensor` with values.
 
-        Inputs of tensor subclasses are first converted, and inputs without values (meta, fake) take another
-        way.
+        `forward` converts tensor subclasses before, and computes only shapes for inputs without values (on
+        the meta device, or fake).
 
         x: (..., d_model), the tokens.
         token_ids, mask: (...), one value for each token, or None.
@@ -423,7 +423,7 @@ class MoELayer(OldAttributes, nn.Module):
     def _forward_latent(self, call: Call) -> Tensor:
         """Computes `forward` of a layer with ``d_latent``.
 
-        call: the call, whose input may be wrong.
+        call: the call. Its input is not checked yet.
         """
         from pmoe.decide.latent_call import latent_call
 
@@ -488,8 +488,8 @@ class MoELayer(OldAttributes, nn.Module):
         """The option ``memory_reuse`` as a `Restore`: how backward gets back the experts' inputs and T_M.
 
         A Restore says for T_DI (received rows, the experts' inputs) and for T_M (hidden activations) whether
-        they are kept, offloaded, or sent or computed again. False without memory_reuse, which keeps both.
-        True if the layer chooses.
+        they are kept, offloaded, or sent or computed again. The value is False without memory_reuse, which
+        keeps both, and True if the layer chooses.
         """
         return self.options.restore
 
@@ -503,10 +503,10 @@ class MoELayer(OldAttributes, nn.Module):
         reshard.check_spread(self.layer_modules, mesh)
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Spreads the experts over the ranks of ``mesh``. Before, every rank must hold all experts.
+        """Spreads the experts over the ranks of ``mesh``. Before the call, every rank must hold all experts.
 
-        Each rank keeps its part of the experts and drops the others. What it keeps are new Parameters, so
-        make optimizers afterwards. On the meta device a rank need not hold all experts, as no values are
+        Each rank keeps its part of the experts and drops the others. The kept parameters are new Parameters,
+        so make optimizers afterwards. On the meta device a rank need not hold all experts, as no values are
         lost.
 
         mesh: a device mesh with a dimension "ep" and perhaps "esp", as for `MoELayer`.

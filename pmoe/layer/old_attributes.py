@@ -13,13 +13,15 @@ NEW_NAMES = {"parts": "layer_modules", "spec": "options", "known": "cache", "_pa
 
 
 class OldAttributes:
-    """The old names of a layer's attributes: reading one warns, and returns the attribute of the new name."""
+    """A layer's attributes under their old names. Reading one warns, and returns the attribute of the new
+    name.
+    """
 
     options: LayerOptions
 
     @property
     def layer_modules(self) -> LayerModules:
-        """Declares the property of `MoELayer` that ``parts`` reads, so that type checkers know its type.
+        """Declares `MoELayer.layer_modules` for type checkers, because `parts` reads it.
 
         It is never called, because `MoELayer` defines the property.
         """

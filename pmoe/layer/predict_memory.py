@@ -163,10 +163,11 @@ def _choices(
 
 
 def _is_counted(choice: Choice, counts: RankCounts) -> bool:
-    """Returns whether row counts of a call are fine enough for both numbers of chunks of a choice.
+    """Returns whether memory can be predicted from row counts for both numbers of chunks of a choice.
 
-    With ``pipeline="solve"`` a call counts its rows only for the numbers of chunks that the solver may take
-    in that call. Memory can be predicted from these counts only for the same numbers.
+    Rows are counted in equal parts of the batch, and each number of chunks must divide the number of parts.
+    With ``pipeline="solve"`` a call counts rows only for the numbers of chunks that the solver may take in
+    that call.
 
     choice: the numbers of chunks of forward and of backward.
     counts: the row counts of the call.
@@ -186,8 +187,8 @@ def _of_choice(
     counts: row counts of a batch; None predicts an upper bound for any routing.
     choice: the number of chunks of forward and of backward, and what is kept for backward.
 
-    Raises ValueError if a number of chunks does not divide the number of bins of ``counts``: the parts of the
-    batch in which rows were counted.
+    Raises ValueError if a number of chunks does not divide the number of equal parts of the batch in which
+    ``counts`` were counted.
     """
     sizes = replace(sizes, rotates=sizes.rotates or choice.rearranged)
     counted = choice.degrees if modules.options.solves else modules.options.degrees

@@ -60,8 +60,11 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
 
 
 def share_ranks(experts: Experts, grid: Grid) -> None:
-    """Tells experts the ranks over which they are spread, for parameters that all experts share.
+    """Stores in experts the ranks over which they are spread.
 
+    Experts that share a parameter among all ranks sum its gradient over these ranks.
+
+    experts: the experts of this rank.
     grid: the ranks of the layer.
     """
     stage = "summing the gradients of what all experts share"
@@ -72,7 +75,7 @@ def share_ranks(experts: Experts, grid: Grid) -> None:
 def reset_parameters(modules: LayerModules) -> None:
     """Draws new random values for all parameters of a layer.
 
-    They are the values that a layer built under torch's current seed would get. Every rank must call this
+    A layer that is built under torch's current seed would get the same values. Every rank must call this
     function, with the same seed on all ranks.
 
     modules: the layer's modules and options.

@@ -64,7 +64,7 @@ KINDS: dict[str, type[BorrowedExperts]] = {
     "relu": BorrowedFFN,
     "gelu": BorrowedFFN,
 }
-"""The activations that pmoe's kernels compute, by name, and the class of experts that has each."""
+"""The class of experts for each activation that pmoe's kernels compute, by the activation's name."""
 
 
 def run_experts(
@@ -175,10 +175,10 @@ def _kind_of(stacks: Stacks) -> type[BorrowedExperts]:
 
 
 def _check_function(activation: Callable[[Tensor], Tensor], w1: Tensor, hidden: int) -> None:
-    """Raises ValueError unless a user's activation function maps a row of T_M, (1, G), to (1, H).
+    """Raises ValueError unless a user's activation function maps a row of G columns to a row of H columns.
 
-    activation: the function. It is called with a row of zeros.
-    w1: (E_local, G, M), the first weights. The row has their dtype, device and G.
+    activation: the function. It is called with a row of zeros, (1, G).
+    w1: (E_local, G, M), the first weights of E_local experts. The row has their dtype, device and G.
     hidden: H.
     """
     name = getattr(activation, "__name__", type(activation).__name__)
@@ -216,7 +216,7 @@ def check_routing_shapes(index: Tensor, weights: Tensor, index_name: str, weight
 
 @dataclass(frozen=True)
 class _Built:
-    """The MoE layer that runs the experts of one module.
+    """The MoE layer that runs the experts of one module, and the arguments with which it was built.
 
     made_for: the sizes, group and options with which the layer was built. A new layer is built if a call has
         other sizes, another group or other options.
@@ -298,12 +298,13 @@ def run_borrowed(
 ) -> Tensor:
     """Runs experts that belong to another module. Returns each token's weighted sum of outputs, (T, M).
 
-    It is `run_experts` without the checks of arguments.
+    It does what `run_experts` does, without the checks of arguments.
 
     owner: the module to which the experts belong.
     experts: the module's parameters, as experts that a MoELayer can run.
-    x: (T, M), the tokens.
-    index, weights: (T, K), the experts of each token, and their weights. E means no expert.
+    x: (T, M), the T tokens with M = d_model columns.
+    index, weights: (T, K), the K experts of each token, and their weights. The number of all experts means no
+        expert.
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """
@@ -337,9 +338,9 @@ def run_few_rows(
     has no layer yet, or if an expert's number is not in 0 ... E - 1. The caller must then use the layer,
     which runs the call or raises the error. The layer's statistics show the call as its last one.
 
-    owner: the module to which the experts belong.
-    x: (T, M), the tokens.
-    index, weights: (T, K), the experts of each token, and their weights.
+    owner: the module to which the E experts belong.
+    x: (T, M), the T tokens with M = d_model columns.
+    index, weights: (T, K), the K experts of each token, and their weights.
     stacks: the experts' weights, for which `is_short` has returned True.
     """
     entry = _layers.get(owner)

@@ -76,7 +76,7 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
 def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
     """Returns a tensor without values that has ``tensors`` as inputs in the autograd graph.
 
-    like: a tensor of any shape. The result has its shape and device.
+    like: a tensor of any shape. The result has the shape and device of ``like``.
     dtype: dtype of the result.
     tensors: tensors of any shape. Backward gives each of them a gradient without values.
     """
@@ -87,8 +87,8 @@ def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
 class _Shape(torch.autograd.Function):
     """The autograd function of `_shape_like`: connects an output without values to its inputs.
 
-    So the output requires a gradient if an input does, and backward gives each input a gradient of its shape,
-    without values. Tools can then follow shapes through the layer.
+    Thus the output requires a gradient if an input does, and backward gives each input a gradient of its
+    shape, without values. Tools can follow shapes through the layer, forward and backward.
     """
 
     @staticmethod

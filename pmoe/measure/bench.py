@@ -35,26 +35,29 @@ from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
 AGREEING = "agreeing on a profile"
-"""The stage that an error names if ranks fail to agree on numbers."""
+"""The name, in error messages, of the stage in which ranks agree on numbers of a profile."""
 
 MESSAGES = "measuring messages"
-"""The stage that an error names if ranks fail while they measure messages."""
+"""The name, in error messages, of the stage in which ranks measure messages."""
 
 TimedCall = Callable[[], object]
 """Work to be timed, as a function without arguments: a product, a message, or a copy."""
 
 Marks = list[float]
-"""Times of one lane in seconds: when its first run started, then when each run ended. Any zero point."""
+"""Times of one lane in seconds: when its first run started, then when each run ended.
+
+A lane is a queue of tasks. Only differences of these times mean anything, because their zero is arbitrary.
+"""
 
 LaneRuns = Mapping[str, tuple[TimedCall, int]]
-"""The work of each lane, by the lane's name: (a function, how often it is called)."""
+"""The work of each lane (a queue of tasks), by the lane's name: (a function, how often it is called)."""
 
 
 @dataclass(frozen=True)
 class Bench:
     """Runs and times work in three lanes: computation, messages and copies.
 
-    A lane is a queue: its work runs one piece after another, while the other lanes run beside it.
+    A lane is a queue: its work runs one piece after another, while the other lanes run at the same time.
 
     ranks: the ranks that measure together.
     device: the device on which the work runs.
@@ -162,6 +165,7 @@ def seconds_of(
 
     Collective. One call that is not timed comes first, to warm up.
 
+    bench: runs the function and reads the clock.
     lane: the queue in which the function runs: computation, messages or copies.
     action: the function.
     repeats: number of timed calls.
@@ -190,10 +194,14 @@ def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
 
 
 def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Identity:
-    """Returns the device, ranks, backend, dtype and versions for which a profile measured here is valid.
+    """Returns a record of what a profile measured now would be valid for: device, ranks, versions and so on.
 
     Not collective. Raises ValueError for a device that is neither a CPU nor CUDA, and for a dtype that is not
     floating point.
+
+    ranks: the ranks that measure together.
+    device: the device.
+    dtype: dtype of the measured tensors.
     """
     device = torch.device(device)
     if device.type not in WIDTH:

@@ -1,4 +1,4 @@
-"""Stores and shares among ranks how many thread blocks of a fused kernel should communicate.
+"""Stores how many thread blocks of each fused kernel should communicate, and shares it among ranks.
 
 In a fused kernel, n_c of the thread blocks communicate and the others compute. The fastest n_c is measured
 once and stored. There is one file for each device name, in $PMOE_CACHE or ~/.cache/pmoe:
@@ -51,12 +51,15 @@ from pmoe.planner.layer_sizes import check_fits
 from pmoe.warn import log
 
 AGREEING = "agreeing on divisions of the fused kernels"
-"""The stage that an error names if ranks fail to agree on divisions."""
+"""The name, in error messages, of the stage in which ranks agree on how kernels divide thread blocks."""
 
 T = TypeVar("T")
 
 _agreed: dict[tuple[str, FusedLayerSizes], Any] = {}
-"""Results of `agreed` and `agreed_layer`, by (name of the group, sizes of the kernel or layer)."""
+"""Results of `agreed` and `agreed_layer` in this process.
+
+The keys are (name of the group, sizes of the kernel or layer).
+"""
 
 
 def fused_layer_sizes(
@@ -74,8 +77,12 @@ def fused_layer_sizes(
     A rank is assumed to receive as many rows as it sends, tokens * top_k. The number is rounded up to a power
     of two.
 
+    device: the CUDA device.
     num_experts: number of experts of all ranks.
     tokens: number of tokens of a rank.
+    top_k: number of experts of each token.
+    num_ranks: number of ranks that share the experts.
+    dtype: dtype of the rows.
     sizes: the other fields of `FusedLayerSizes`: d_model, d_hidden, gated (SwiGLU or not) and virtual
         (whether all ranks are in one process).
 
@@ -98,12 +105,14 @@ def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Divi
     """Returns how many thread blocks of a fused kernel should communicate; the same on every rank.
 
     Rank 0 looks in its stored measurements. The result is the fastest number for these sizes, or for the
-    nearest sizes that were measured. If there are none, a rule gives it (`DivisionTable.find`).
+    nearest sizes that were measured. If nothing was measured, a rule gives it (`DivisionTable.find`).
 
-    The first call of a group for these sizes is collective. Later calls return the cached result, until
-    `forget` is called.
+    The function is collective the first time that a group asks for these sizes. Later calls return the cached
+    result, until `forget` is called.
 
+    ranks: the group.
     kernel: sizes of the kernel.
+    device: the CUDA device.
 
     Raises ValueError on every rank if the sizes differ between ranks: rows must be a number that all ranks
     share. Raises RuntimeError, with the names of the stage and the rank, if another rank is missing.
@@ -123,8 +132,12 @@ def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> 
     Rank 0 looks in its stored measurements. The result is None if they have no seconds for these sizes, nor
     for half or twice as many rows.
 
-    The first call of a group for these sizes is collective. Later calls return the cached result, until
-    `forget` is called.
+    The function is collective the first time that a group asks for these sizes. Later calls return the cached
+    result, until `forget` is called.
+
+    ranks: the group.
+    sizes: sizes of the layer.
+    device: the CUDA device.
 
     Raises ValueError on every rank if the sizes differ between ranks, and RuntimeError if another rank is
     missing.
@@ -145,10 +158,12 @@ def forget() -> None:
 def _of_rank_0(
     ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, look_up: Callable[[DivisionTable], T]
 ) -> T:
-    """Returns the result of a function of rank 0's stored measurements, the same on every rank.
+    """Looks something up in rank 0's stored measurements, and returns it on every rank.
 
     Collective, unless the result is cached.
 
+    ranks: the group.
+    device: the CUDA device.
     sizes: sizes of the kernel or layer, under which the result is cached.
     look_up: takes the table of stored measurements and returns the result; only rank 0 calls it.
 
@@ -231,9 +246,9 @@ def read_divisions(path: PathLike) -> DivisionTable:
 
 
 def _usable(path: Path) -> DivisionTable:
-    """Returns the measurements of a file, or an empty table if the file is missing or cannot be used.
+    """Returns the measurements of a file; an empty table if the file is missing or cannot be used.
 
-    Warns about a file that exists and cannot be used.
+    Warns if the file exists but cannot be used.
     """
     about = "stored divisions of fused kernels are not used"
     return read_or_default(DivisionTable(), about, lambda: read_divisions(path))

@@ -42,14 +42,14 @@ from pmoe.planner.block_split import (
 )
 
 WARM_UP = 2
-"""Number of rounds that run before the rounds that count."""
+"""Number of rounds of measurement that run first and are not timed."""
 
 ROUNDS = 7
-"""Number of rounds that count."""
+"""Number of timed rounds of a measurement."""
 
 
 def fused_routings_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[FusedRouting]:
-    """Returns, for each of these ranks, where its rows are sent and which rows it receives.
+    """Returns, for each of the given ranks, where its rows are sent and which rows it receives.
 
     The result has the form that the fused kernels (COMET) take.
 
@@ -193,7 +193,9 @@ def _launches(
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
-    """Returns a function that takes the largest of each value over these ranks."""
+    """Returns a function that takes the largest of each value over the given ranks. That function is
+    collective.
+    """
     return partial(largest, ranks, device, stage=AGREEING)
 
 

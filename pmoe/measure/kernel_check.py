@@ -32,7 +32,9 @@ NUM_HIDDEN = 72
 
 @dataclass(frozen=True)
 class KernelCase:
-    """The device, dtype, activation and bias with which pmoe's kernels are checked, once in a process.
+    """The settings of one check of pmoe's kernels: device, dtype, activation and bias.
+
+    A process runs the check once for each combination of settings.
 
     device: the device on which the kernels run.
     dtype: dtype of rows and weights.
@@ -47,8 +49,9 @@ class KernelCase:
 
     @classmethod
     def of(cls, experts: StackedExperts, device: torch.device, dtype: torch.dtype) -> KernelCase:
-        """Returns the case that checks the kernels which these experts would use.
+        """Returns the settings of the check for the kernels that these experts would use.
 
+        experts: the experts, which say the activation and whether there are biases.
         device: the device on which the kernels run.
         dtype: dtype of rows and weights.
         """
@@ -85,12 +88,15 @@ def first_wrong(
 ) -> str | None:
     """Returns a text about the first result that is wrong; None if all are right.
 
+    A result is right if its relative error is not much larger than that of plain PyTorch:
+
         |result - exact| / |exact| must be at most max(2 |plain - exact| / |exact|, 2 eps of the dtype)
 
     names: names of the results.
     results: the kernels' results, any shape.
     plain: the results of a loop over experts in the same dtype.
     exact: the results of a loop over experts in float64.
+    dtype: the dtype of the kernels' results.
     """
     for name, result, usual, value in zip(names, results, plain, exact, strict=True):
         error, allowed = (

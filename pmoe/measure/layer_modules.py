@@ -1,7 +1,7 @@
-"""Measures a layer's own modules: its order and its gate (FSMoE, Section 3.2).
+"""Measures the costs of two modules of a layer, its order and its gate (FSMoE, Section 3.2).
 
-Each cost is a line, seconds = alpha + beta * size, through the medians of a few sizes. The results are those
-of this rank. Ranks agree on them elsewhere.
+The order copies tokens to rows and sums rows to tokens. Each cost is a line, seconds = alpha + beta * size,
+through the medians of a few sizes. The results are those of this rank; the caller lets the ranks agree.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from pmoe.ordering.sorted import sort_rows
 from pmoe.planner.costs import LineCost, fit
 
 ROWS = (64, 256, 1024)
-"""Numbers of rows with which a layer's modules are timed: rows of an order or an expert, tokens of a gate."""
+"""Numbers of rows with which a layer's modules are timed: rows of the order, or tokens of the gate."""
 
 CHUNKS = 4
 """Number of chunks into which rows are sorted for a measurement. The seconds hardly depend on it."""
 
 
 MIN_SIZE = 8
-"""The largest number of rows to time is at least twice this number, so that two numbers differ."""
+"""The largest number of rows that is timed is at least twice this, so that two timed numbers differ."""
 
 
 def rows_within(most_bytes: float, row_bytes: int) -> tuple[int, ...]:
     """Returns the numbers of rows to time if their tensors may take only ``most_bytes`` bytes.
 
-    They are those of `ROWS` if these fit. Otherwise the largest number is what fits, and the others are a
-    quarter and a sixteenth of it.
+    These are the numbers of `ROWS` if they fit. Otherwise the largest number is as many rows as fit, and the
+    others are a quarter and a sixteenth of it.
 
+    most_bytes: the most bytes.
     row_bytes: the bytes that one row takes.
 
     Example: 1e6 bytes, 4000 bytes a row -> 15, 62, 250.
@@ -46,9 +47,9 @@ def rows_within(most_bytes: float, row_bytes: int) -> tuple[int, ...]:
 def order_lines(
     order: Order, rows_TM: Tensor, top_k: int, num_experts: int, rows: Sequence[int] = ROWS
 ) -> tuple[LineCost, ...]:
-    """Returns the seconds of three operations as lines over N, the number of rows.
+    """Measures three operations, and returns the seconds of each as a line over N, the number of rows.
 
-    1. copying tokens to N rows, by the order;
+    1. copying tokens to N rows, by the layer's order;
     2. summing N rows to tokens, by the order;
     3. sorting N (token, choice) pairs by chunk and expert.
 

@@ -32,16 +32,16 @@ MAX_BYTES = 2**26
 """Largest size of a message or a copy, in bytes. Sizes grow until a message takes long enough."""
 
 SMALLEST = 16
-"""Smallest allowed value of `LaneWork.max_units`, and smallest width of a measured weight.
+"""Smallest number of units of work (such as rows) that can be measured, and smallest width of a weight.
 
 A line is also measured at a sixteenth of its largest size, which must be at least one unit.
 """
 
 WEIGHT_SHARE = 16
-"""The weight of the measured products takes at most 1 / WEIGHT_SHARE of the bytes that measuring may take."""
+"""The weight of measured products takes at most this fraction (1 / WEIGHT_SHARE) of the allowed bytes."""
 
 TRIES = 7
-"""Number of runs of each size during the search for a size that takes long enough. The fastest run counts.
+"""Number of runs of each size while a size is searched that takes long enough. The fastest run counts.
 
 Several runs are needed, because a message may take many times as long as usual if other processes run.
 """
@@ -132,8 +132,8 @@ def transfer(
     """Returns messages or copies as work to be timed in different sizes.
 
     lane: the queue in which they run: messages or copies.
-    size: bytes of one unit, by which the size of the work is counted.
-    make: a function that takes a number of units, and returns a function that sends or copies this many.
+    size: bytes of one unit, in which the size of the work is counted.
+    make: a function that takes a number of units, and returns a function that sends or copies so many units.
     first_bytes: smallest size to try, in bytes.
     unit_bytes: bytes of memory that one unit takes. None stands for 2 * size: a tensor to read and a tensor
         to write.
@@ -183,6 +183,10 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
     run that another process interrupts would make the size too small.
 
     Collective, because the work may be a collective. The result is a number of units (`LaneWork`).
+
+    bench: runs the work and reads the clock.
+    work: the kind of work.
+    piece_seconds: about how many seconds the work should take.
     """
     units = work.first_units
     first_seconds = seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)

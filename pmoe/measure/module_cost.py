@@ -83,12 +83,13 @@ def profile_module(
 def _timed_run(
     module: nn.Module, arguments: tuple[Any, ...], now: Callable[[], float]
 ) -> tuple[float, float]:
-    """Returns the seconds of one forward and of one backward pass.
+    """Returns the seconds of one forward and of one backward pass of a module.
 
     The module gets copies of its arguments, because it may change them in place, and autograd forbids writing
-    to a leaf that requires a gradient. If the module does change a copy, the gradient is still computed for
+    to a leaf that requires a gradient. If the module changes a copy, backward still computes the gradient of
     the value that the copy had before.
 
+    module: the module.
     arguments: the module's arguments.
     now: a clock in seconds, which waits for the device before it reads the time.
     """
@@ -153,7 +154,7 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Returns a context that, when it ends, undoes changes of a module and of torch's random state.
 
-    It restores the attributes of the module and its children, which buffers they have, and the buffers'
+    It restores the attributes of the module and its children, the set of their buffers, and the buffers'
     values.
     """
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -8,7 +8,8 @@ takes the median of the runs on the slowest rank, after one run to warm up. On a
 sizes take minutes. So by default a line is fitted to five sizes, of which the largest takes some
 milliseconds.
 
-`measure_operations` measures the flat all-to-all. `measure_exchange` measures the one that a layer has.
+`measure_operations` measures the flat all-to-all, `measure_exchange` the all-to-all of a layer, which may be
+hierarchical or a user's own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import WIDTH, Operations
 
 MESSAGE_STEP_BYTES = 4 * 2**18
-"""The smallest size of a message in FSMoE's Section 6.2, in bytes; the other sizes are its multiples.
+"""The smallest size of a message in FSMoE's Section 6.2, in bytes. The other sizes are multiples of it.
 
 It is the size of 2^18 float32 elements. Other dtypes are measured with the same number of bytes.
 """
@@ -55,9 +56,9 @@ MESSAGE_STEPS = 24
 """Number of sizes of messages in FSMoE's Section 6.2: 2^18, 2 * 2^18, ..., 24 * 2^18 elements."""
 
 GEMM_STEP = 2**19
-"""The smallest size of a product in FSMoE's Section 6.2, in elements; the other sizes are its multiples.
+"""The smallest size of a product in FSMoE's Section 6.2, in elements. The other sizes are multiples of it.
 
-pmoe takes them as elements of the matrix (rows, columns) that is multiplied by a weight.
+pmoe takes the paper's elements as those of the matrix (rows, columns) that is multiplied by a weight.
 """
 
 GEMM_STEPS = 12
@@ -130,8 +131,10 @@ def measure_exchange(
     All ranks return the same.
 
     ranks: all ranks that measure.
+    device: the device of the rows.
+    dtype: dtype of the rows.
     exchange: the all-to-all. It is bound to its ranks, which are among ``ranks``, and called as a layer calls
-        it. The bytes that it counts as traffic are taken back.
+        it. Its counters of sent bytes are reset afterwards to their values before.
     columns: number of columns of the rows.
     most_bytes: how many bytes the measured tensors may take at once, the same on every rank. A hierarchical
         all-to-all makes two copies of the rows, which are included.

@@ -24,12 +24,16 @@ from pmoe.measure.timing import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once
 
 UNKNOWN = 0
-"""Code of a product that this rank has not measured. The codes 1 and 2 name the faster of two candidates."""
+"""Code, a number that ranks compare, of a product that this rank has not measured.
+
+The codes 1 and 2 say which of two candidates, pmoe's kernels or plain torch, was faster.
+"""
 
 UNWILLING = 9
-"""Code of a product that pmoe's kernels, or all plain candidates, refuse on this rank.
+"""Code, a number that ranks compare, of a product that has fewer than two candidates on this rank.
 
-It is the largest code, so it wins in the maximum over ranks.
+pmoe's kernels, or all plain computations, refuse it. This is the largest code, so it remains in a maximum
+over ranks.
 """
 
 
@@ -103,7 +107,9 @@ def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | N
         UNKNOWN     this rank has not measured the product
         UNWILLING   fewer than two candidates can compute it
 
-    pair: names of the two candidates: pmoe's kernels and a plain computation. None if there are not two.
+    registry: holds the results of measurements.
+    request: the product.
+    pair: names of the two candidates: pmoe's kernels and a plain computation. None if fewer can compute it.
     """
     if pair is None:
         return UNWILLING
@@ -191,16 +197,16 @@ def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[flo
 # ---- timing: pmoe's kernels and a plain computation take turns on the same random operands
 
 WARM_UP = 2
-"""Number of rounds that run before the rounds that count."""
+"""Number of rounds of a measurement that run first and are not timed."""
 
 MIN_ROUNDS = 3
-"""Smallest number of rounds that count."""
+"""Smallest number of timed rounds."""
 
 MAX_ROUNDS = 15
-"""Largest number of rounds that count."""
+"""Largest number of timed rounds."""
 
 SPAN_SECONDS = 0.03
-"""Seconds that the rounds which count should take together. MIN_ROUNDS and MAX_ROUNDS limit them."""
+"""Seconds that all timed rounds together should take, within MIN_ROUNDS and MAX_ROUNDS rounds."""
 
 LEAD_CYCLES = 3_000_000
 """Clock cycles (about 2 ms) for which the device sleeps while the host enqueues the timed work.
@@ -247,6 +253,7 @@ def compute(method: str, operands: ProductOperands, groups: RowGroups) -> None:
     """Computes one product by a candidate, and writes the result into the operands' ``out``.
 
     method: name of the candidate: pmoe's kernels or a plain computation.
+    operands: the matrices of the product, and the tensor for the result.
     groups: which rows belong to each expert.
     """
     form, first, second, experts, bias, out = operands

@@ -25,8 +25,8 @@ from pmoe.warn import warn_once
 FINEST = 32
 """The smallest number of measured rows is 1 / FINEST of the rows of a rank under even routing.
 
-A product may have only the rows of one chunk, or only the rows that stay on their rank. Products with still
-fewer rows are not measured, and follow the rule for unmeasured products.
+A product may have only the rows of one chunk, or only the rows that stay on their rank. For products with
+still fewer rows, a fixed rule chooses the kernel without a measurement.
 """
 
 LARGEST = 2
@@ -36,7 +36,7 @@ Under skewed routing a rank receives more rows than under even routing.
 """
 
 FUSED_SAVES = 0.05
-"""Seconds that the fused kernels of a single rank save elsewhere, as a fraction of the products' seconds.
+"""Time that fusing saves outside the products on a single rank, as a fraction of the products' seconds.
 
 Without fusing, copies, sorting and activations are separate kernels. They take a quarter of the time on an
 H200, with products of more than a millisecond (`bench/bench_alone.py`). This number is a safe lower bound.
@@ -87,12 +87,14 @@ def slower_kernels(
 ) -> str | None:
     """Returns why fused kernels of a single rank would be slower than separate ones; None if not.
 
-    The measured seconds of all products are added up, once by pmoe's kernels, as fused, and once by the
-    fastest kernel of each product. The fused kernels count as slower if their sum is larger by more than the
-    fraction `FUSED_SAVES`: a smaller loss is made up for, because fusing saves other kernels. The first such
-    reason is shown as a warning.
+    The measured seconds of all products are added up twice: as pmoe's kernels compute them, and as the
+    fastest kernel of each product does. Fused kernels can only use the first. They count as slower if their
+    sum is larger by more than the fraction `FUSED_SAVES`; a smaller loss is made up for by the kernels that
+    fusing saves. The first reason in a process is also given as a warning.
 
     experts: the experts of this rank.
+    dtype: dtype of the rows.
+    device: the device.
     rows: number of rows of the products.
     needs_grad: whether a backward pass may follow.
     """

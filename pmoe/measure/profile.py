@@ -42,7 +42,10 @@ from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
 
 NAMED = re.compile(r"(?!division_|degrees_).*_v\d+\.json")
-"""Pattern of the names that `profile_path` gives files. The folder also holds files of other kinds."""
+"""Pattern of the names that `profile_path` gives files.
+
+The folder also holds files of other kinds, which the pattern must not match.
+"""
 
 
 def load_or_measure(
@@ -131,8 +134,10 @@ def _found_by_all(
 ) -> Profile | None:
     """Returns rank 0's stored profile, or None if any rank has no valid stored profile. Collective.
 
+    ranks: the ranks that use the profile.
+    device: the device.
     own_identity: the device, ranks and versions of this rank, for which its stored profile must be valid.
-    otherwise: the end of the warning about a file that cannot be used. It says what happens now.
+    otherwise: the end of the warning about a file that cannot be used: what is done without the profile.
     """
     own_profile = None
     fault = None
@@ -164,7 +169,10 @@ WHOLE_BYTES = 2**28
 """Bytes that are enough to measure the longest products and messages of a profile."""
 
 WIDER = 4
-"""A profile measured within b bytes is used for layers that allow up to WIDER * b bytes, then made again."""
+"""How much larger than in its measurement a layer's tensors may be before a profile is measured again.
+
+A profile that was measured within b bytes is used for layers that allow up to WIDER * b bytes.
+"""
 
 _limits: dict[tuple[str, torch.device, torch.dtype], float] = {}
 """The limit of bytes under which each profile of this process was measured; infinite if there was none."""
@@ -175,9 +183,11 @@ def profile_of(
 ) -> Profile:
     """Returns the profile that this process uses. The first time it is loaded or measured.
 
-    The profile is measured again if it was measured within so few bytes that it says little about larger
+    The profile is measured again if its tensors were limited to so few bytes that it says little about larger
     work: fewer than ``most_bytes`` / `WIDER`. Collective if it is loaded or measured (`load_or_measure`).
 
+    ranks: the ranks that use the profile.
+    device, dtype: device and dtype of the rows.
     most_bytes: how many bytes the tensors that are measured may take, the same on every rank.
     """
     key = (ranks.name, device, dtype)
@@ -199,9 +209,9 @@ def stored_profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) ->
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
-    """Returns the path of the file in which a profile is stored.
+    """Returns the path of the file in which a profile is stored. Its name is made of what was measured.
 
-    who: the device, ranks, backend, dtype and versions for which the profile is valid. They make the name.
+    who: the device, ranks, backend, dtype and versions for which the profile is valid.
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
@@ -279,7 +289,7 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
-    """Returns the profile that is made of the fields of a file.
+    """Builds a profile from the fields of a file.
 
     fields: the profile's fields, as `dataclasses.asdict` gives them.
 

@@ -41,7 +41,7 @@ FIRST_COPY_BYTES = 2**20
 """Smallest size of a measured copy, in bytes."""
 
 MIN_SPEED = 1e-3
-"""Smallest stored speed of computation, messages or copies beside others, relative to its speed alone.
+"""Smallest stored speed of computation, messages or copies beside other work; 1 is the speed alone.
 
 A measured speed of 0 is replaced by this number, because code divides by the speed.
 """
@@ -119,7 +119,10 @@ def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, Lan
 
 
 def _in_turn(calls: Sequence[TimedCall]) -> None:
-    """Calls several functions one after another, to time a copy to the host and a copy back as one work."""
+    """Calls several functions one after another.
+
+    So a copy to the host and a copy back can be timed together as one work.
+    """
     for call in calls:
         call()
 
@@ -137,10 +140,11 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
     advance. Beside messages, the other lanes run twice as often, so that they do not end before the messages.
     `speeds` counts only the time in which all lanes are busy.
 
+    Collective.
+
+    bench: runs the work and reads the clock.
     pieces: for each lane, a function that does some work.
     effort: how long and how often the work runs.
-
-    Collective.
     """
     alone = {lane: seconds_of(bench, lane, piece, TRIES, min) for lane, piece in pieces.items()}
     span = max(effort.span_seconds, 4 * max(alone.values()))

@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 
 class CorruptFileError(ValueError):
-    """Raised for a file with unusable content: it is not JSON, or a field is missing or of a wrong type."""
+    """The error for a file whose content cannot be used: no JSON, or a field is missing or of a wrong
+    type.
+    """
 
 
 def cache_folder(folder: PathLike | None = None) -> Path:

@@ -45,14 +45,15 @@ def in_turns(
 
     Args:
         runs: the functions. Each returns one or more parts, such as the seconds of forward and of backward.
-        rounds: number of rounds of which results are returned.
-        warm_up: number of earlier rounds, of which results are dropped.
+        rounds: number of rounds whose results are returned.
+        warm_up: number of rounds before these, whose results are dropped.
         begin: called before each call of a function; for example a barrier of all ranks (`begin_together`).
-        rotate: whether each round starts with the next function, so that each function gets every turn.
+        rotate: whether each round starts one function later than the round before, so that each function is
+            sometimes first and sometimes last.
 
     Raises ValueError for rounds below 1 and warm_up below 0.
 
-    Example: 2 runs, 2 rounds, 1 warm-up, no rotation -> 0 1 (warm-up), 0 1 0 1.
+    Example: functions 0 and 1, 2 rounds, 1 warm-up, no rotation -> calls 0 1 (warm-up), 0 1 0 1.
     """
     if rounds < 1 or warm_up < 0:
         raise ValueError(f"rounds ({rounds}) must be at least 1 and warm_up ({warm_up}) at least 0")
@@ -90,8 +91,8 @@ def median_seconds(
 
     Args:
         runs: the functions. Each returns one or more parts, such as the seconds of forward and of backward.
-        rounds: number of rounds of which results are used.
-        warm_up: number of earlier rounds, of which results are dropped.
+        rounds: number of rounds whose results are used.
+        warm_up: number of rounds before these, whose results are dropped.
         begin: called before each call of a function; for example a barrier of all ranks (`begin_together`).
         seconds: converts a part, which may be a pair of CUDA events, to seconds. It is called when all rounds
             are over, so that the host does not wait for a device between calls.
@@ -111,7 +112,7 @@ def median_seconds(
 def begin_together(ranks: Ranks) -> Callable[[], object] | None:
     """Returns a function that is a barrier of these ranks; None for a single rank.
 
-    It is for the argument ``begin`` of `in_turns` and `median_seconds`.
+    `in_turns` and `median_seconds` take it as the argument ``begin``, so that all ranks start a run together.
     """
     return functools.partial(dist.barrier, group=ranks.group) if ranks.size > 1 else None
 

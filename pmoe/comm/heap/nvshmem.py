@@ -39,7 +39,7 @@ class NvshmemMemory(DeviceMemory):
     def place(self, device: torch.device) -> tuple[str, str]:
         """Checks that NVSHMEM can be used. Returns the device code that is loaded, and this node's name.
 
-        Raises RuntimeError if NVSHMEM is missing or serves another group of ranks in this process.
+        Raises RuntimeError if NVSHMEM is missing, or was started for another group of ranks in this process.
         """
         if not hasattr(heap_module.loaded_extension(), "NVSHMEM"):
             raise RuntimeError(
@@ -57,9 +57,9 @@ class NvshmemMemory(DeviceMemory):
         return super().place(device)
 
     def give_id(self) -> bytes:
-        """Loads NVSHMEM's library. On rank 0 it returns the id by which NVSHMEM's ranks find each other.
+        """Loads NVSHMEM's library, and returns the id by which the ranks of a job find each other.
 
-        It returns b"" on the other ranks.
+        Only rank 0 makes an id; the other ranks return b"".
         """
         heap_module.loaded_extension().nvshmem_open(extension.nvshmem_library())
         return bytes(heap_module.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""
@@ -93,8 +93,9 @@ class NvshmemMemory(DeviceMemory):
         return str(self.ranks.rank).encode()
 
     def open(self, device: torch.device, handle: bytes) -> int:
-        """Returns the address at which this device sees a peer's memory.
+        """Returns the address at which kernels on this device can read and write a peer's memory.
 
+        device: this rank's device.
         handle: the peer's rank, as text.
 
         Raises RuntimeError if loads and stores of this device do not reach the peer's memory.
@@ -107,4 +108,4 @@ class NvshmemMemory(DeviceMemory):
         return peer
 
     def close(self, device: torch.device, peer: int) -> None:
-        """Does nothing: a peer's NVSHMEM memory can be used until it is freed."""
+        """Does nothing: memory of a peer need not be closed in NVSHMEM. It can be used until it is freed."""

@@ -32,12 +32,13 @@ from pmoe.warn import warn_once
 def virtual_heaps(
     shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
-    """Returns symmetric heaps for W virtual ranks, which this one process plays on one device.
+    """Returns symmetric heaps for W virtual ranks, all played by this one process on one device.
 
     They are for tests and measurements. All heaps must be closed, but only when none of them is in use any
     more.
 
     shape: the sizes of each heap; W is ``shape.num_ranks``.
+    device: the device.
     memory: where the memory comes from; None means CUDA.
 
     Raises RuntimeError with the rank and the bytes if memory does not suffice. All memory is freed then.
@@ -96,13 +97,15 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     Loads and stores must reach all peers: on one node, or over NVLink between nodes. A process can use
     NVSHMEM with one group of ranks only. So far this has run with one process only, not with several.
 
+    ranks: the ranks of the layer.
     shape: the sizes of the heap, the same on all ranks.
+    device: this rank's device.
 
     Raises on every rank:
 
     - ValueError with the values of all ranks, if shapes, dtypes, loaded kernels or bytes differ.
-    - RuntimeError with the rank, if memory does not suffice, if NVSHMEM is not built in or serves another
-      group already, or if loads and stores of a rank do not reach another rank.
+    - RuntimeError with the rank, if memory does not suffice, if NVSHMEM is not built in or was started for
+      another group already, or if loads and stores of a rank do not reach another rank.
     """
     memory = NvshmemMemory(ranks)
     builder = _HeapBuilder(ranks, shape, device, memory)
@@ -159,7 +162,7 @@ class _HeapBuilder(CollectiveSteps):
     """Builds a symmetric heap of several processes, and frees its memory if a step fails.
 
     base: address of this rank's memory; None before it is allocated.
-    opened: for each peer, by rank, the address at which this process sees the peer's memory.
+    opened: for each peer, by rank, the address at which this process can read and write the peer's memory.
     heap: the heap; None before all peers' memory is open.
     bound_seconds: how long a kernel may wait for a peer.
     """
@@ -263,8 +266,8 @@ class _HeapBuilder(CollectiveSteps):
         """Closes the peers' memory, then frees this rank's memory. Collective.
 
         Between the two steps ranks exchange a value, which serves as a barrier: memory is freed only when no
-        peer has it open any more. If freeing is collective (NVSHMEM) and some rank has no memory, no rank
-        frees its memory.
+        peer has it open any more. With NVSHMEM, freeing is collective, so if some rank has no memory to free,
+        no rank frees its memory.
         """
         _quietly(heap_module.synchronize, self.device)
         for peer in self.opened.values():
@@ -291,7 +294,7 @@ def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:
-    """Calls a function that gives memory back. Warns if the function fails, instead of raising."""
+    """Calls a function that frees memory. If it fails, this only warns, so that an earlier error is kept."""
     try:
         work(*args)
     except Exception as error:
@@ -346,7 +349,7 @@ _without_group: HeapsByKey = {}
 
 
 def heaps_of(ranks: Ranks) -> HeapsByKey:
-    """Returns the heaps that layers of this group share, in the order in which `heap_for` made them.
+    """Returns the symmetric heaps that layers of this group share, oldest first.
 
     The key of a heap is its device and its shape without numbers of rows.
     """
@@ -427,9 +430,12 @@ def _fits(group: dist.ProcessGroup, spare: int) -> bool:
 
 
 def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int:
-    """Returns NCCL's setting of this name for a group; a negative number if NCCL chooses it.
+    """Returns the number that a user has set for one of NCCL's options of a group; negative if none is set.
 
-    variable: the environment variable of the setting. It overrides the group's option, as it does in NCCL.
+    NCCL then chooses the number itself.
+
+    group: the process group.
+    variable: the environment variable of the option. It overrides the group's own option, as it does in NCCL.
     field: the name of the option in the group's ProcessGroupNCCL.Options.config.
     """
     text = os.environ.get(variable, "")

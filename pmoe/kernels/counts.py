@@ -56,12 +56,12 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
 class Messages:
     """The messages of one exchange of row counts, and the numbers that ranks agree on, in one allocation.
 
-    Because it is one allocation, one copy brings all of them to the host.
+    All of them reach the host by a single copy.
 
     memory: int64: first the numbers that ranks agree on, then the messages that are sent and those that
-        arrive, which are (W, L) int32 each.
+        arrive. Both have W messages of L int32 numbers, a header and the row counts of one rank.
     num_agreed: the number of numbers that ranks agree on.
-    sizes: the tuple (W, F, E).
+    sizes: the tuple (W, F, E): ranks, bins (equal ranges of tokens), experts of a rank.
     """
 
     memory: Tensor
@@ -90,7 +90,9 @@ class Messages:
 
     @property
     def both(self) -> tuple[Tensor, Tensor]:
-        """The messages that are sent and those that arrive, (W, L) int32 each."""
+        """The messages that are sent and those that arrive, (W, L) int32 each: L numbers for each of W
+        ranks.
+        """
         halves = self.memory[self.num_agreed :].view(torch.int32).view(2, self.sizes[0], -1)
         return halves[0], halves[1]
 
@@ -101,7 +103,9 @@ class Messages:
     def counts(self, messages_WL: Tensor) -> Tensor:
         """Returns the row counts of messages without their headers, (F, W, E): a view of ``messages_WL``.
 
-        messages_WL: (W, L) int32, one message for each rank, or from each rank.
+        There is a count for each of F bins (equal ranges of tokens), W ranks, and E experts of a rank.
+
+        messages_WL: (W, L) int32, one message of L numbers for each rank, or from each rank.
         """
         _, num_bins, num_experts = self.sizes
         counts_WFE: Tensor = messages_WL[:, HEADER:].unflatten(1, (num_bins, num_experts))
@@ -142,7 +146,7 @@ class Messages:
 
         A max-reduction over all ranks follows, after which the numbers are equal on all ranks.
 
-        received_WL: (W, L) int32, the messages that arrived.
+        received_WL: (W, L) int32, the messages that arrived from W ranks, L numbers each.
         own_rank: this rank, if rows that it sends to itself do not count for ``limits``; else None.
         host_rows: the number of rows for which this rank has host memory; None if this is not checked.
         asks_rows: whether ranks must know the largest number of rows of a rank.
@@ -168,10 +172,10 @@ class Messages:
         - (N,) int64: the index that sorts the routing weights of all rows, which arrive in one message for
           all chunks (`WeightMessage.regroup`).
 
-        received_WL: (W, L) int32, the messages that arrived.
+        received_WL: (W, L) int32, the messages that arrived from W ranks, L numbers each.
         n: number of chunks.
-        num_bins: the number of bins by which an expert's rows of a chunk are sorted. It divides F, and n
-            divides it.
+        num_bins: the number of bins (equal ranges of tokens) by which an expert's rows of a chunk are sorted.
+            It divides the number of bins in which rows were counted, and n divides it.
         own_rank: this rank, if rows that it sends to itself do not arrive by a message; else None.
         num_rows: N, the number of rows that arrive.
         """

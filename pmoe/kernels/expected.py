@@ -1,4 +1,4 @@
-"""Says what a CUDA device would run for grouped products, by rules that need no device, and why.
+"""Predicts which code a CUDA device would run for grouped products, by rules that need no device.
 
 The driver loads the compiled code that fits a device's compute capability best (CUDA C++ Programming Guide,
 binary and PTX compatibility):
@@ -7,8 +7,8 @@ binary and PTX compatibility):
     sm_100        on 10.0 and 10.x
     PTX of 8.0    on 8.0 and everything later; the driver compiles it
 
-`pmoe.kernels.extension` asks the driver what it did load. This module says what to expect of a device that is
-not there, and which rival pmoe's kernels then have.
+`pmoe.kernels.extension` asks the driver what it has loaded. This module says what to expect of a device that
+is not present, and what pmoe's kernels are compared with on it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ExpectedKernels:
     runs: the code that the driver would load, such as "sm_90a"; None if it would load none.
     why: the reason for ``runs``.
     hopper: why the kernels for Hopper do not run; None if they do.
-    rival: what pmoe's kernels are timed against for bfloat16 products without a bias: "grouped_mm" or "loop".
+    rival: what pmoe's kernels are timed against for bfloat16 products without a bias: torch's "grouped_mm",
+        or a "loop" over experts.
     why_loop: why grouped_mm is no rival; None if it is.
     """
 
@@ -45,7 +46,7 @@ class ExpectedKernels:
 
     @property
     def lines(self) -> list[str]:
-        """The same as lines of text."""
+        """The expected code and the reasons, as lines of text."""
         lines = [f"compute capability {self.capability[0]}.{self.capability[1]}:"]
         lines.append(f"  code: {self.runs or 'none'}, {self.why}")
         if self.runs is None:

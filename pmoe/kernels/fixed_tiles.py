@@ -1,4 +1,4 @@
-"""Tiles of a fixed number of rows, in which the bits of a row's result do not depend on other rows.
+"""Computes rows in tiles of a fixed size, so that a row's result does not depend on other rows.
 
 A library chooses how it computes a product by the number of rows, and how it computes the last elements of a
 tensor by the tensor's size. So the last bits of a row's result can change with the batch that the row is in.
@@ -19,19 +19,19 @@ TILE_ROWS = (32, 8)
 """Numbers of rows of a tile, in the order in which `rows_of_tile` tries them."""
 
 TRIED_TILES = 4
-"""Random tiles with which `rows_of_tile` checks a number of rows."""
+"""Number of random tiles with which `rows_of_tile` checks a size of tiles."""
 
 ALIGNMENT = 64
-"""Bytes. Libraries may compute differently with memory that begins elsewhere than at a multiple of this."""
+"""Bytes: tiles begin at multiples of this in memory, because libraries may compute differently elsewhere."""
 
 _checked: dict[Hashable, int] = {}
-"""The results of `rows_of_tile` in this process."""
+"""The results of `rows_of_tile` in this process, by its key and the number of threads."""
 
 
 def with_alignment(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same values that begins at a multiple of `ALIGNMENT` bytes.
 
-    It is the tensor itself, if that begins there. New memory of torch does.
+    If the tensor begins at one already, it is returned itself. Memory that torch allocates does.
     """
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
@@ -39,11 +39,11 @@ def with_alignment(tensor: Tensor) -> Tensor:
 def rows_of_tile(
     key: Hashable, compute: Callable[[Tensor], Sequence[Tensor]], columns: int, like: Tensor
 ) -> int:
-    """Returns the largest tile in which a row's results do not depend on its place: its number of rows.
+    """Returns the most rows of a tile in which a row's result does not depend on its place in the tile.
 
-    `TILE_ROWS` are tried with random rows. Results must not depend on the rows beside it, either. If none
-    passes, the result is 1: a tile of one row has no other place. The result of a key is kept, so the check
-    runs once for each key and number of threads.
+    The numbers of `TILE_ROWS` are tried with random rows. Results must not depend on the other rows of the
+    tile, either. If no number passes, the result is 1: in a tile of one row there is no other place. The
+    result is kept, so the check runs once for each key and number of threads.
 
     key: everything on which ``compute`` depends, apart from values.
     compute: maps a tile, (rows, columns), to tensors of results, (rows, ...) each.
@@ -64,10 +64,13 @@ def _are_places_equal(
 ) -> bool:
     """Returns whether random rows have the same results, bit by bit, at other places of a tile.
 
-    Every row of `TRIED_TILES` tiles is computed at several places, and beside other rows. Two orders of a sum
-    often have the same bits, so a few rows would not tell them apart.
+    Every row of `TRIED_TILES` tiles is computed at several places, and beside other rows. Many rows are
+    tried, because two orders of a sum often give the same bits.
 
+    compute: maps a tile, (rows, columns), to tensors of results.
     rows: number of rows of a tile.
+    columns: columns of a tile.
+    like: a tensor with the dtype and device of the tiles.
     """
     generator = torch.Generator().manual_seed(rows)
     places = torch.arange(rows)

@@ -7,7 +7,7 @@ the backward pass is pmoe's own).
 
 Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. The part of a rank's
 heap for the rows that one rank sends to one expert is called a cell (section 5.3). With W ranks and E experts
-of each, a heap has A = W * E cells. They lie in the heap in one of two ways:
+of each, a heap has A = W * E cells. They are laid out in one of two ways:
 
     with a capacity      Every cell has room for C rows. If fewer arrive, the rest of the cell stays unused:
                          missing rows are neither sent nor computed (section 5.4).
@@ -55,7 +55,10 @@ RankTensors = dict[str, Any]
 """One rank's arguments of a launch: tensors, None or numbers, by their names in cuda/flashdmoe/bind.cpp."""
 
 PLACES = ("send_counts", "expert", "row", "slot", "home", "offset")
-"""Names of the tensors that say where rows lie in the heaps. Forward writes them, and backward reads them."""
+"""Names of the tensors that say at which index of the heaps each row is stored.
+
+The forward launch writes them, and the backward launch reads them.
+"""
 
 Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """The parameters w1, w2, b1 and b2 of one rank's experts. b1 and b2 may be None."""
@@ -65,7 +68,7 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 class RoutingInput:
     """The experts of a rank's tokens, or what the launch needs to choose them itself.
 
-    T tokens, K choices of a token. A is the number of experts of all ranks.
+    There are T tokens with K choices each. A is the number of experts of all ranks.
 
     expert_TK: (T, K) int64 or int32, global indices of experts. If ``deferred`` is given, it is the tensor
         deferred.routes.expert_TK, which has no values yet.
@@ -169,12 +172,12 @@ def forward_tensors(
         row           (T, K) int32  index c of the row that this rank sends for each slot; -1 if the slot is
                                     dropped
         slot          (P, C) int32  slot of each row that this rank sends; the inverse of "row"
-        home          (A,) int32    for each expert of all ranks, where the cell that this rank sends begins
-        in
-                                    this rank's pool of sent rows, into which the results come back; None with
-                                    a capacity
-        offset        (A,) int32    for each rank and each expert of this rank, where the cell that arrives
-                                    begins in this rank's pool of arriving rows; None with a capacity
+        home          (A,) int32    for each expert of all ranks, the index at which the cell that this rank
+                                    sends begins in this rank's pool of sent rows, into which the results
+                                    come back; None with a capacity
+        offset        (A,) int32    for each rank and each expert of this rank, the index at which the cell
+                                    that arrives begins in this rank's pool of arriving rows; None with a
+                                    capacity
     """
     _, wide, d_model = arguments["w1"].shape
     expert_TK = chosen.expert_TK
@@ -226,7 +229,7 @@ def backward_tensors(
     """Returns the arguments of a backward launch, with new tensors that the launch fills.
 
     arguments: the result of `pass_tensors`.
-    places: the tensors of the forward launch, by name, that say where rows lie: those of `PLACES`.
+    places: the tensors of the forward launch, by name, that say where rows are stored: those of `PLACES`.
     kept: two tensors of forward, or None for those that were not kept: the dispatched input (T_DI) and the
         hidden activation before the nonlinearity (T_M). Without the first, the launch sends the layer's input
         again. Without the second, it computes the hidden activation again.
@@ -238,7 +241,7 @@ def backward_tensors(
                                                       routing weights; 0 for dropped choices
         of_w1, of_w2, of_b1, of_b2                    gradients of the parameters; None if not needed
 
-    The gradients are the same bits in each run.
+    The gradients have the same bits in each run.
     """
     _, capacity, width = arguments["active"].shape
     missing = capacity - places["slot"].shape[1]

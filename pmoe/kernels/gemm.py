@@ -19,9 +19,9 @@ ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
 """Code of each dtype that the products take: `Element` of cuda/grouped_gemm/launch.h."""
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
-"""Codes of three products: rows W^T, the gradient of its rows, and the gradient of W.
+"""Codes of three products: rows W^T, the gradient of the rows, and the gradient of W.
 
-They are the enum `Form` of cuda/grouped_gemm/problem.h.
+W is the weight of an expert. The codes are the enum `Form` of cuda/grouped_gemm/problem.h.
 """
 
 PLAIN, HIDDEN, HIDDEN_GRADIENT = 0, 1, 2
@@ -32,7 +32,7 @@ multiplies by the nonlinearity's derivative.
 """
 
 SPARE = 16
-"""Number of multiprocessors that products leave to NCCL. Each block of NCCL needs a whole one.
+"""Number of multiprocessors that products leave free for NCCL, each of whose blocks needs a whole one.
 
 Measured on an H200 (bench_beside) while another kernel held 16 multiprocessors, as NCCL's collectives do:
 with this value a product took 1.07 times as long as without the other kernel. With no multiprocessor left

@@ -154,16 +154,17 @@ ROW_ALIGNMENT_BYTES = 16
 class HeapShape:
     """The sizes that determine the layout of a symmetric heap. All ranks must use the same.
 
+    Two sets of kernels use heaps: COMET's (`pmoe.kernels.comet`) and FlashDMoE's (`pmoe.kernels.flashdmoe`).
+
     num_ranks: number of ranks.
     experts: number of experts of one rank.
-    rows: COMET's kernels (`pmoe.kernels.comet`): the most rows that a rank can receive. FlashDMoE's kernels
-        (`pmoe.kernels.flashdmoe`): the most rows that one rank can send to one expert, rounded up to whole
-        tiles; with is_pool, the most rows that a rank can receive.
+    rows: COMET: the most rows that a rank can receive. FlashDMoE: the most rows that one rank can send to one
+        expert, rounded up to whole tiles; with is_pool, the most rows that a rank can receive.
     home_rows: COMET: the most rows that a rank can send, because their results are written back into its
         heap. FlashDMoE: the most tokens of a rank.
     d_model, dtype: number of columns and dtype of a row.
-    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has buffers of these kernels.
-        COMET: 0.
+    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has buffers of these kernels. COMET:
+        0.
     sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
         heap needs room beside the dispatched gradients.
     is_pool: FlashDMoE only: False gives the rows from each rank for each expert a buffer of their own, of
@@ -290,8 +291,8 @@ class HeapError(RuntimeError):
 MAX_EPOCHS = 2**31 - 1
 """Largest round number of a heap, which is a signed 32-bit number.
 
-Flags hold round numbers that are compared as signed differences (cuda/peers/protocol.h). After this round a
-flag that was never raised would count as raised.
+Flags hold the number of the round in which they were raised, and are compared as signed differences
+(cuda/peers/protocol.h). After this round a flag that was never raised would count as raised.
 """
 
 REPORT_WORDS = 8
@@ -352,7 +353,9 @@ class Heap:
 
     @property
     def counters(self) -> int:
-        """Address of the heap's counters. The first counter is not 0 if a wait of this rank has timed out."""
+        """Address of the heap's counters. The first one is not 0 if a kernel of this rank has waited too
+        long.
+        """
         return self.base + self.shape.places["counters"]
 
     def next_epoch(self) -> int:

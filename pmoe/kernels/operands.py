@@ -57,8 +57,8 @@ def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
     operands: two keyword arguments, each a dict from a tensor's name to the tensor or None. Either may be
         left out:
 
-        rows     tensors (rows, columns) with adjacent columns, and a row stride that is a multiple of 16
-        bytes dense    tensors that must be contiguous
+        rows     tensors (rows, columns). Columns must be adjacent, the row stride a multiple of 16 bytes
+        dense    tensors that must be contiguous
 
     The address of each tensor must be a multiple of 16 bytes. Tensors without elements and None are not
     checked.
@@ -127,7 +127,7 @@ def _gap(name: str, tensor: Tensor) -> str | None:
 
 
 def _fits(sizes: Sequence[int], wanted: Sequence[int | str]) -> bool:
-    """Returns whether the sizes of a tensor match the wanted sizes, in which a string stands for any size."""
+    """Returns whether a tensor's sizes are the wanted sizes. A string among them stands for any size."""
     return len(sizes) == len(wanted) and all(
         isinstance(size, str) or size == have for have, size in zip(sizes, wanted, strict=True)
     )

@@ -212,6 +212,9 @@ class Registry:
     def distrust(self, request: ProductRequest, why: str) -> None:
         """Excludes pmoe's kernels from all products with this request's device name and dtype.
 
+        They have computed something wrongly on such a device.
+
+        request: a product of that device name and dtype.
         why: what the kernels computed wrongly. The reason is shown in warnings and logs.
         """
         self._distrusted[request.device_name, request.dtype] = why
@@ -358,8 +361,9 @@ class Registry:
     def _warn_of_slower(self, request: ProductRequest, first: str) -> None:
         """Warns, once in a process, if pmoe's kernels were measured to be slower on a CUDA device.
 
-        A tie is no reason for a warning: the plain candidate is then chosen, and nothing is lost.
+        If both are equally fast, nothing is lost, and there is no warning.
 
+        request: the product.
         first: name of the candidate that was chosen for the request.
         """
         measured = self.measured.get(request)

@@ -10,10 +10,11 @@ columns of the result as soon as they are computed. The kernels are in cuda/come
 3.2; arXiv 2502.19811).
 
 Rows that arrived are sorted by expert. The rows of one expert are sorted by the rank that sent them: first
-this rank, then the next higher ranks, then from rank 0 on. Rows from the same rank are in token order.
+this rank, then the ranks with higher numbers, then the ranks from 0 on. Rows from the same rank are in token
+order.
 
-For tests and measurements, one process may run several ranks on one device ("virtual ranks"). They share each
-launch.
+For tests and measurements, one process may run several ranks on one device ("virtual ranks"). All of them are
+part of each launch.
 
 Letters: T tokens of this rank, K choices of a token, S rows that this rank sends, N rows that it receives, W
 ranks, E experts of one rank, M = d_model, H = d_hidden, G = columns of the hidden activation before the

@@ -23,7 +23,8 @@ class Steps:
     find_heap: function that returns the symmetric heap to use now. Between a forward and its backward pass,
         another call with a larger batch may replace the heap by a larger one. That does no harm, because
         backward reads nothing that forward left in the heap.
-    divide: function that returns how a launch splits its thread blocks between communication and computation.
+    divide: function that returns how many thread blocks of a launch communicate, and how many columns are
+        sent together.
     """
 
     def __init__(self, find_heap: Callable[[], Heap], divide: Divide) -> None:
@@ -43,10 +44,10 @@ class Steps:
     def all_or_give_up(self) -> Iterator[None]:
         """Context for all launches of one pass. If the code in it raises, this rank's heap becomes unusable.
 
-        The reason: this rank may fail between two launches, for example because it runs out of memory, while
-        the other ranks go on and wait for its rows. Ranks set flags in each other's heaps when rows have been
-        written. If this rank began a new pass, the other ranks would take its new flags for those of the
-        unfinished pass, and read rows that are not there.
+        This rank may fail between two launches, for example because it runs out of memory, while the other
+        ranks go on and wait for its rows. Ranks set flags in each other's heaps when rows have been written.
+        If this rank began a new pass, the other ranks would take its new flags for those of the unfinished
+        pass, and read rows that are not there.
         """
         try:
             yield
@@ -57,7 +58,7 @@ class Steps:
     def dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Sends tokens as rows, with their routing weights, to the ranks of their experts.
 
-        On the receiving ranks `rows` and `row_weight` return the rows and weights that arrived.
+        The receiving ranks get the rows and weights from `rows` and `row_weight`.
 
         fused_routing: where the rows of this rank's tokens go, and which rows arrive.
         x_TM: (T, M), T tokens of d_model columns.

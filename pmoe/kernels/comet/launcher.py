@@ -19,11 +19,16 @@ from pmoe.kernels.heap import Heap
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
-"""Limits of cuda/comet/layout.h: ranks, experts of all ranks, and groups of columns that are sent together.
+"""The most ranks, experts of all ranks, and groups of columns that a launch can have.
+
+Columns of a group are sent together. The numbers are those of cuda/comet/layout.h.
 """
 
 SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
-"""Environment variable: number of multiprocessors that fused kernels leave free for other kernels."""
+"""Name of the environment variable with the number of multiprocessors that fused kernels leave free.
+
+Other kernels, such as those of NCCL, run on the free multiprocessors.
+"""
 
 
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
@@ -51,8 +56,11 @@ def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
 
     By default CUDA loads a kernel at its first launch, and loading may wait until running kernels have ended.
     A fused kernel that runs on this rank may wait for another rank, and that rank may wait for this rank's
-    next launch. If the next launch must first load a kernel, none of them ever ends. With
+    next launch. If the next launch must first load a kernel, all of them wait forever. With
     CUDA_MODULE_LOADING=EAGER all kernels are loaded at the start.
+
+    device: the device that runs the kernels.
+    num_ranks: number of ranks of the layer.
     """
     if num_ranks == 1 or device.type != "cuda" or extension.module().loads_eagerly():
         return None
@@ -100,7 +108,7 @@ def processors(device: torch.device) -> int:
 
 
 MAX_VIRTUAL = 4
-"""The most ranks of one launch, all in this process: kMostVirtual of cuda/peers/sizes.h."""
+"""The most ranks of one process that share a launch: kMostVirtual of cuda/peers/sizes.h."""
 
 FusedKernel = Literal["dispatch", "combine"]
 
@@ -108,10 +116,10 @@ KERNELS: dict[FusedKernel, int] = {"dispatch": 0, "combine": 1}
 """Codes of the two fused kernels: `Kernel` of cuda/comet/launch.h."""
 
 COLUMNS = 256
-"""`Division.chunk_columns` must be a multiple of this number of columns."""
+"""The number of columns that are sent together (`Division.chunk_columns`) must be a multiple of this."""
 
 RULE_COLUMNS = 512
-"""The value of `Division.chunk_columns` if no measured value is known."""
+"""The number of columns that the combining kernel sends together if no better number was measured."""
 
 
 @dataclass(frozen=True, order=True)
@@ -135,7 +143,9 @@ class Division:
 
 
 Divide = Callable[[FusedKernel, PassDirection], Division]
-"""A function (kernel, direction) that returns the `Division` of a launch. It must be the same on all ranks.
+"""A function that returns the numbers of communicating thread blocks and of columns sent together.
+
+It gets the kernel and the direction. Its result must be the same on all ranks.
 """
 
 
@@ -231,8 +241,8 @@ class Launcher:
 
         A round is one launch that dispatches rows, and the later launches that use these rows.
 
-        is_round: whether the launch begins a round, as dispatch does. A combining launch belongs to the round
-            of the dispatch before it.
+        is_round: whether the launch begins a new round, as dispatch does. A combining launch belongs to the
+            round of the dispatch before it.
 
         Returns the launch's arguments that do not depend on the rank: device, stream, dtype code, number of
         blocks.
@@ -254,7 +264,7 @@ class Launcher:
             chunk_columns   number of columns that the combining kernel sends together
             local_experts   number of experts of the rank
 
-        division: the split that is wanted. n_c is lowered if no block would be left to compute.
+        division: the split that is wanted. Fewer blocks communicate if otherwise no block would compute.
         own: the rank's other arguments of the launch. If own["computes"] is 0, the launch only dispatches
             rows and all blocks communicate.
         """

@@ -51,8 +51,8 @@ class FusedRouting:
     recv_WE: (W, E), number of rows that each rank sends to each of this rank's experts, on the device.
     num_received: N, the number of rows that arrive, or an upper bound.
 
-    Several ranks of this process may share the tensors that are indexed by token, one rank's tokens behind
-    another's. Then:
+    Several ranks of this process may share the tensors that are indexed by token. The tokens of one rank then
+    come after those of the rank before it, and two more fields say which tokens are this rank's:
 
     first_token, num_tokens: this rank's tokens are those from first_token up to, but not including,
         first_token + num_tokens. num_tokens is None if tensors are not shared.

@@ -16,9 +16,9 @@ host does not wait for row counts:
     rows     0 1       -         2 3 4
     expert   0         1         2
 
-`product` and `hidden` can read their rows directly from the tokens: row r is then token slot[r] // K, where
+`product` and `hidden` can read their rows directly from the tokens. Row r is then token slot[r] // K, where
 slot[r] is the row's index among the T * K (token, choice) pairs. The dispatched input (T_DI) then need not be
-stored. Only stored rows can be used to compute gradients.
+stored, unless gradients are wanted: they can only be computed from stored rows.
 
 Letters: T tokens, K choices of a token, N rows, E experts, I in-features, O out-features, M = d_model, H =
 d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.

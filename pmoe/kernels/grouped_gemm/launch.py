@@ -17,34 +17,35 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.warn import warn_once
 
 SHARING = 0
-"""On Hopper two thread blocks form a cluster, which can load one of the operands once for both blocks.
+"""Setting for benchmarks: which operand two neighbouring thread blocks on Hopper load only once.
 
-0 lets the kernel's host code choose (cuda/grouped_gemm/sharing.h), 1 shares no operand, 2 the weights (B), 3
-the rows (A): `Sharing` of cuda/grouped_gemm/launch.h. Benchmarks set it.
+Two blocks form a cluster, which can load one of the operands once for both. 0 lets the kernel's host code
+choose (cuda/grouped_gemm/sharing.h), 1 shares no operand, 2 the weights (B), 3 the rows (A): `Sharing` of
+cuda/grouped_gemm/launch.h.
 """
 
 GATHERING: bool | None = None
-"""Whether an expert's first product reads its rows from the tokens while it loads them.
+"""Setting for benchmarks: whether an expert's first product gathers its rows from tokens while it loads them.
 
-True: it does. False: the rows are copied into their order before it. None lets `gathers_in_load` choose.
-Benchmarks set it.
+If False, rows are first copied into their order. None lets `gathers_in_load` choose.
 """
 
 PERMUTED_COLUMNS = 2100
-"""Columns of a first product from which permuted rows are faster on Hopper, but for the reads of a permute.
+"""Columns of a first product above which copying rows into order is faster than gathering, on Hopper.
 
-Gathering in the load lengthens each step of each tile by 8 %, so it costs more the more columns there are. A
-permute costs the same for any number of columns: it reads each token once and writes its K rows. By the
-stored times of an H200 (bench_grouped_gemm, bench_permute) the two are equal at 2100 (1 + 1 / K) columns:
-1,312 hidden columns of SwiGLU, which has two columns for each, with K = 4 choices of a token.
+The number is that for many choices K of a token; `gathers_in_load` multiplies it by (1 + 1 / K). Gathering
+rows while they are loaded lengthens each step of each tile by 8 %, so it costs more the more columns a first
+product has. Copying (a permute) costs the same for any number of columns: it reads each token once and writes
+its K rows. By the stored times of an H200 (bench_grouped_gemm, bench_permute) the two are equal at 2100 (1 +
+1 / K) columns. With K = 4 choices that is 1,312 hidden columns of SwiGLU, which has two columns for each.
 """
 
 
 def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
-    """Returns whether a first product should gather its rows in its load, and not read permuted rows.
+    """Returns whether a first product should gather its rows from tokens, instead of reading copied rows.
 
-    kernels: name of the kernel code, "sm_90a" or "sm_80". The code for sm_80 always gathers: it loads rows
-        in order by the same instructions as gathered ones.
+    kernels: name of the kernel code, "sm_90a" or "sm_80". The code for sm_80 always gathers: it loads rows in
+        order by the same instructions as gathered ones.
     columns: number of rows of each expert's first weight: H = d_hidden, or 2H for SwiGLU.
     top_k: K, number of choices of a token.
 
@@ -56,10 +57,11 @@ def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
 
 
 class TileCounters:
-    """Counters from which thread blocks of products take their next tile: a zero for each product.
+    """Counters from which thread blocks take the next tile of their product: one counter for each product.
 
-    One launch sets `NUM_COUNTERS` of them to zero, so a pass of a layer seldom needs a second one. All
-    products that take a counter must run on the stream that was current when the first was taken.
+    A counter must be zero before its product. One launch sets `NUM_COUNTERS` of them to zero, so a pass of a
+    layer seldom needs a second such launch. All products that take a counter must run on the stream that was
+    current when the first was taken.
     """
 
     def __init__(self) -> None:
@@ -180,8 +182,11 @@ def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN)
 
 
 def start(device: torch.device, fields: dict[str, Any]) -> None:
-    """Starts a launch with checked arguments; beside communication, with a counter of its tiles.
+    """Starts a launch with checked arguments.
 
+    In a block of `beside_communication`, it adds a counter from which thread blocks take their tiles.
+
+    device: the device.
     fields: the arguments, by their names in cuda/grouped_gemm/bind.cpp.
     """
     if spare := spare_of_thread.get():

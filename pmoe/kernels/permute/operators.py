@@ -30,7 +30,7 @@ MAX_CHOICES = 256
 """The most choices of a token (K) that the kernels take: kMostChoices of cuda/permute/kernel.cuh."""
 
 PARTS = 0
-"""Number of thread groups that split the columns of a token among them. Benchmarks set it.
+"""Setting for benchmarks: number of thread groups that split the columns of a token among them.
 
 0 lets cuda/permute/layout.h choose.
 """
@@ -182,7 +182,7 @@ def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
 
 
 def check_rows_memory(**rows: Tensor) -> None:
-    """Raises ValueError unless kernels can read tensors (rows, columns) as they lie in memory.
+    """Raises ValueError unless kernels can read tensors (rows, columns) with their strides and addresses.
 
     The bytes of a row, the row stride and the address must be multiples of 16 bytes, and columns adjacent.
 

@@ -35,7 +35,8 @@ class RowMoves:
         Positions from first_row + N on are skipped. There is none below first_row.
 
         tokens_TM: (T, M), T tokens with M columns. Its address and row stride are multiples of 16 bytes.
-        position_TK: (T, K) int32, contiguous.
+        position_TK: (T, K) int32, contiguous, a position for each of the K choices of a token.
+        first_row: the position of the first of the N rows.
         rows_NM: (N, M), contiguous memory for N rows.
         """
         if rows_NM.shape[0] and tokens_TM.shape[0]:
@@ -63,9 +64,9 @@ class RowMoves:
             )
 
     def _moving(self, position_TK: Tensor, num_rows: int) -> object:
-        """Returns the arguments that both kernels take.
+        """Returns the arguments that the kernels of `place` and `sum` have in common.
 
-        position_TK: (T, K) int32, the positions.
+        position_TK: (T, K) int32, the positions of the K choices of T tokens.
         num_rows: the first position that is skipped.
         """
         tokens, top_k = position_TK.shape
@@ -74,5 +75,9 @@ class RowMoves:
         )
 
     def _before(self, rows_NM: Tensor, first_row: int) -> int:
-        """Returns the address to which a kernel adds position * row bytes, which then lies in ``rows_NM``."""
+        """Returns the address of ``rows_NM``, moved back by first_row rows.
+
+        A kernel adds position * (bytes of a row) to the address. Positions count from first_row on, so the
+        sum is an address in ``rows_NM``.
+        """
         return rows_NM.data_ptr() - first_row * self._row_bytes

@@ -289,7 +289,7 @@ def launch_route(
 def _problem(
     logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float, *order: int
 ) -> Any:
-    """Returns the arguments that forward and backward launches share, with the current stream."""
+    """Returns the arguments that launches of forward and backward have in common, with the current stream."""
     num_tokens, num_experts = logits_TE.shape
     device = cuda_index(logits_TE.device)
     stream = torch.cuda.current_stream(device).cuda_stream

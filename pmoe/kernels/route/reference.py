@@ -93,7 +93,7 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 
 def check_order(logits_TE: Tensor, num_chunks: int, sorted_chunks: int, last: range) -> None:
-    """Raises ValueError for an order of rows that `route` does not know.
+    """Raises ValueError for arguments of `route` that ask for an order of rows which it cannot produce.
 
     logits_TE: (T, E), the logits of T tokens for E experts.
     num_chunks, sorted_chunks, last: arguments of `route`.
@@ -279,6 +279,7 @@ def route_backward(
 def _balance_scale(num_tokens: int, num_experts: int, top_k: int) -> float:
     """Returns the factor s with which s * sum_e slots_e * sum_t p_te is the balance loss E * sum_e f_e P_e.
 
-    slots_e is the number of slots of expert e, p_te the probability of expert e for token t.
+    slots_e is the number of (token, choice) slots of expert e, p_te the probability of expert e for token t.
+    f_e is the fraction of slots that expert e has, and P_e the mean of p_te over tokens.
     """
     return num_experts / (max(num_tokens * top_k, 1) * max(num_tokens, 1))

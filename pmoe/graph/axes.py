@@ -65,7 +65,10 @@ The rule may read the shapes and arguments of the call. If several combinations 
 the first is taken."""
 
 RULES: dict[object, Rule] = {}
-"""The rule of each operator. Pointwise operators need no entry: torch marks them with a tag."""
+"""The rule of each operator: how its inputs and its result can be cut into parts of the batch.
+
+Pointwise operators need no entry: torch marks them with a tag.
+"""
 
 
 def rule_of(*targets: object) -> Callable[[Rule], Rule]:
@@ -100,11 +103,12 @@ def infer(
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
-    known_axes: the axes of inputs of the graph. Inputs that it leaves out, such as parameters, are not cut:
-        each part uses them whole.
+    graph: the graph.
+    known_axes: the axes of inputs of the graph. Inputs that are not in this dict, such as parameters, are not
+        cut: each part uses them whole.
     free: inputs whose axis is not known. Each gets the axis that the first operator on it needs.
     sequences: number of sequences or tokens in the batch, a number or a symbol of the trace. A tensor is cut
-        only along dimensions of which this is a divisor. None allows all dimensions.
+        only along dimensions whose size is a multiple of this number. None allows all dimensions.
 
     Returns (axes, refused)
 
@@ -127,11 +131,12 @@ def follow(
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
     body: calls of a graph, in order.
-    known_axes: axes of tensors that are computed before the body. Tensors that it leaves out are not cut:
-        each part uses them whole.
-    free: tensors from before the body whose axis is not known. Each gets the axis that the first operator
-        on it needs.
-    sequences: number of sequences or tokens in the batch (`infer`).
+    known_axes: axes of tensors that are computed before the body. Tensors that are not in this dict are not
+        cut: each part uses them whole.
+    free: tensors from before the body whose axis is not known. Each gets the axis that the first operator on
+        it needs.
+    sequences: number of sequences or tokens in the batch. A tensor is cut only along dimensions whose size is
+        a multiple of this number.
 
     Raises RefusedError if an instruction cannot be cut.
     """
@@ -187,11 +192,12 @@ class _Inference:
             self._free.add(node)
 
     def _behind(self, node: fx.Node) -> Any:
-        """Returns an axis along which later operators can cut the result of an operator that is not cut.
+        """Returns the axis along which later operators may cut the result of an operator that is not cut.
 
-        The axis is taken from the first input of the operator that is itself cut along a dimension. A result
-        with the same shape as this input gets the same dimension, another result gets None. For an operator
-        with several results, a tuple with one axis for each result is returned.
+        An axis is the dimension along which a tensor is cut into parts of the batch. It is taken from the
+        first input of the operator that has such a dimension. A result with the same shape as this input gets
+        the same dimension, another result gets None. For an operator with several results, a tuple with one
+        axis for each result is returned.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -245,10 +251,13 @@ class _Inference:
         return rule
 
     def _has_parts(self, node: fx.Node, combination: Combination) -> bool:
-        """Returns whether each part of the batch has whole elements of all tensors of a combination.
+        """Returns whether all tensors of a combination can be cut so that each part has whole sequences.
 
-        A part is a run of sequences. It has none in a dimension that is shorter than the batch, such as the
-        first one of (4, 6) viewed as (2, 2, 6), if the batch has 4 sequences.
+        A part of the batch is a run of sequences. A dimension that is shorter than the batch cannot be cut,
+        such as the first one of (4, 6) viewed as (2, 2, 6), if the batch has 4 sequences.
+
+        node: the call of an operator.
+        combination: the axes of its inputs and result.
         """
         results = combination.result if isinstance(combination.result, tuple) else (combination.result,)
         values = node.meta["val"]
@@ -269,7 +278,11 @@ class _Inference:
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
-        A tensor without an axis cannot get `SUM`, because it exists as one whole tensor, not as summands.
+        A tensor without an axis cannot get `SUM`, the axis of tensors that exist as one summand for each
+        part: it exists as one whole tensor.
+
+        node: the node of the tensor.
+        axis: the dimension along which it would be cut, `IRREGULAR`, `SUM` or None.
         """
         known = self.axes[node]
         return known == axis or (known is None and node in self._free and axis != SUM)
@@ -368,7 +381,8 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
 def _copied(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a copy or conversion into parts: along each dimension, or as summands.
 
-    The sum of copied summands (`SUM`) is the copy of the sum.
+    Summands (`SUM`) are tensors of the whole shape, one for each part, that add up to the input. The sum of
+    copied summands is the copy of the sum.
     """
     yield from _pointwise(node)
     yield Combination((SUM,), SUM)
@@ -381,7 +395,7 @@ ALWAYS: dict[object, list[Combination]] = {
     moe.pack.default: [Combination((0, *(IRREGULAR,) * 4), (IRREGULAR,) * 2)],
     moe.join.default: [Combination((IRREGULAR,) * 6, 0)],
 }
-"""Ways to cut operators for which neither shapes nor arguments matter."""
+"""How some operators can be cut into parts of the batch, whatever their shapes and arguments are."""
 RULES.update(
     {target: lambda _, ways=combinations: ways for target, combinations in ALWAYS.items()}  # type: ignore[misc]
 )
@@ -538,9 +552,10 @@ def _flip(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.index_select.default)
 def _index_select(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a selection by indices into parts: along each other dimension, or the indices.
+    """Yields the ways to cut a selection by indices: along dimensions that are not indexed, or along the
+    indices.
 
-    Cut along the indices, all parts use the whole source.
+    If it is cut along the indices, all parts use the whole source.
     """
     source = tensors(node)[0]
     selected = _argument(node, "dim") % len(shape(source))
@@ -643,8 +658,8 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut the input and the result of a permutation of dimensions into parts.
 
     The input may be cut along any dimension; the result is then cut along the same dimension, which has
-    another index. The parts may also be summands: the permutation of a sum is the sum of the permuted
-    summands (`SUM`).
+    another index. The parts may also be summands (`SUM`), which have the whole shape and add up to the input:
+    the permutation of a sum is the sum of the permuted summands.
     """
     rank = len(shape(node))
     order = list(range(rank))
@@ -665,7 +680,7 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut an operator that inserts or removes a dimension: along each other dimension.
 
-    Dimensions behind the inserted or removed one have another number in the result than in the source.
+    Dimensions after the inserted or removed one have another number in the result than in the source.
     """
     operands = tensors(node)
     before, after = len(shape(operands[0])), len(shape(node))
@@ -683,7 +698,7 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
 def _order(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut `order`, which sorts a layer's rows by expert, into parts: along the tokens.
 
-    The last input and the last result stay whole. They count the rows that each expert got in earlier parts.
+    The last input and the last result are not cut. They count the rows that each expert got in earlier parts.
     Each part passes these counts to the next part, so that all parts together respect the experts' capacity.
     """
     operands = tensors(node)

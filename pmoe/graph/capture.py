@@ -103,8 +103,8 @@ def _forward(
 def _number(layer: MoELayer) -> int:
     """Returns the number that stands for the layer in the graph; -1 if the graph must break at the layer.
 
-    Dynamo runs this function while it traces, and puts its result into the graph as a constant. Warns once
-    for each reason why a layer cannot be captured.
+    Dynamo, the tracer of torch.compile, runs this function while it traces, and puts its result into the
+    graph as a constant. Warns once for each reason why a layer cannot be captured.
     """
     if not _is_traced_for_us():
         return -1
@@ -147,7 +147,7 @@ def _refusal(layer: MoELayer) -> str | None:
 
 
 def _is_traced_for_us() -> bool:
-    """Returns whether Dynamo traces at this moment, and for one of the `BACKENDS`.
+    """Returns whether torch.compile traces at this moment, and for one of the `BACKENDS`.
 
     torch.compile wraps a backend several times. Each wrapper keeps the wrapped function in one of two
     attributes.

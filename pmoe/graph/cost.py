@@ -41,7 +41,7 @@ class Cost:
     seconds: time on the device; for an all-to-all, time on the link. 0 for an input.
     num_bytes: bytes that the call allocates for its result; 0 if the result is a view. For an input, its
         bytes.
-    view_of: if the result is a view, the `label` of the call or input that owns the memory; else None.
+    view_of: if the result is a view, the name (`label`) of the call or input that owns the memory; else None.
     """
 
     seconds: float
@@ -52,8 +52,8 @@ class Cost:
 class Costs:
     """Measured seconds of operators on one type of device, kept in a file between runs.
 
-    The file lies in the cache folder ($PMOE_CACHE). There is one for each type of device, version of torch
-    and number of threads. If the file is damaged, a warning says so, nothing is read, and the next `save`
+    The file is in the cache folder ($PMOE_CACHE). There is one for each type of device, version of torch and
+    number of threads. If the file is damaged, a warning says so, nothing is read, and the next `save`
     replaces it.
 
     seconds: seconds of each operator call, by its `signature`.
@@ -182,7 +182,7 @@ class Profiled(fx.Interpreter):
 
 
 def _may_repeat(node: fx.Node) -> bool:
-    """Returns whether running an operator several times does no harm, so that it can be timed.
+    """Returns whether an operator may be run several times, without harm, so that it can be timed.
 
     It must not write to its arguments, and it must not draw random numbers.
     """

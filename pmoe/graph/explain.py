@@ -37,9 +37,10 @@ In the first steps ranks measure and agree; the last 3 are timed.
 
 
 class PassSeconds:
-    """A stopwatch that runs and times the passes of a program (`pmoe.graph.run.Program`).
+    """A function that runs and times the passes of a program, for `explain`.
 
-    If it is stored in `Program.watch`, the program calls it for each pass, and it runs the pass itself.
+    A program (`pmoe.graph.run.Program`) whose ``watch`` is such a function calls it in place of running a
+    pass.
 
     durations: the seconds of each pass so far.
     """
@@ -157,9 +158,11 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
 
 
 def _moved(program: Program) -> Counter[str]:
-    """Counts, for each all-to-all, the weight gradients that were moved to run between it and the next.
+    """Counts moved weight gradients by the all-to-all after which they run, up to the next all-to-all.
 
     Weight gradients that were moved to a place before the first all-to-all are counted under the name "".
+
+    program: what was decided for a graph.
     """
     operators = [instruction for instruction in program.before if not instruction.hands_over]
     before_traced, before_run = _behind(operators), _behind(program.instructions)
@@ -168,16 +171,18 @@ def _moved(program: Program) -> Counter[str]:
 
 
 def _reduced(program: Program) -> Counter[str]:
-    """Counts, for each all-to-all, the gradients of which reductions begin between it and the next.
+    """Counts reductions of gradients by the all-to-all after which they begin, up to the next all-to-all.
 
-    Reductions before the first all-to-all count under the name "".
+    Reductions before the first all-to-all are counted under the name "".
+
+    program: what was decided for a graph.
     """
     before = _behind(program.instructions)
     return Counter(before[instruction.name] for instruction in program.instructions if instruction.reduces)
 
 
 def _behind(order: Iterable[Instruction]) -> dict[str, str]:
-    """Returns for each instruction, by name, the last all-to-all before it; "" if there is none."""
+    """Returns for each instruction, by name, the last all-to-all before it in this order; "" for none."""
     last_message = ""
     message_before = {}
     for instruction in order:
@@ -210,7 +215,7 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
 
 
 def _kind(instruction: Instruction, free: Collection[str]) -> str:
-    """Returns the kind of an instruction's bar in the timeline, which gives the bar its colour.
+    """Returns the kind of an instruction's bar in the timeline, which decides the bar's colour.
 
     The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, "experts" or "dense"
     for other instructions, with "free " in front if no all-to-all waits for the instruction.

@@ -2,14 +2,15 @@
 
 Autograd calls a compiled backward graph as one node, which returns all gradients at once. A data-parallel
 wrapper reduces a gradient when autograd adds it to ``grad``, so it could not begin before the graph has
-ended. Here the node returns at once, with tensors that stand for the gradients (`PendingGradient`), and one
-more node of each input (`HandOver`) runs the graph on until the gradient of this input exists:
+ended. Here the node returns at once, with tensors that stand for the gradients (`PendingGradient`). Each
+input of the graph has one more autograd node (`HandOver`), which runs the graph until the gradient of this
+input exists:
 
-    node                      runs
+    node                      what it does
     backward graph            nothing: returns pending gradients
-    HandOver of the head      the graph up to the gradient of the head
+    HandOver of the head      runs the graph up to the gradient of the head
     AccumulateGrad, hooks     adds it to ``grad``; DistributedDataParallel starts to reduce it
-    HandOver of a block       the graph up to the gradient of the block
+    HandOver of a block       runs the graph up to the gradient of the block
     ...
 
 Autograd runs `HandOver` nodes in the reverse of the order in which the forward pass makes them, and
@@ -37,16 +38,22 @@ from pmoe.experts.marks import is_expert
 from pmoe.graph.operators import LAYERS
 
 Box = list[Tensor]
-"""Type of a list with one gradient, or without it after the gradient has been handed over."""
+"""A list with one gradient, which is taken out when the gradient is handed over to autograd.
+
+So no reference to the gradient is left in the graph's pass.
+"""
 
 GradientSteps = Iterator[tuple[int, Box]]
-"""Type of a pass that runs on at each ``next`` and yields a gradient: the number of a result, and its box."""
+"""A backward pass as an iterator: each ``next`` runs it up to the next gradient, and returns that gradient.
+
+It returns the number of the gradient among the results of the graph, and a `Box` with the gradient.
+"""
 
 
 class GradientPass:
     """A backward pass that runs on demand, up to the gradient that is asked for.
 
-    steps: the pass.
+    steps: the pass, as an iterator over its gradients.
     """
 
     def __init__(self, steps: GradientSteps) -> None:
@@ -56,7 +63,7 @@ class GradientPass:
         self._lock = threading.Lock()
 
     def run_to(self, number: int) -> Box:
-        """Runs the pass until a gradient exists, and returns its box.
+        """Runs the pass until a gradient exists, and returns the list (`Box`) that holds the gradient.
 
         number: the number of the gradient among the results of the graph.
         """
@@ -67,9 +74,9 @@ class GradientPass:
             return self._ready[number]
 
     def finish(self) -> None:
-        """Runs the rest of the pass.
+        """Runs the rest of the pass, also if nobody asks for the remaining gradients.
 
-        Not all gradients may be asked for, but all ranks must send the same messages.
+        It may contain all-to-alls, and all ranks must send the same messages.
         """
         with self._lock, torch.no_grad(), torch._C._DisableAutocast():
             for _ in self._steps:
@@ -77,10 +84,10 @@ class GradientPass:
 
 
 class PendingGradient(Tensor):
-    """Stands for a gradient of a pass that has not computed it yet. Each operator on it computes it first.
+    """A tensor that stands for a gradient which is not computed yet. An operator on it first computes it.
 
-    running: the pass, referred to weakly. If a node of autograd fails, autograd keeps the tensors of others
-        until its next backward pass, but the pass must end at once.
+    running: the pass that computes it, as a weak reference: the pass must end with its backward pass, but
+        autograd may keep the tensor longer, if one of its nodes fails.
     number: the number of the gradient among the results of the graph.
     """
 
@@ -89,10 +96,12 @@ class PendingGradient(Tensor):
 
     @staticmethod
     def of(running: GradientPass, number: int, example: Tensor, sizes: Sequence[int]) -> PendingGradient:
-        """Returns a tensor that stands for a gradient.
+        """Returns a tensor that stands for a gradient which is not computed yet.
 
+        running: the pass that computes it.
+        number: the number of the gradient among the results of the graph.
         example: a tensor with the dtype and the device of the gradient.
-        sizes: its shape.
+        sizes: the shape of the gradient.
         """
         pending: PendingGradient = Tensor._make_wrapper_subclass(
             PendingGradient, sizes, dtype=example.dtype, device=example.device
@@ -111,7 +120,7 @@ class PendingGradient(Tensor):
         return func(*args, **kwargs)
 
     def computed_box(self) -> Box:
-        """Runs the pass until the gradient exists, and returns its box."""
+        """Runs the pass until the gradient exists, and returns the list (`Box`) that holds the gradient."""
         running = self.running()
         if running is None:
             raise RuntimeError(
@@ -121,10 +130,10 @@ class PendingGradient(Tensor):
 
 
 def computed(gradient: Any) -> Any:
-    """Returns a gradient that has been computed, for one that may be pending.
+    """Returns the value of a gradient: if it is a `PendingGradient`, runs the pass until it is computed.
 
-    No reference to the result is kept, so that AccumulateGrad need not copy it. A gradient that holds
-    others, as a DTensor holds a local one, is made again with these computed.
+    The pass keeps no reference to the result, so that AccumulateGrad need not copy it. A gradient that holds
+    other tensors, as a DTensor holds a local tensor, is built again from the computed ones.
     """
     if isinstance(gradient, PendingGradient):
         return gradient.computed_box().pop()
@@ -138,7 +147,10 @@ def computed(gradient: Any) -> Any:
 
 
 class HandOver(torch.autograd.Function):
-    """The identity. Its backward pass runs the graph behind it until the gradient exists."""
+    """The identity. Its backward pass computes the gradient of its input, if that is still pending.
+
+    That is, it runs the compiled backward graph up to this gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -156,17 +168,17 @@ class HandOver(torch.autograd.Function):
 
 @dataclass
 class GraphInputs:
-    """The inputs of a compiled forward graph, whose gradients its backward graph hands over.
+    """The inputs of a compiled forward graph, whose gradients its backward graph hands over to autograd.
 
     names: a name for each result of the backward graph, equal on all ranks that trace the same code.
     owners: for each result of the backward graph, the number of the input of which it is the gradient.
-    may_stop: whether the backward graph may stop at gradients. False if the graph changes an input that needs
-        a gradient: torch forbids to change the result of a `HandOver`.
+    may_stop: whether the backward graph may stop when a gradient is computed, to hand it over. False if the
+        graph changes an input that needs a gradient: torch forbids to change the result of a `HandOver`.
     layers: numbers of the layers in the graph that communicate; () before the backward graph is compiled.
     order: returns the numbers of the results in the order in which they will be handed over; [] before it is
         known.
     group: the ranks over which the gradients of the last call are reduced; a single rank if they are not.
-    reduced_bytes: bytes of the gradients of the dense part, by name.
+    reduced_bytes: bytes of the gradients of all parameters but those of experts, by name.
     """
 
     names: Sequence[str]
@@ -201,7 +213,7 @@ class GraphInputs:
         Returns {} if the graph must not stop at gradients, or if it is not known whose gradients they are.
 
         module: the backward graph.
-        layers, order: what the graph says of itself (see the attributes), stored here.
+        layers, order: values for the attributes of these names, which are stored.
         """
         results: Any = module.graph.output_node().args[0]
         if not self.may_stop or len(results) != len(self.names):
@@ -215,7 +227,7 @@ class GraphInputs:
         }
 
     def wrapped(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Returns the inputs of a call, each that needs a gradient as the result of a `HandOver`.
+        """Returns the inputs of a call, with a `HandOver` applied to each input that needs a gradient.
 
         Autograd runs `HandOver` nodes in the reverse of the order in which they are made here.
         """
@@ -232,9 +244,12 @@ class GraphInputs:
         return result
 
     def _see_reductions(self, inputs: Sequence[Any]) -> None:
-        """Stores over which ranks the gradients of this call are reduced, and their bytes.
+        """Stores over which ranks the gradients of this call are reduced, and how many bytes they have.
 
-        `DistributedDataParallel` or `pmoe.GradientReducer` may reduce those of the dense part.
+        `DistributedDataParallel` or `pmoe.GradientReducer` reduces them; experts' gradients are not among
+        them.
+
+        inputs: the inputs of the call.
         """
         wrapper = DistributedDataParallel._get_active_ddp_module()
         reducers: list[Any] = [LAYERS[layer].gradients for layer in self.layers]
@@ -252,9 +267,10 @@ class GraphInputs:
 
 
 def _parts(value: object) -> list[str]:
-    """Returns a suffix for each value that AOTAutograd passes to a graph in place of one input.
+    """Returns a suffix of a name for each value that AOTAutograd passes to a graph in place of one input.
 
-    It passes a tensor that holds others, such as a DTensor, as these tensors and its other attributes.
+    A tensor that holds others, such as a DTensor, is passed as these tensors. A plain input has the suffix
+    "".
     """
     if not is_traceable_wrapper_subclass(value):
         return [""]
@@ -266,16 +282,17 @@ def _parts(value: object) -> list[str]:
 
 
 def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSteps) -> list[Any] | None:
-    """Returns the results of a backward graph that has not run: pending gradients in place of gradients.
+    """Returns stand-ins (`PendingGradient`) for the results of a backward graph that has not run yet.
 
-    Must be called in a backward pass of autograd. What is left of ``steps`` runs at the end of that pass.
+    Must be called in a backward pass of autograd. Steps that nobody has asked for run at the end of that
+    pass.
 
     module: the graph.
-    arguments: its arguments, from which sizes are read that are symbols in the graph.
-    steps: the graph's pass.
+    arguments: its arguments. Sizes that are symbols in the graph are read from them.
+    steps: the graph's pass, as an iterator over its gradients.
 
-    Returns None if a size does not follow from the arguments, or if a result is neither a tensor nor one of
-    the arguments.
+    Returns None if the size of a result does not follow from the arguments, or if a result is neither a
+    tensor nor one of the arguments.
     """
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
     running = GradientPass(steps)
@@ -301,7 +318,7 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSte
 
 
 def _known_sizes(inputs: Mapping[fx.Node, Any]) -> dict[Any, int]:
-    """Returns the values of symbols, and of expressions of symbols, that are sizes in a graph's inputs.
+    """Returns the values of all symbols, and expressions of symbols, among the sizes of a graph's inputs.
 
     inputs: the argument for each input.
     """
@@ -316,7 +333,11 @@ def _known_sizes(inputs: Mapping[fx.Node, Any]) -> dict[Any, int]:
 
 
 def _size(size: int | torch.SymInt, known: Mapping[Any, int]) -> int | None:
-    """Returns the value of a size; None if it does not follow from ``known`` (`_known_sizes`)."""
+    """Returns a size as a number; None if it is a symbol whose value is not known.
+
+    size: a number, or a symbol of the trace.
+    known: values of symbols, from `_known_sizes`.
+    """
     if isinstance(size, int):
         return size
     value = size.node.expr.subs(known)

@@ -1,13 +1,13 @@
-"""A graph as a list of instructions without tensors, which predicts the time and memory of a pass.
+"""A graph as a list of instructions without tensors. It predicts the time and the memory of a pass.
 
     compute      | attention, gate |        other work        | needs the rows |
     communicate                    | all-to-all of rows       |
 
-Each instruction runs on one of two lanes (queues): an all-to-all on "communicate", all others on "compute".
-A reduction of a gradient over ranks is on "communicate" too, because it uses the same link.
-The instructions of the compute lane run in the order of the list. While an all-to-all runs, the compute lane
-goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3).
-`pmoe.planner.simulator.simulate` predicts when each instruction runs.
+Each instruction runs on one of two lanes (queues): an all-to-all on "communicate", all others on "compute". A
+reduction of a gradient over ranks is on "communicate" too, because it uses the same link. The instructions of
+the compute lane run in the order of the list. While an all-to-all runs, the compute lane goes on, until an
+instruction needs the result of the all-to-all (Lancet, section 5.3). `pmoe.planner.simulator.simulate`
+predicts when each instruction runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Instruction:
 
     name: the call's name. Graphs with the same operators have the same names (`pmoe.graph.lower.label`).
     waits: names of the instructions whose results this one reads.
-    holds: names of the instructions, and of the inputs of the graph, of which this instruction reads the
-        memory. For a view, this is the instruction or input that owns the view's memory.
+    holds: names of the instructions and graph inputs whose memory this instruction reads. For a view, this is
+        the instruction or input that owns the view's memory.
     seconds: predicted time of the call, if nothing else runs on its lane.
     lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
     num_bytes: bytes that the call allocates for its result.
     is_counts: whether the call is an exchange of row counts.
-    hands_over: whether it is no call of an operator, but hands a gradient over to autograd
+    hands_over: True if this is no call of an operator, but hands a gradient over to autograd
         (`pmoe.graph.hand_over`). If the gradient is reduced over ranks, its lane is `COMMUNICATE` and its
         seconds are those of the reduction.
     """
@@ -76,9 +76,9 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """Returns the predicted seconds of a pass in which the compute lane waits for the link.
+    """Returns the predicted seconds of a pass in which nothing is computed, because all waits for messages.
 
-    The compute lane is the queue of all instructions except all-to-alls and reductions.
+    The compute lane, the queue of all instructions except all-to-alls and reductions, is then idle.
     """
     busy = sum(instruction.seconds for instruction in instructions if instruction.lane == COMPUTE)
     return total_seconds(instructions) - busy

@@ -112,8 +112,8 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
     """Merges the `experts_weight_gradient` calls of each layer into one, which adds gradients in place.
 
     A graph has one call for rows that stayed on their rank, and one for rows that came from other ranks. If
-    the batch is cut, there are two such calls for each part. Additions that sum the gradients of each
-    parameter follow. Two calls are merged only if these additions are the only users of their results.
+    the batch is cut, there are two such calls for each part. The graph then adds up the gradients of each
+    parameter. Two calls are merged only if nothing but these additions uses their results.
     """
     nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
@@ -158,12 +158,16 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 
 
 def boxed(tensor: Tensor) -> list[Tensor]:
-    """Returns a list that holds a tensor. The tensor can be taken out of it, so that no reference is left."""
+    """Returns a list that holds a tensor. Taking the tensor out of the list leaves no other reference to
+    it.
+    """
     return [tensor]
 
 
 def hand_over(number: int, box: list[Tensor]) -> None:
-    """Stands for the place at which a pass hands over a gradient. `lowered` makes it a ``yield``.
+    """Marks the place in a graph at which a gradient is handed over to autograd. It is never called.
+
+    `lowered` replaces the call by a ``yield`` in the generated code.
 
     number: position of the gradient among the results of the graph.
     box: a list that holds the gradient.
@@ -181,12 +185,15 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
 
     An all-to-all becomes a start and a wait, so that other calls can run between them.
 
+    module: the graph.
     order: the calls of the graph (`calls_of`) in the new order. Each must come after the calls whose results
-        it reads. Gradients among them are results of the graph that are handed over there.
+        it reads. A `Gradient` in the list is a result of the graph that is handed over to autograd at this
+        place.
 
     The new module takes its arguments in one list and empties the list, so that each argument can be freed
-    after its last use. If gradients are handed over, the module returns a generator. The generator yields for
-    each gradient its number and a list that holds it, and returns all results, gradients in these lists.
+    after its last use. If gradients are handed over, the module returns a generator. For each gradient, it
+    yields the gradient's number and a list that holds the gradient. Its return value has all results,
+    gradients in these lists.
     """
     graph = fx.Graph()
     new = {}
@@ -257,7 +264,7 @@ def run_whole(module: fx.GraphModule, arguments: list[Any]) -> list[Any]:
 
 
 def _value_of(steps: Generator[Any, None, T]) -> T:
-    """Runs a generator to its end, and returns its value."""
+    """Runs a generator to its end, and returns its return value."""
     while True:
         try:
             next(steps)

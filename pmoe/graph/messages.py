@@ -121,7 +121,7 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 
 
 class Exchanging:
-    """An all-to-all of rows under way. The constructor starts the exchange, `wait` returns received rows.
+    """An all-to-all of rows that has been started. The constructor starts it, `wait` returns received rows.
 
     The operator `exchange_rows` starts an exchange and waits for it. Its arguments are those of the
     constructor:

@@ -3,7 +3,7 @@
 A slot is one choice of one token: a rank with T tokens and K experts for each has T * K slots.
 
     order                      sorts the slots of a rank by expert
-    pack                       copies tokens to rows: rows that travel, and rows that stay on this rank
+    pack                       copies tokens to rows: rows for other ranks, and rows that stay on this rank
     experts                    computes the rows
     join                       sums the rows of each token
     experts_input_gradient     gradient of the rows, which is sent back to the ranks of the tokens
@@ -86,7 +86,7 @@ def order(
 
     Returns
 
-        slot      (S,) slots in sorted order: | rows travel, by expert | rows stay, by expert | dropped |
+        slot      (S,) slots in sorted order: | sent, by expert | stay on this rank, by expert | dropped |
         position  (S,) the inverse: the position of each slot in the sorted order
         counts    (E + 1,) int64, rows of each expert without dropped ones; then 0, or the code of a `Fault`
         used_E    (E,) used_E plus the rows of this part, for the next part of the batch (Lancet, section 2.3)
@@ -117,17 +117,17 @@ def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> 
 def pack(
     values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Copies each token to the rows that its experts get. Returns (rows that travel, rows that stay).
+    """Copies each token to the rows that its experts get. Returns (rows to be sent, rows that stay).
 
-    Rows travel to other ranks, or stay on this rank if their expert is on it. Both results are (N, ...), each
-    with its own number of rows N. A slot is one choice of one token. S is the number of slots, W the number
-    of ranks, E_local the number of experts of a rank. With top_k = 1 the function copies one value for each
-    slot, such as a routing weight.
+    Rows stay on this rank if their expert is on it. Both results are (N, ...), each with its own number of
+    rows N. A slot is one choice of one token. S is the number of slots, W the number of ranks, E_local the
+    number of experts of a rank. With top_k = 1 the function copies one value for each slot, such as a routing
+    weight.
 
     values: (S / top_k, ...), one value for every ``top_k`` slots.
     slot, position: (S,), the sorted slots and the inverse, as `order` returns them.
-    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows that travel and that stay, for each expert
-        (`exchange_counts`).
+    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows that are sent and that stay, for each
+        expert (`exchange_counts`).
     top_k: number of slots that share a value.
     """
     travel, stay = int(send_WE.sum()), int(own_1E.sum())
@@ -299,7 +299,7 @@ def experts_weight_gradient(
     """Returns the gradients of the experts' parameters, each summed over several blocks of rows.
 
     A block holds rows of one call of `experts`, (N, ...) for N rows. Rows that stayed on their rank and rows
-    that travelled are different blocks.
+    from other ranks are different blocks.
 
     rows, counts_RE: for each block, the arguments of `experts` with these names.
     grad_hidden, active, grad_out: for each block, the last three results of `experts_input_gradient`.
@@ -333,7 +333,7 @@ def _experts_setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
     """Returns the gradients of `experts`. Two operators compute them, so that the second can run later.
 
-    The gradients of the rows are needed at once, because they travel back. The gradients of the parameters
+    The gradients of the rows are needed at once, because they are sent back. The gradients of the parameters
     can be computed while another all-to-all runs.
     """
     rows, weight_N, hidden, counts_RE, *parameters = ctx.saved_tensors

@@ -38,7 +38,7 @@ class Options:
 
     @staticmethod
     def of(options: Mapping[str, Any] | None) -> Options:
-        """Returns the options in a dict, with defaults for the options that the dict leaves out.
+        """Returns the options in a dict, with defaults for the options that are not in it.
 
         options: the values by the names of this class's fields, or None for all defaults.
 
@@ -54,8 +54,8 @@ class Options:
     def limit(self, traced: int) -> float:
         """Returns the memory limit of a pass in bytes.
 
-        traced: peak bytes of the graph in the order of its trace. The limit is never lower, because possibly
-            no other order of the operators needs less memory.
+        traced: peak bytes of the graph in the order of its trace. The limit is never lower than this, because
+            it may be that no other order of the operators needs less.
         """
         memory_limit = self.memory_limit
         return (

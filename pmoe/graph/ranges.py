@@ -23,9 +23,9 @@ from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, total_sec
 T = TypeVar("T")
 
 GROUPS_A_LAYER = 5
-"""Number of groups into which the instructions are joined, for each MoELayer (the paper's, section 7)."""
+"""Number of groups into which the instructions are joined, for each MoELayer (Lancet, section 7)."""
 LONGEST = 2 * GROUPS_A_LAYER
-"""Largest number of groups in a range."""
+"""Largest number of groups of instructions in a range, the part of a graph that is cut."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Range:
 
     first, last: names of its first and last instruction.
     k: number of parts.
-    lag: order of the parts in a MoELayer, which has two stages: gate and dispatch, then experts and combine.
-        The second stage of part p runs after the first stage of part p + lag (`turns`).
+    lag: how many parts the second stage of a MoELayer (experts, combine) is behind its first stage (gate,
+        dispatch): the second stage of part p runs after the first stage of part p + lag (`turns`).
     """
 
     first: str
@@ -113,7 +113,8 @@ def lags(k: int) -> list[int]:
     """Returns the values of ``lag`` that are tried for a pipeline over k parts of the batch.
 
     A MoELayer has two stages: gate and dispatch, then experts and combine. The second stage of part p runs
-    after the first stage of part p + lag (`turns`). Two values are tried, of which either may be faster:
+    after the first stage of part p + lag (`turns`). Two values are tried, because it depends on the costs
+    which is faster:
 
         1   combines start as early as possible
         k   no dispatch waits for a combine
@@ -183,10 +184,10 @@ def pipeline_seconds(
 def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
     """Returns the instructions of an uncut range, changed so that the time of the range can be predicted.
 
-    An instruction no longer waits for instructions outside the range, as if these had already run. Its
-    seconds are those of ``costs``.
+    A range is a run of consecutive instructions. Results from outside the range count as complete, so no
+    instruction waits for them. Its seconds are those of ``costs``.
 
-    body: the range, a run of consecutive instructions.
+    body: the instructions of the range.
     costs: the seconds of each instruction.
     """
     inside = {instruction.name for instruction in body}

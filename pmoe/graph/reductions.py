@@ -1,14 +1,15 @@
 """Chooses when a backward graph hands gradients over, so that reductions fit between all-to-alls.
 
-A data-parallel wrapper starts to reduce gradients over ranks when they are handed over to autograd
+A data-parallel wrapper starts to reduce a gradient over ranks when the graph hands it over to autograd
 (`pmoe.graph.hand_over`). Reductions use the link of the all-to-alls:
 
     compute      | head | experts      | block        | experts      | block
     communicate         | S |  head  | R |         | S |  block   | R |         | block |
 
-The plan is FSMoE's gradient partition (section 5) for a whole graph: a gradient takes the first gap on the
-link in which its reduction ends before the next all-to-all begins (step 1), or a later all-to-all waits for a
-part of it, if the pass is predicted to be faster so (step 2).
+The plan is FSMoE's gradient partition (section 5) for a whole graph. Step 1: a gradient takes the first gap
+on the link in which its reduction ends before the next all-to-all begins. Step 2: if the pass is predicted to
+be faster so, a gradient takes a gap that is too short, and a later all-to-all waits for the rest of its
+reduction.
 
 The place of a gradient is the number of all-to-alls that begin before it is handed over. Places are equal on
 all ranks: all-to-alls and reductions may use the same process group, whose collectives must begin in the same
@@ -25,14 +26,15 @@ from dataclasses import dataclass
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, timeline, total_seconds
 
 SHARES = (1.0, 0.5, 0.0, -math.inf)
-"""Shares of a reduction that must fit into a gap on the link. The plan with the fastest pass is taken.
+"""Fractions of a reduction that must fit into a gap on the link. The plan with the fastest pass is taken.
 
-1 delays no all-to-all, 0 takes any gap, and -inf hands each gradient over as soon as it exists.
+With 1 no all-to-all is delayed, with 0 any gap is long enough, and with -inf each gradient is handed over as
+soon as it exists.
 """
 
 
 TIE = 1.01
-"""Ratio of the predicted seconds of two passes up to which they count as equal."""
+"""The predicted seconds of two passes count as equal if their ratio is at most this number."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ def plan_hand_overs(
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None = None,
 ) -> list[Instruction]:
-    """Returns a pass that hands gradients over: the fastest order, with the best places for them.
+    """Returns the fastest pass that hands gradients over to autograd: an order, and places for the gradients.
 
-    Predictions are not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally
-    fast. Of the places in one order, those are then taken that delay all-to-alls least; of the orders, the
-    one in which reductions begin earliest on average.
+    The place of a gradient is the number of all-to-alls that begin before it is handed over. Predictions are
+    not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally fast. For each
+    order, the places that delay all-to-alls least are taken from equally fast ones. Of equally fast orders,
+    the one is taken in which reductions begin earliest on average.
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
-    seconds: of the reduction of each gradient, by name. Gradients that it leaves out are not reduced.
+    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
     agreed: the places of the gradients, by name, if ranks agreed on them.
     """
     passes = [_in_order(order, gradients, seconds, agreed) for order in orders]
@@ -82,7 +85,10 @@ def _in_order(
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None,
 ) -> list[Instruction]:
-    """Returns a pass in one order with gradients handed over (`plan_hand_overs`)."""
+    """Returns a pass in one order that hands gradients over at the best places, or at agreed places.
+
+    The arguments are those of `plan_hand_overs`, with one order.
+    """
     if agreed is not None:
         return with_hand_overs(order, gradients, agreed, seconds)
     shares = SHARES if seconds else SHARES[-1:]
@@ -106,15 +112,16 @@ def hand_over_places(
 ) -> dict[str, int]:
     """Returns the place of each gradient, by name: how many all-to-alls begin before it is handed over.
 
-    A gradient that is reduced gets the first place at which the share of its reduction fits between the
-    all-to-alls before and behind it, in the timeline of the pass without reductions. Gradients choose in the
-    order in which they are computed. What fits nowhere is handed over behind the last all-to-all.
+    A gradient that is reduced gets the first place at which the wanted fraction of its reduction fits between
+    the all-to-alls before and after it, in the timeline of the pass without reductions. Gradients choose in
+    the order in which they are computed. If a gradient fits nowhere, it is handed over after the last
+    all-to-all.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
-    seconds: of the reduction of each gradient, by name. Gradients that it leaves out are not reduced, and are
-        handed over as soon as they exist.
-    share: of a reduction, that must fit; 1 for all of it.
+    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced,
+        and are handed over as soon as they exist.
+    share: the fraction of a reduction that must fit; 1 for all of it.
     """
     begun = 0
     earliest = {"": 0}
@@ -157,17 +164,17 @@ def with_hand_overs(
 ) -> list[Instruction]:
     """Returns a pass with one more instruction for each gradient, which hands it over at its place.
 
-    Between the two all-to-alls of its place, a gradient is handed over as early as it exists. If it does not
-    exist in time, what computes it moves ahead of the second all-to-all.
+    A place lies between two all-to-alls. There a gradient is handed over as soon as it exists. If it would
+    not exist before the second all-to-all, the instructions that compute it move before that all-to-all.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
-    place_of: the place of each gradient, by name: how many all-to-alls begin before it. Gradients that it
-        leaves out are handed over behind the last all-to-all.
-    seconds: of the reduction of each gradient, by name. Gradients that it leaves out are not reduced.
+    place_of: the place of each gradient, by name: how many all-to-alls begin before it. Gradients without an
+        entry are handed over after the last all-to-all.
+    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
 
-    Raises ValueError if a gradient waits for an all-to-all behind its place. The graphs of two ranks then
-    differ.
+    Raises ValueError if a gradient needs the result of an all-to-all after its place. The graphs of two ranks
+    then differ.
     """
     by_name = {instruction.name: instruction for instruction in order}
     # Gradients that are not handed over yet, the one with the lowest place first.
@@ -190,8 +197,10 @@ def with_hand_overs(
         )
 
     def take(instruction: Instruction, gradient: Gradient | None) -> None:
-        """Adds an instruction behind those that it waits for, then gradients that wait for it.
+        """Adds an instruction to the pass, after those that it waits for. Then hands over gradients that it
+        computes.
 
+        instruction: the instruction. Nothing is done if it was added before.
         gradient: the gradient that must be handed over next; None if the instruction is taken in order.
         """
         if instruction.name in result:
@@ -209,7 +218,7 @@ def with_hand_overs(
             hand_over(waiting)
 
     def open_place() -> None:
-        """Lets gradients be handed over whose place begins now."""
+        """Hands over the gradients whose place has come, or marks them if they are not computed yet."""
         while pending and pending[0][0] <= begun:
             gradient = heapq.heappop(pending)[-1]
             if gradient.source and gradient.source not in result:
@@ -232,10 +241,10 @@ def with_hand_overs(
 
 
 def by_source(gradients: Iterable[Gradient], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of reductions by the instruction that computes the gradient.
+    """Returns the seconds of reductions, by the instruction that computes the gradient.
 
     gradients: the gradients that the pass returns.
-    seconds: of the reduction of each gradient, by its name.
+    seconds: seconds of the reduction of each gradient, by the gradient's name.
     """
     result: dict[str, float] = {}
     for gradient in gradients:

@@ -72,7 +72,7 @@ class Program:
     is_agreed: whether all ranks have rank 0's plan, costs and places, from which the order of the calls
         follows.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
-    places: when a backward graph hands each gradient over, by name (`hand_over_places`).
+    places: when a backward graph hands each gradient over, by name: after how many all-to-alls have begun.
     reductions: seconds in which each gradient is reduced over ranks, by name; {} if none is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
@@ -98,7 +98,9 @@ PROGRAMS: dict[Key, Program] = {}
 
 PARTS = (2, 3, 4, 6, 8)
 BACKWARD_PARTS = (2, 4)
-"""Numbers of parts that are tried, in forward graphs (`PARTS`) and in backward graphs."""
+"""Numbers of parts of the batch that are tried: `PARTS` in forward graphs, `BACKWARD_PARTS` in backward
+graphs.
+"""
 
 
 class GraphRunner:
@@ -182,8 +184,9 @@ class GraphRunner:
 
         boxed: the arguments, in a list that the run empties, so that each can be freed after its last use.
 
-        A backward graph only begins to run here. Its results stand for gradients (`PendingGradient`), and it
-        runs on where autograd asks for one of them. In the steps that measure and agree, it runs to its end.
+        A backward graph may only begin to run in this call. Its results then stand for gradients
+        (`PendingGradient`), and it runs on when autograd asks for one of them. In the first steps, which
+        measure and agree, it runs to its end.
 
         Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again,
         with rank, operator call and layer in the message.
@@ -218,7 +221,8 @@ class GraphRunner:
             raise self._failure(error) from error
 
     def _steps(self, boxed: list[Any]) -> GradientSteps:
-        """Runs the graph, and yields each gradient where it is handed over: its number, and its box.
+        """Runs the graph, and yields each gradient when it is handed over: its number, and a list that holds
+        it.
 
         boxed: the arguments, in a list that the run empties.
         """
@@ -373,9 +377,11 @@ class GraphRunner:
     ) -> tuple[list[Instruction], list[Instruction], int, float]:
         """Finds the fastest predicted order of a module's calls with a peak memory within the limit.
 
-        Orders that move weight gradients beside all-to-alls are compared with the module's own order. In
-        each, gradients are handed over at the places that make it fastest, or at those that ranks agreed on.
+        Orders that move weight gradients beside all-to-alls are compared with the module's own order. In each
+        order, gradients are handed over at the places that make the pass fastest, or at those that ranks
+        agreed on.
 
+        module: the graph, possibly in parts.
         costs: the cost of each call and input, by label.
 
         Returns

@@ -34,16 +34,21 @@ from pmoe.graph.ranges import Range, stages, turns
 aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-"""Operators whose second argument is the sizes of the result. One size may be -1, the size that is left."""
+"""Operators whose second argument is the sizes of the result, one of which may be -1: inferred from the
+others.
+"""
 
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
-"""Operators whose second argument is the sizes of the result. No size may be -1."""
+"""Operators whose second argument is the sizes of the result, none of which may be -1."""
 
 COUNTED: dict[object, int] = {
     aten.native_group_norm.default: 3,
     aten.native_group_norm_backward.default: 5,
 }
-"""Operators with the length of dimension 0 of their first tensor among their arguments, and its position."""
+"""Operators that have the length of the batch among their arguments, and the position of that argument.
+
+It is the length of dimension 0 of their first tensor.
+"""
 
 VIEWS = (
     *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
@@ -137,7 +142,7 @@ def order_of_part(
     E_local the number of experts of one rank.
 
     slot: (S,), the sorted slots of the whole batch.
-    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows of the whole batch that travel to each
+    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows of the whole batch that are sent to each
         rank's experts and that stay on this rank (`exchange_counts`).
     layer: the number that stands for the layer (`number_of`).
     sequences: number of sequences or tokens in the batch.
@@ -164,10 +169,11 @@ def order_of_part(
 def cut_ranges(
     module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
 ) -> fx.GraphModule:
-    """Returns the module with these ranges cut into parts of the batch.
+    """Returns the module with the given ranges cut into parts of the batch.
 
     A range is a run of consecutive operator calls.
 
+    module: the graph.
     ranges: for each range, a tensor with the length of the batch (in sequences or tokens) as its first size.
     axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
 
@@ -181,7 +187,8 @@ def cut_ranges(
 class Route:
     """The calls of one MoELayer in a backward graph, from `pack` to the last `join`.
 
-    pack: the call that packs the gradients of the layer's output into rows, which then travel to the experts.
+    pack: the call that copies the gradients of the layer's output into rows, which are then sent to the
+        experts.
     last: the call that sums, for each token, the gradients of its rows: the gradient of the layer's input.
     layer: the number that stands for the layer (`number_of`).
     kept: tensors of the whole batch that the forward pass saved, by name:
@@ -227,7 +234,7 @@ def routes(graph: fx.Graph) -> list[Route]:
 
 
 ORDER = ("slot", "position", "send", "own", "recv")
-"""Names in `Route.kept` of the sorted slots and of the row counts. Other names in it are those of rows."""
+"""Names in `Route.kept` of tensors that are no rows: the sorted slots and the row counts."""
 
 
 class _Cutter:

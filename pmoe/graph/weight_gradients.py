@@ -102,7 +102,7 @@ def assign(instructions: Listing) -> dict[str, str]:
 
 
 def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instruction]:
-    """Returns the instructions with each assigned weight gradient directly behind its all-to-all.
+    """Returns the instructions with each assigned weight gradient directly after its all-to-all.
 
     A weight gradient is any instruction that no all-to-all waits for.
 
@@ -165,8 +165,8 @@ def listed(
     limit: bytes. While results take more, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
     input_bytes: bytes of each input of the graph, by name.
-    reductions: seconds of the reduction over ranks that follows an instruction, by its name. While the link
-        is idle, weight gradients that a reduction waits for run before anything else.
+    reductions: seconds of the reduction over ranks that follows an instruction, by the instruction's name.
+        While the link is idle, weight gradients that a reduction waits for run before anything else.
     """
     return _List(instructions, limit, kept, input_bytes or {}, reductions or {}).run()
 
@@ -259,10 +259,10 @@ class _List:
     def _fill(self) -> None:
         """Fills a gap, in which all computation waits for an all-to-all, with a weight gradient.
 
-        The weight gradient (an instruction that no all-to-all waits for) with the time closest to the gap is
-        taken. A weight gradient that takes more than twice the gap is not considered, because it would delay
-        other instructions by more than the gap. If none is short enough, the time moves on to the end of the
-        gap.
+        Of the weight gradients (instructions that no all-to-all waits for), the one with the time closest to
+        the gap is taken. A weight gradient that takes more than twice the gap is not considered, because it
+        would delay other instructions by more than the gap. If none is short enough, the time moves on to the
+        end of the gap.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now

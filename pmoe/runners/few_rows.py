@@ -2,8 +2,8 @@
 
 In such a call, the work of the host takes longer than the matrix products. So this runner has no plan, no
 chunks, no preallocated buffers and no schedule. It sorts the rows by expert, sends all of them in one
-all-to-all (S), computes each expert once, and sends the results back in another all-to-all (R). Each rank
-does on several ranks:
+all-to-all (S), computes each expert once, and sends the results back in another all-to-all (R). With several
+ranks, each rank does
 
     sort by expert   S   sort by expert again   experts   undo the second sort   R   times weight, sum
 
@@ -32,10 +32,10 @@ from pmoe.experts.products import RowGroups
 
 @dataclass(frozen=True)
 class FewRowsRunner:
-    """A runner that computes a forward pass in the simplest way. No backward pass may follow.
+    """A runner that computes a forward pass without chunks, plan or buffers. No backward pass may follow.
 
     modules: the layer's modules.
-    expert_TK: (T, K) int64, the experts of each token.
+    expert_TK: (T, K) int64, the K experts of each of T tokens.
     keep_TK: (T, K) bool, False for choices that were dropped; None if all are kept.
     counts: the row counts of the call, on the host, for the whole batch at once (in one bin).
     """
@@ -76,7 +76,7 @@ class FewRowsRunner:
     def computed(self, rows_NM: Tensor, weight_N: Tensor, inputs: Inputs) -> Tensor:
         """Computes the experts. Returns their outputs, (N, M), each multiplied by its routing weight.
 
-        rows_NM: (N, M), the rows, sorted by expert.
+        rows_NM: (N, M), the N rows with M = d_model columns, sorted by expert.
         weight_N: (N,), the routing weights.
         inputs: the call's tensors, with the parameters of the experts.
         """
@@ -89,7 +89,7 @@ class FewRowsRunner:
     def travelled(self, rows_NM: Tensor, send_rows: list[int], inputs: Inputs) -> Tensor:
         """Sends rows to their experts' ranks and back. Returns the results, (N, M), in the order of the rows.
 
-        rows_NM: (N, M), the rows of this rank's tokens, sorted by expert.
+        rows_NM: (N, M), the N rows of this rank's tokens with M = d_model columns, sorted by expert.
         send_rows: the number of rows for each rank.
         inputs: the call's tensors, with the parameters of the experts.
         """

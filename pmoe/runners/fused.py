@@ -49,7 +49,7 @@ def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedR
     """Returns the slots of a rank in the order in which fused kernels send their rows; all int32.
 
     A slot is one choice of one token. Slots are sorted by expert, then by token. The result also has the
-    position of each slot in this order; -1 for a dropped slot.
+    position of each slot in this order, and -1 for a dropped slot.
 
     expert_TK: (T, K) int64 for T tokens and K choices, the expert of each slot among those of all ranks.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
@@ -225,10 +225,10 @@ class PersistentRunner(KernelsRunner):
         backward, which reads the choice that forward saved.
 
     While it runs, the kernel computes where rows go, counts them and sends them. Whether they fit into the
-    memory that ranks share (the heap) is decided before, from the largest number of tokens of any rank and
-    the largest number of rows that any rank receives. Both numbers come with the exchange of row counts. T_DI
-    (dispatched rows) and T_M (hidden activation) are kept in the layout of the heap: a range of rows (a cell)
-    for each pair of source rank and expert.
+    memory that ranks share (the heap) is decided before the launch, from the largest number of tokens of any
+    rank and the largest number of rows that any rank receives. Both numbers come with the exchange of row
+    counts. T_DI (dispatched rows) and T_M (hidden activation) are kept in the layout of the heap: a range of
+    rows (a cell) for each pair of source rank and expert.
     """
 
     chosen: RoutingInput | None
@@ -286,8 +286,8 @@ class FusedForwardRunner:
     """A runner that computes forward by COMET's kernels, and backward by the engine, in chunks.
 
     fused: the runner whose kernels compute forward.
-    plan: how the engine cuts the batch into chunks in backward. After the kernels, the state for backward is
-        stored as if the engine had run forward in these chunks.
+    plan: how the engine cuts the batch into chunks in backward. After the kernels have run, tensors are
+        stored for backward as if the engine had run forward in these chunks.
     recv_FWE: (F, W, E) on the device: rows that arrive in each of F bins, from each of W ranks, for each of
         this rank's E experts. A bin is a range of tokens; each chunk joins several neighbouring bins.
     """
@@ -346,7 +346,7 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
     """Returns the index (N,) that sorts the rows of a fused dispatch into the order that the engine needs.
 
     N is the number of rows that reach the experts, including rows from this rank itself. The engine computes
-    rows from this rank in ``num_pieces`` blocks of their own. With 0 blocks it treats them like rows from
+    rows from this rank separately, in ``num_pieces`` blocks. With 0 blocks it treats them like rows from
     other ranks. The two orders are
 
         fused dispatch   by expert, then source rank, then token. Source ranks begin with this rank and go up;
@@ -354,8 +354,8 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
         engine           rows from other ranks, by chunk, expert and source rank; then rows from this rank,
                          by block, expert and token
 
-    recv_nWE: (n, W, E) on the device: rows that arrive in each of n chunks, from each of W ranks, for each
-        of E experts of this rank.
+    recv_nWE: (n, W, E) on the device: rows that arrive in each of n chunks, from each of W ranks, for each of
+        E experts of this rank.
     rank: the number of this rank.
     num_pieces: number of blocks for rows from this rank; at most n.
     num_rows: N.

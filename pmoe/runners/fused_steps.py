@@ -30,7 +30,7 @@ from pmoe.schedule.tasks import PassDirection
 class Request:
     """The properties of a call that decide whether fused kernels can compute it.
 
-    All but ``device`` are the same on every rank. A heap is memory to which all ranks can write.
+    All but ``device`` are the same on every rank. A heap is memory of each rank to which all ranks can write.
 
     ranks: the ranks of the layer.
     device, dtype: device and dtype of the rows.

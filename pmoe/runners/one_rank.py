@@ -1,16 +1,16 @@
-"""The runner for a single rank, which computes a forward pass in six or seven launches.
+"""The runner for a single rank, which computes a forward pass in six or seven kernel launches.
 
 The host waits for none of them.
 
     gate's product, routing (2 launches), first product, second product, sum of each token's rows
 
-No row travels, and the batch is not cut into chunks. The first product loads tokens directly, so forward has
-no dispatched rows (T_DI). If the product is wide, it is faster to permute the tokens before it, which is the
-seventh launch (`gathers_in_load`). These rows are freed before T_DO is made, which is as large, so the peak
-stays the same. Backward gathers the rows when it needs them, and frees them at once. Between the
-passes the layer holds its input, the hidden activation T_M, the logits, and 12 bytes for each choice of a
-token (expert, weight, position). The activated T_M and the experts' output T_DO are not saved. The numbers of
-rows of the experts stay on the device.
+No row is sent, and the batch is not cut into chunks. The first product loads tokens directly, so forward has
+no dispatched rows (T_DI). If the product is wide, it is faster to copy the tokens into the order of their
+experts first, which is the seventh launch (`gathers_in_load`). These rows are freed before T_DO, the experts'
+output, is made. T_DO is as large, so the peak stays the same. Backward gathers the rows when it needs them,
+and frees them at once. Between the passes the layer holds its input, the hidden activation T_M, the logits,
+and 12 bytes for each choice of a token (expert, weight, position). The activated T_M and T_DO are not saved.
+The numbers of rows of the experts stay on the device.
 
 Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden, G = H or 2H columns of T_M
 (2H for SwiGLU).
@@ -97,6 +97,9 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
     """Returns the first error that the kernels make on this device, and warns of it; None if there is none.
 
     The kernels are checked once for each case. They are not checked if the user forces them by name.
+
+    gate: the gate, whose options the check uses.
+    case: the device, dtype and kind of experts.
     """
     if PRODUCTS.forced is not None:
         return None

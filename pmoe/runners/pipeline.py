@@ -1,7 +1,8 @@
 """The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, sections III.B, III.D).
 
-The class that runs a pass is composed for each kind of layer. It inherits from the plain class (`Forward`,
-`Backward`) and, in front of it, from one class for each feature that the layer has:
+The class that runs a pass is made by inheritance for each combination of features. It inherits from the base
+class (`Forward`, `Backward`) and, before it in the order of inheritance, from one class for each feature that
+the layer has:
 
     layer with memory_reuse="S1" and a shared expert
         forward   SharedExpertForward -> OffloadingForward -> Forward
@@ -52,8 +53,9 @@ class PipelineRunner:
 
 
 def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType]) -> ForwardType:
-    """Returns the forward pass of a plan, which has its buffers and has run no task yet.
+    """Returns a forward pass of a plan that has its buffers, and whose tasks are still to be run.
 
+    plan: the plan of the call.
     inputs: the rows and parameters of the call.
     keep: whether a backward pass may follow.
     plain: the base class, such as `Forward`. The classes of the layer's features are put before it in the
@@ -66,8 +68,9 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
 def make_backward(
     plan: Plan, grad_TM: Tensor, saved: ForwardState, plain: type[BackwardType]
 ) -> BackwardType:
-    """Returns the backward pass of a plan, which has its buffers and has run no task yet.
+    """Returns a backward pass of a plan that has its buffers, and whose tasks are still to be run.
 
+    plan: the plan of the call.
     grad_TM: (T, M), the gradient of the layer's output for T tokens; M = d_model.
     saved: the state that the forward pass left.
     plain: the base class, such as `Backward`. The classes of the layer's features are put before it in the
@@ -78,9 +81,9 @@ def make_backward(
 
 
 Variant = tuple[type[Any], type[Any]]
-"""Type of the two classes of a feature, one for the forward pass and one for the backward pass.
+"""The two classes of a feature of a layer: one for the forward pass and one for the backward pass.
 
-Their methods call the next class's method by super().
+Their methods call the method of the next class by super().
 """
 
 
@@ -184,11 +187,14 @@ def keep_for_backward(plan: Plan, state: ForwardState) -> Saved:
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs in the form in which autograd saves them, so that changes in place are detected.
 
-    Autograd raises in backward if a saved tensor was changed in place. There is one exception: if experts are
-    a user's modules and the autograd graph of their forward pass is kept for backward, that graph checks the
-    parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). Autograd then saves the
-    parameters as ``.data``, which it does not check. If modules run again in backward, all of their
+    Autograd raises in backward if a saved tensor was changed in place. There is one exception: experts that
+    are a user's modules, if the autograd graph of their forward pass is kept for backward. That graph itself
+    checks the parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). So these parameters
+    are saved as ``.data``, which autograd does not check. If modules run again in backward, all of their
     parameters are needed, and autograd checks them.
+
+    plan: the plan of the call.
+    inputs: the tensors of the call.
     """
     modules = plan.modules
     restore = plan.restore
@@ -207,7 +213,8 @@ class PipelineBackward:
     """The function that runs the engine's backward pass (`pmoe.engine.autograd.BackwardFunction`).
 
     plan: the plan of the call.
-    emptied: the state of the forward pass, without its tensors.
+    emptied: the state of the forward pass with None in place of each tensor, because autograd saves the
+        tensors.
     """
 
     plan: Plan
@@ -228,9 +235,10 @@ class PipelineBackward:
             return make_backward(self.plan, grad_TM, saved, _frozen_class() if is_frozen else Backward).run()
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
-        """Runs the first half of the pass, if the layer's schedule has two halves (`InputsFirst.fits`).
+        """Runs the first half of the pass: all tasks but the gradients of parameters.
 
-        The arguments are those of ``__call__``, and so is the result if there are no halves.
+        If the layer's schedule cannot be halved (`InputsFirst.fits`), the whole pass runs, and the result is
+        that of ``__call__``. The arguments are those of ``__call__``.
         """
         from pmoe.engine.halves import InputsFirst, all_at_once
 

@@ -51,7 +51,7 @@ def checkpoint_contexts(
 
     policy: operators outside of the layers whose results are saved instead of recomputed: a function or a
         list of operators, as torch's ``create_selective_checkpoint_contexts`` takes it. MoE layers are always
-        recomputed as a whole.
+        recomputed as a whole. A context_fn with a policy:
 
         context_fn=functools.partial(pmoe.checkpoint_contexts, [torch.ops.aten.mm.default])
 
@@ -213,7 +213,7 @@ class _Replaying(Replay):
 
 
 _contexts: ContextVar[tuple[_FirstPass | _RunningAgain, ...]] = ContextVar("checkpoints", default=())
-"""The checkpoint passes in which this thread is now, the outermost first.
+"""The checkpoint passes that are running in this thread, the outermost first.
 
 A recomputation is always the first entry, because it replaces the entries of all passes around it. Any
 further entries are forward passes of checkpoints that the recomputed function itself opens.
@@ -254,7 +254,7 @@ class _FirstPass(AbstractContextManager[None]):
 
 
 class _Second(AbstractContextManager[None]):
-    """The context of a checkpoint's recomputation, in which layer calls take their recorded decisions.
+    """The context of a checkpoint's recomputation, in which layer calls repeat their recorded decisions.
 
     The i-th call of a layer uses the routing and the other decisions of the i-th call in the forward pass.
 
@@ -279,7 +279,7 @@ class _Second(AbstractContextManager[None]):
 class _RunningAgain:
     """The state of one recomputation: the records of the forward pass, and which of them comes next.
 
-    hooks: the checkpoint's own saved-tensor hooks during this pass.
+    hooks: the checkpoint's own saved-tensor hooks during this recomputation.
     """
 
     def __init__(self, first: _FirstPass) -> None:
@@ -332,9 +332,9 @@ class _RunningAgain:
 def routing_is_kept() -> bool:
     """Whether the current call's routing need not be checked, because its recomputation will repeat it.
 
-    The call must be in a forward pass. True if the innermost checkpoint uses `checkpoint_contexts`, and no
-    other saved-tensor hooks are active around or inside of that checkpoint: they may belong to another
-    checkpoint, which recomputes the routing.
+    The call must be in a forward pass. The result is True under two conditions: the innermost checkpoint uses
+    `checkpoint_contexts`, and no other saved-tensor hooks are active around or inside of that checkpoint.
+    Such hooks may belong to another checkpoint, which recomputes the routing.
     """
     last = next(reversed(_contexts.get()), None)
     return isinstance(last, _FirstPass) and not last.is_inside and not _in_another_checkpoint(last.hooks)
@@ -384,7 +384,7 @@ def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 class Ticket:
-    """A placeholder that the gate's graph saves instead of the layer's input or a view of the input.
+    """A placeholder that the gate's autograd graph saves instead of the layer's input or a view of it.
 
     A ticket occupies no device memory. In backward it gets the input from ``holder``, whose saved tensor the
     checkpoint drops and recomputes.
@@ -422,10 +422,11 @@ class Ticket:
 
 
 class Packing:
-    """A saved-tensor hook for the gate's graph. It saves tickets in place of the layer's input and its views.
+    """A saved-tensor hook for the gate's autograd graph, which saves no copy of the layer's input.
 
-    The constructor takes the input x_TM (T, M): T tokens, M = d_model. The object holds no reference to x_TM,
-    because autograd holds `pack` as long as the graph.
+    It saves a `Ticket` in place of the input and of each view of the input. The constructor takes the input
+    x_TM (T, M): T tokens, M = d_model. The object holds no reference to x_TM, because autograd keeps `pack`
+    as long as the graph.
 
     tickets: the tickets that were made so far.
     """
@@ -492,7 +493,7 @@ def hold(x_TM: Tensor) -> Any:
 class _TakeOver(torch.autograd.Function):
     """An autograd function that returns a tensor of the recorded routing with requires_grad=True.
 
-    It is for the recomputation, in which the gate does not run. Its backward raises RuntimeError, because
+    It is used in the recomputation, in which the gate does not run. Its backward raises RuntimeError, because
     gradients must go through the graph that the gate made in the forward pass.
     """
 

@@ -2,9 +2,9 @@
 
 A checkpoint drops the tensors that a forward pass (the first pass) saves, and runs that pass again when
 backward needs them (the second pass). In the second pass a gate could route tokens differently, because of
-dropout, of noise in the gate, or of a single rounding. Gradients would then belong to another output. If the
-checkpoint uses `pmoe.checkpoint_contexts` (`pmoe.checkpointing.contexts`), the second pass therefore repeats
-the decisions of the first one:
+dropout, of noise in the gate, or of a single rounding. Gradients would then belong to another output. So with
+`pmoe.checkpoint_contexts` (`pmoe.checkpointing.contexts`) the second pass repeats the decisions of the first
+one:
 
                   gate                    row counts and choices         rows and products
     first pass    runs, `route` records   exchanged, `once` records      run
@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 
 class Replay:
-    """The decisions of one layer call. Subclasses record them, or return those of an earlier pass.
+    """Makes the decisions of one layer call. Subclasses record them, or return those of an earlier pass.
 
     This base class is for calls outside of `pmoe.checkpoint_contexts`: it makes each decision and records
     nothing. `replay_of` returns the object for a call.
@@ -42,8 +42,9 @@ class Replay:
     def once(self, decide: Callable[[], V], what: str = "choice") -> V:
         """Returns decide(), or in a recomputation the value that decide() returned in the forward pass.
 
-        decide: agrees with the other ranks on the row counts, the number of chunks and the restore pair.
-        what: the name of the value, because a call may decide several. The last one is "choice".
+        decide: makes a decision: the ranks agree on the row counts, the number of chunks and the restore
+            pair.
+        what: the name of the decision. A call may make several; the last is "choice".
 
         The caller must wrap this call in `hidden_from_checkpoints`. decide() runs in one of the two passes
         only, and a checkpoint would notice the difference.
@@ -64,7 +65,7 @@ class Replay:
 
 
 REPLAY_FINDERS: list[Callable[[nn.Module], Replay | None]] = []
-"""Functions that return a `Replay` for a call of a layer, or None outside of their checkpoints.
+"""Functions that return a `Replay` for a call of a layer; None for calls outside of their checkpoints.
 
 `pmoe.checkpointing.contexts` appends its function when it is imported.
 """
@@ -102,7 +103,7 @@ def _hidden() -> Iterator[None]:
 
 
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""The (pack, unpack) functions of torch's `torch.autograd.graph.saved_tensors_hooks`."""
+"""The two functions of `torch.autograd.graph.saved_tensors_hooks`: (pack, unpack)."""
 
 
 def top_hooks() -> SavedHooks | None:
@@ -113,8 +114,8 @@ def top_hooks() -> SavedHooks | None:
 def may_run_again(layer: nn.Module) -> bool:
     """Whether an activation checkpoint may be around this call, in a forward pass or in a recomputation.
 
-    It may return True without a checkpoint. Inside of a checkpoint it returns False only in eval mode with
-    use_reentrant=True. It returns True in these cases:
+    It may return True without a checkpoint. In one case it returns False in spite of a checkpoint: in eval
+    mode with use_reentrant=True. It returns True in these cases:
 
                     gradients   inside backward   and
     forward pass    enabled     no                saved-tensor hooks are active

@@ -122,10 +122,10 @@ def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor |
 def routing_hash(num_tokens: int, routing: Sequence[Tensor | None]) -> Tensor:
     """Returns the hash of a routing as an int64 scalar.
 
-    num_tokens: number of tokens, which changes the hash too.
-    routing: the tensors of the routing, or None; at least one is a tensor.
-
     Each number is hashed together with its position, so that a permutation of the tokens gives another hash.
+
+    num_tokens: number of tokens, which is hashed too.
+    routing: the tensors of the routing, or None; at least one is a tensor.
     """
     total: Tensor | None = None
     for i, tensor in enumerate(routing):

@@ -9,7 +9,7 @@ and does not run these operators. A layer's call turns both modes off:
 
 With the modes on, two things would break inside of a layer. Its operators write into buffers in place and by
 ``out=``, so stored results would be overwritten. And if one rank did not run a collective again, the other
-ranks would wait for it for ever.
+ranks would wait for it forever.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _quiet_on_closed_pipe() -> Iterator[None]:
-    """A context that ends without an error if the reader of stdout closes it, as in ``pmoe plan | head``."""
+    """A context that hides the error of a stdout that its reader has closed, as in ``pmoe plan | head``."""
     try:
         try:
             yield

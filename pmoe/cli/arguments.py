@@ -26,7 +26,8 @@ def at_least_1(kind: type[Number], name: str, text: str) -> Number:
     """Converts text to a number from 1 to MOST, for argparse.
 
     kind: int or float, the type of the number.
-    name: what the error calls the number, such as "whole number".
+    name: the words for such a number in the error, such as "whole number".
+    text: the text from the command line.
 
     Raises ArgumentTypeError for any other text.
     """
@@ -68,7 +69,7 @@ def add_dtype(add: Callable[..., object], **options: Any) -> None:
 def byte_count(text: str) -> int:
     """Converts text such as "2GiB" or "500 MB" to a number of bytes, for argparse.
 
-    Raises ArgumentTypeError for any other text.
+    Raises ArgumentTypeError if the text is no such number.
     """
     try:
         return parse_bytes("value", text)
@@ -79,8 +80,8 @@ def byte_count(text: str) -> int:
 def restore_pair(text: str) -> Restore:
     """Converts text to a restore pair, for argparse.
 
-    A restore pair says how the dispatched rows (T_DI) and the hidden activation (T_M) get from forward to
-    backward.
+    A restore pair says how backward gets the dispatched rows (T_DI) and the hidden activation (T_M) of
+    forward: kept, offloaded or made again.
 
     text: a name from the MPipeMoE paper, "S1" to "S4", or a pair such as "keep/recompute".
 
@@ -97,9 +98,11 @@ def restore_pair(text: str) -> Restore:
 def parse_device(text: str, *, must_exist: bool) -> torch.device:
     """Converts text, such as "cpu" or "cuda:1", to a device.
 
+    text: the text from the command line.
     must_exist: whether a CUDA device must be present on this machine.
 
-    Raises ValueError if it is neither a CPU nor a CUDA device, or is not present although it must be.
+    Raises ValueError if the text names neither a CPU nor a CUDA device, or if the device is not present
+    although it must be.
     """
     try:
         device = torch.device(text)

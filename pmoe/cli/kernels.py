@@ -56,7 +56,10 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _versions(device: Device) -> tuple[int, int] | None:
-    """Returns the versions (binary, PTX) of the code that the driver loaded on a device; None if of none."""
+    """Returns the versions (binary, PTX) of the code that the driver has loaded on a device.
+
+    None if it has loaded none.
+    """
     return next(((kernel.binary_version, kernel.ptx_version) for kernel in device.kernels), None)
 
 

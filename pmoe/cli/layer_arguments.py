@@ -15,14 +15,15 @@ NAMES = (
     *("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype"),
     *("wire", "wire_backward", "d_latent"),
 )
-"""Names of the arguments that describe the layer, its ranks and its tokens, without the slack."""
+"""Names of the arguments that describe the layer, its ranks and its tokens. The slack is not among them."""
 SLACK = 1.25
 
 
 def add_layer_sizes(command: argparse.ArgumentParser) -> None:
     """Adds the arguments that describe a layer to a command: those in `NAMES`, and --slack.
 
-    Chunks share buffers; the slack says how many times the rows of evenly routed tokens a buffer can hold.
+    Chunks share buffers of fixed size; the slack is the size of a buffer as a multiple of a chunk's rows
+    under even routing.
     """
     add = command.add_argument_group("the layer").add_argument
     add("--d-model", type=whole_number, required=True, metavar="M")

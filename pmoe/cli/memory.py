@@ -69,8 +69,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> Output:
     """Returns predicted bytes for each restore pair, or with --theory the values of MPipeMoE's equations.
 
-    A restore pair says how the dispatched rows (T_DI) and the hidden activation (T_M) get from the forward to
-    the backward pass. With --measure, a step with each pair is also run and measured.
+    A restore pair says how backward gets the dispatched rows (T_DI) and the hidden activation (T_M) of
+    forward: kept, offloaded or made again. With --measure, a step with each pair is also run and measured.
     """
     if args.theory:
         return _theory(args)
@@ -110,8 +110,9 @@ def run_command(args: argparse.Namespace) -> Output:
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
     """Runs one training step with a restore pair. Returns measured bytes, and predicted ones for comparison.
 
-    pair: how the dispatched rows (T_DI) and the hidden activation (T_M) get from the forward to the backward
-        pass.
+    args: the options of the command.
+    pair: how backward gets the dispatched rows (T_DI) and the hidden activation (T_M) of forward.
+    device: the device on which the step runs.
 
     The prediction is for the row counts of this step. A step with few tokens runs first, as a warm-up. The
     layer's input and the gradient of its output are allocated before the step and are not counted.

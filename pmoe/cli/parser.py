@@ -21,13 +21,13 @@ class Parser(argparse.ArgumentParser):
         self.refuse(f"{message} (see {self.prog} --help)")
 
     def refuse(self, message: str) -> NoReturn:
-        """Prints one line with a message that needs no help beside it. Exits with code 2."""
+        """Prints one line with a message, without advice to read the help. Exits with code 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns what argparse returns, but refuses unknown options first.
+        """Returns the result of argparse, but refuses unknown options first.
 
-        argparse would report a missing option before it reports the mistyped one that was to give it.
+        If an option is mistyped, argparse would first report that the right one is missing.
         """
         for word in sys.argv[1:] if args is None else args:
             is_option = word.startswith("--") and word != "--" and " " not in word

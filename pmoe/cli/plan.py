@@ -1,9 +1,9 @@
 """`pmoe plan`: chooses how to run a layer, from a measured profile or from a described cluster.
 
-The choice is n, the number of chunks (micro-batches), and the restore pair, which says how the dispatched
-rows (T_DI) and the hidden activation (T_M) get from the forward to the backward pass. For a described cluster
-it is also the all-to-all, and the number of ranks that share each expert (the ESP degree). Nothing runs: all
-times and bytes are predicted.
+The choice is n, the number of chunks (micro-batches), and the restore pair, which says how backward gets the
+dispatched rows (T_DI) and the hidden activation (T_M) of forward: kept, offloaded or made again. For a
+described cluster it is also the all-to-all, and the number of ranks that share each expert (the ESP degree).
+Nothing runs: all times and bytes are predicted.
 
 A plan (`Advice`) has the best n and restore pair for one combination of an all-to-all and an ESP degree.
 """
@@ -52,10 +52,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> Output:
     """Returns the best n (number of chunks) and restore pair for a layer, and a table of all candidates.
 
-    A restore pair says how the dispatched rows (T_DI) and the hidden activation (T_M) get from the forward to
-    the backward pass. For a described cluster, the output also compares all-to-alls and ESP degrees (numbers
-    of ranks that share each expert), and says how the choice would change if a rate of the cluster were lower
-    or higher.
+    A restore pair says how backward gets the dispatched rows (T_DI) and the hidden activation (T_M) of
+    forward. For a described cluster, the output also compares all-to-alls and ESP degrees (numbers of ranks
+    that share each expert), and says how the choice would change if a rate of the cluster were lower or
+    higher.
     """
     layer.layer_shape(args, "cpu")  # called for its error about wrong sizes, before any file is read
     check_int(0, **{"--balance": args.balance})
@@ -95,7 +95,7 @@ def run_command(args: argparse.Namespace) -> Output:
 def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
     """Returns the prices of a copy of a busy expert on its owner's node and on another node, in rows.
 
-    A copy pays if it saves the busiest rank more rows than this.
+    A copy pays for itself if it takes more rows than its price off the busiest rank.
 
     advice: the sizes of the layer, and the profile.
     rates: the measured profile, or the described cluster.
@@ -182,7 +182,8 @@ def _tables(advice: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[li
     The first row of cells is the header. The index of the highlighted row counts from below the header; None
     highlights no row.
 
-    advice: the chosen all-to-all and ESP degree, with its candidates.
+    advice: the chosen all-to-all and ESP degree (number of ranks that share each expert), with its
+        candidates.
     fields: the JSON output.
     """
     if fields["sensitivity"]:
@@ -194,7 +195,9 @@ def _tables(advice: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[li
 def _lines(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of the output: the layer, the profile, the tables, the decision, and Python code.
 
-    advice: the chosen all-to-all and ESP degree, with the decision about n and the restore pair.
+    args: the options of the command.
+    advice: the chosen all-to-all and ESP degree (number of ranks that share each expert), with the decision
+        about n (number of chunks) and the restore pair.
     fields: the JSON output.
     """
     yield layer.describe_layer(args, fields["device"])
@@ -209,20 +212,20 @@ def _lines(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) 
 
 
 def _conclusions(advice: Advice) -> list[str]:
-    """Returns lines of text: the decision, its reason, and the fastest candidate.
+    """Returns lines of text: the decision, its reason, and the fastest candidate if that is another one.
 
-    The fastest candidate is left out if it is the decision. The decision is another candidate if the fastest
-    one exceeds the memory budget, or if the restore pair was chosen by Eq. 10 of the MPipeMoE paper and not
-    by simulated times.
+    The fastest candidate is not the decision if it exceeds the memory budget, or if the restore pair was
+    chosen by Eq. 10 of the MPipeMoE paper and not by simulated times.
 
-    advice: the chosen all-to-all and ESP degree, with its candidates.
+    advice: the chosen all-to-all and ESP degree (number of ranks that share each expert), with its
+        candidates.
     """
     lines = [f"decision: {advice.decision}", advice.why]
     return lines + [f"fastest of all: {advice.fastest}"] * (advice.fastest is not advice.decision)
 
 
 def _about_copies(fields: Mapping[str, Any]) -> list[str]:
-    """Returns the line of text that says when a copy of a busy expert pays; none without --balance.
+    """Returns a line of text that says when a copy of a busy expert pays for itself, with --balance.
 
     fields: the JSON output.
     """
@@ -239,7 +242,9 @@ def _about_copies(fields: Mapping[str, Any]) -> list[str]:
 def _write_page(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) -> None:
     """Writes the HTML page of --html: the output with pictures.
 
-    advice: the chosen all-to-all and ESP degree, with its candidates.
+    args: the options of the command.
+    advice: the chosen all-to-all and ESP degree (number of ranks that share each expert), with its
+        candidates.
     fields: the JSON output.
 
     Raises ValueError if matplotlib is not installed or the file cannot be written.
@@ -286,7 +291,7 @@ def _pictures(advice: Advice, budget: int | None) -> list[str]:
 
     The first shows each candidate's time over its bytes, the second when each task of the decision would run.
 
-    advice: the chosen all-to-all and ESP degree, with its candidates.
+    advice: the candidates and the decision.
     budget: limit of bytes; None for none.
     """
     name = f"n={advice.decision.forward}, {pair_name(advice.decision.restore)}"

@@ -132,7 +132,7 @@ def _operation_rows(operations: Operations) -> Iterator[Sequence[str]]:
 def _cells(line: LineCost, scale: float) -> tuple[str, str]:
     """Returns two cells of a table: the rate 1 / beta, and alpha in microseconds.
 
-    line: seconds = alpha + beta * size.
+    line: the measured line, seconds = alpha + beta * size.
     scale: number of units of ``size`` in the unit that is shown, such as 1e9 for GB.
     """
     rate = f"{1 / line.beta_seconds / scale:.4g}" if line.beta_seconds else "-"
@@ -140,7 +140,7 @@ def _cells(line: LineCost, scale: float) -> tuple[str, str]:
 
 
 def _interference_rows(interference: Interference, travels: bool) -> Iterator[Sequence[str]]:
-    """Yields the rows of a table of relative speeds: how fast work runs while other work runs beside it.
+    """Yields the rows of a table of relative speeds: how fast work is while other work runs at the same time.
 
     A row is for the work that is slowed down, a column for the work that runs at the same time.
 

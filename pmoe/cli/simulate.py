@@ -37,7 +37,7 @@ TOLD = {
     "lancet": "Lancet's section 7, Fig. 2 and 6: a step of GPT-2 by system and by what is cut",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
-"""The name and a description of each experiment, for the help."""
+"""A description of each experiment, by its name, for the help."""
 
 OLD_NAMES = {"fsmoe-table5": "fsmoe"}
 """Earlier names of experiments, which work until pmoe 0.2."""
@@ -133,7 +133,7 @@ def _scale() -> Simulation:
 def _fsmoe(contention: float = fsmoe_table5.CONTENTION) -> Simulation:
     """Returns the tables of the experiment "fsmoe".
 
-    contention: how many times as long collectives take while both lanes send.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
     return {**fsmoe_table5.tables(contention), **fsmoe_models.tables(contention)}
 

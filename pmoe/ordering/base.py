@@ -49,6 +49,6 @@ class Order(abc.ABC):
                 anything, also NaN.
             row_SK: (S, K) int64, indices of rows, below N. The entry of a dropped choice, which has no row,
                 points to a row of zeros.
-            out: (T, M), memory for the sums.
-            token_S: (S,) int64 ascending, the token of each entry of row_SK; or None.
+            out: (T, M), memory for the sums of T tokens.
+            token_S: (S,) int64 ascending, the token of each line of row_SK; or None.
         """

@@ -7,14 +7,18 @@ from torch import Tensor
 from pmoe.ordering.sorted import SortedOrder
 
 BLOCK_TOKENS = 1024
-"""Rows narrower than float32 are summed for this number of tokens at a time, to save memory."""
+"""Number of tokens whose rows are summed at a time if rows are narrower than float32, to save memory.
+
+Their float32 copies then exist only for so many tokens.
+"""
 
 
 class InTurnOrder(SortedOrder):
     """Sums the rows of a token one after the other, in the order of its choices, for batch invariance.
 
     `SortedOrder` uses operations that sum in an order of their own, which may depend on the number of tokens.
-    Here every sum is one addition of two numbers, in float32 at least. So its bits depend on nothing else.
+    This class adds two numbers at a time, in float32 at least. So the bits of a sum depend on nothing but the
+    token's rows.
     """
 
     def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:

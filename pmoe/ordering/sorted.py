@@ -187,9 +187,9 @@ class SortedOrder(Order):
     """
 
     def runs_kernels(self, rows: Tensor, top_k: int) -> bool:
-        """Returns whether the kernels can copy and sum rows of this width, dtype and device.
+        """Returns whether the kernels of `pmoe.kernels.permute` can copy and sum such rows.
 
-        rows: a tensor (..., M), M = d_model. Its number of rows does not matter.
+        rows: a tensor (..., M), M = d_model. Only its width, dtype and device matter.
         top_k: K, the number of choices of a token.
         """
         row_bytes = rows.shape[-1] * rows.element_size()

@@ -21,7 +21,7 @@ def section(page: str, title: str) -> Mapping[str, str]:
     """Returns the texts below one heading of a Markdown page, by name.
 
     page: text of the page.
-    title: the heading is "# title". Each text below it has a heading "## name".
+    title: the heading, which is written "# title". Each text below it has a heading "## name".
     """
     body = page.partition(f"\n# {title}\n")[2].partition("\n# ")[0]
     blocks = (block.partition("\n") for block in body.strip().split("\n\n"))

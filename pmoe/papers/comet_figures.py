@@ -70,15 +70,16 @@ def best_division(
 ) -> tuple[Division, float]:
     """Returns the fastest division of a kernel's thread blocks by simulation, and the kernel's seconds.
 
-    A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the columns after which
-    sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in the order
-    of their lower bounds (`min_seconds`), until a bound exceeds the best result. If several divisions are
-    equally fast, the one with the smallest n_c is returned, and among these the one with the largest T_N.
+    A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns
+    after which sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in
+    the order of their lower bounds (`min_seconds`), until a bound exceeds the best result. If several
+    divisions are equally fast, the one with the smallest n_c is returned, and among these the one with the
+    largest T_N.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
     device: rates of the device.
-    chunks: values of T_N to choose from, for layer 1; by default those of pmoe's own sweep.
+    chunks: values of T_N to choose from, for layer 1; None stands for those that pmoe measures.
     """
     if isinstance(layer, Arriving):
         chunks = [TILE_COLUMNS]
@@ -103,13 +104,14 @@ def min_seconds(
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
     The bound is the largest of three times: of the computing blocks, of the communicating blocks, and of the
-    link between ranks. Each time includes work of the other two that must come before or after.
+    link between ranks. Each time also includes work of the other two that must be done before or after its
+    own.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
     device: rates of the device.
     n_c: number of communicating blocks.
-    chunk_columns: T_N, the columns after which layer 1 sends; not used for layer 0.
+    chunk_columns: T_N, the number of columns after which layer 1 sends; not used for layer 0.
     """
     tile = device.tile_seconds(layer.reduction)
 
@@ -142,10 +144,10 @@ def min_seconds(
 
 
 _RESOLUTION = 200
-"""Number of equal parts into which the time of a kernel is cut for drawing."""
+"""Number of equal steps into which the time of a kernel is divided for drawing."""
 
 _LEVELS = 25
-"""Number of equal parts into which the height of a lane is cut for drawing."""
+"""Number of equal steps into which the height of a row is divided for drawing."""
 
 
 def busy_bars(
@@ -198,9 +200,10 @@ def busy_bars(
 ASSUMPTIONS = assumptions("comet")
 """Assumptions, by name, where the paper says nothing or says something in several ways.
 
-They were written before the first simulation. An estimate by hand came before them: it gave n_c = 23 for
-TP = 8, with blocks of 27 GB/s, about half the assumed rate. After the first simulation the order of sums,
-and that of tiles that are not full, was changed to the order in cuda/comet.
+They were written before the first simulation. Before that, an estimate by hand gave n_c = 23 communicating
+blocks for tensor parallelism over 8 ranks, with blocks of 27 GB/s, about half the assumed rate. After the
+first simulation the order of sums, and that of tiles that are not full, was changed to the order in
+cuda/comet.
 """
 
 H800 = DeviceRates(
@@ -211,7 +214,7 @@ H800 = DeviceRates(
     link_bytes=160e9,
     signal_seconds=2e-6,
 )
-"""Rates of one of the paper's eight devices, by ASSUMPTIONS."""
+"""Rates of one of the paper's eight devices, as ASSUMPTIONS give them."""
 
 
 MODELS: Mapping[str, Model] = {name: Model(**row) for name, row in printed("comet table 2").items()}
@@ -295,19 +298,22 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 
 @functools.cache  # with TP = 8 the layer is the same for both meanings of M
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
-    """Returns layer 1's best division of thread blocks, and its seconds, if sums are sent after each tile.
+    """Returns layer 1's best number of communicating blocks, and its seconds, if T_N is one tile.
 
-    A tile has 256 columns (T_N = 256).
+    Sums are then sent after each tile of 256 columns.
+
+    layer: work of one rank in COMET's layer 1 (second product and combine).
+    device: rates of the device.
     """
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
 def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns how n_c changes with M and with TP, in the paper and in the model.
+    """Returns whether the best n_c changes with M and with TP in the model as it does in the paper.
 
     n_c is the best number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel
-    group. The paper reports two changes. The field "same way" says whether n_c grows in both paper and model,
-    or shrinks in both.
+    group. The paper reports two changes. In each result, the field "same way" says whether n_c grows in both
+    paper and model, or shrinks in both.
 
     cases: the result of `figure8`.
     """
@@ -392,7 +398,7 @@ def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
 
 @functools.cache
 def beside() -> list[dict[str, Any]]:
-    """Returns the simulated seconds of Mixtral's layer with EP = 8, as fused kernels and in chunks.
+    """Returns the simulated seconds of Mixtral's layer with EP = 8, by fused kernels and in chunks.
 
     EP is the number of ranks over which the experts are distributed. The first row has two fused kernels, one
     after the other, each with its best division of thread blocks. The other rows have 1, 2, 4 and 8 chunks.
@@ -430,7 +436,10 @@ def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.
 
 
 def panels() -> dict[str, list[Span]]:
-    """Returns the timelines to draw, by title: the fused layer, 2 chunks, and the best number of chunks."""
+    """Returns the timelines to draw, by title: of the fused layer, and of the layer in chunks.
+
+    There are two with chunks: 2 chunks, and the best number of chunks.
+    """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     fused, *chunked = beside()
     first, second, columns = fused["layer 0 blocks"], fused["layer 1 blocks"], fused["layer 1 columns"]

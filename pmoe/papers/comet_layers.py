@@ -36,7 +36,7 @@ L20 = DeviceRates(
     link_bytes=25e9,
     signal_seconds=2e-6,
 )
-"""Rates of one of eight L20, which PCIe connects (section 5.4)."""
+"""Rates of one of the eight L20 GPUs, connected by PCIe, of the paper's section 5.4."""
 
 MIXTRAL = MODELS["Mixtral 8x7B"]
 CHUNKS = (1, 2, 4, 8)
@@ -46,21 +46,25 @@ TOKENS = (2048, 4096, 8192, 16384, 32768)
 """Numbers of tokens (M) in Fig. 10. The paper's text does not list them."""
 
 LAYOUTS = ((8, 1), (4, 2), (2, 4), (1, 8))
-"""(EP, TP) of Fig. 12 and of Fig. 14 on the right."""
+"""Sizes of expert-parallel and tensor-parallel groups, (EP, TP), in Fig. 12 and in Fig. 14 on the right."""
 
 STRUCTURES = tuple(itertools.product((8, 16, 32), (2, 4, 8)))
-"""(E, topk) of Fig. 13: experts, and experts of a token. The paper's text does not list them."""
+"""Numbers of experts and of experts of a token, (E, topk), in Fig. 13.
+
+The paper's text does not list them.
+"""
 
 STDS = (0.0, 0.01, 0.02, 0.032, 0.04, 0.05)
-"""Standard deviations of the experts' shares of the rows in Fig. 14, left.
+"""Measures of skewed routing in Fig. 14, left: standard deviations of the experts' shares of the rows.
 
-The paper's text names only 0, 0.032 and 0.05."""
+The paper's text names only 0, 0.032 and 0.05.
+"""
 
 
 class SystemTime(NamedTuple):
     """Time of a layer's forward pass by one system.
 
-    device: seconds of the kernels and messages.
+    device: seconds of the kernels and messages, without launches.
     launches: number of launches, each of which adds `LAUNCH_SECONDS`.
     """
 
@@ -137,8 +141,8 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
 def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: DeviceRates) -> dict[str, Any]:
     """Returns one row of a figure: the fields of ``case``, and the seconds of each system.
 
-    "no launches_seconds" are COMET's seconds without launches. FasterMoE has no tensor parallelism, so its
-    field is None if the case has TP above 1.
+    The field "no launches_seconds" has COMET's seconds without launches. FasterMoE has no tensor parallelism,
+    so its field is None if the case has TP (the size of a tensor-parallel group) above 1.
 
     case: the numbers by which the rows of the figure differ, such as {"M": 8192}.
     layers: COMET's layers 0 and 1 of one rank.

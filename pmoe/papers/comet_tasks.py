@@ -1,7 +1,7 @@
 """COMET's fused kernels as lists of tasks of thread blocks and links, for the simulator.
 
-See section 3.1. The paper's layer 0 is dispatch and the first product. Its layer 1 is the second product, the
-sum of each token's rows, and combine.
+See section 3.1 of the paper. Its layer 0 is dispatch and the first product. Its layer 1 is the second
+product, the sum of each token's rows, and combine.
 
 All ranks are assumed to do the same at the same time. Rows from rank + level arrive at this rank when the
 rows of this rank arrive at rank - level. So one rank stands for all, and one lane for both directions of its
@@ -14,9 +14,9 @@ cuda/comet each warp of a communicating block takes a piece of its own. In this 
 after another, at the rate of the whole block.
 
 Layer 0: the level of a row is the distance of its source rank. This rank's own rows have level 0, those of
-rank + 1 level 1, and so on. An expert's rows lie in the order of levels. Communicating blocks write pieces
-level by level (to this rank, to rank - 1, ...), so that every rank receives level 1, 2, ... in order. A tile
-starts when its pieces have arrived.
+rank + 1 level 1, and so on. An expert's rows are sorted by level. Communicating blocks write pieces level by
+level (to this rank, to rank - 1, ...), so that every rank receives level 1, 2, ... in order. A tile starts
+when its pieces have arrived.
 
     computing blocks      . L L L C1 C1 C1 C2 C2 ...
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
@@ -24,7 +24,7 @@ starts when its pieces have arrived.
 
     L    a tile of which all rows are from this rank (level 0)
     C1   a tile that is complete when rows of level 1 have arrived
-    S1   pieces of rows for rank - 1, which has them as level 1
+    S1   pieces of rows for rank - 1, where they are rows of level 1
 
 Layer 1: the columns of the result are cut into chunks of T_N columns, and tiles are computed chunk by chunk.
 When a chunk is computed, the communicating blocks sum the rows that each token has on this rank, and write
@@ -89,8 +89,8 @@ class Arriving:
     """COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
 
     rows_WE: numbers of rows by level and expert. The level is the distance of the source:
-        rows_WE[level][expert] rows arrive from rank + level for an expert of this rank. The same number
-        leaves for rank - level.
+        rows_WE[level][expert] rows arrive from rank + level for an expert of this rank. This rank sends as
+        many rows to rank - level.
     reduction: elements of a row (d_model).
     columns: columns of the product.
     element_size: bytes of an element.
@@ -156,8 +156,7 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
     So every row goes to all tp ranks of the group. Each rank sums its partial results of a token's rows, and
     sends the sum to the rank that owns the token.
 
-    The number of tokens that have rows on a rank is the expected number, if a token's experts are equally
-    likely to be any.
+    How many tokens have rows on a rank is computed as an expected value, for random choices of experts.
 
     model: sizes of the layer.
     tokens: tokens of all ranks, divided evenly among them.
@@ -186,9 +185,9 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 # ---- tasks of blocks and links
 
 BAND = 16
-"""Number of row tiles (128 rows each) of a band.
+"""Number of row tiles (128 rows each) whose columns are computed before those of later row tiles.
 
-All tiles of a band are computed before those of the next band, so that the band's rows stay in the cache.
+Such row tiles form a band. The order keeps the band's rows in the cache.
 """
 PIECE_ROWS = 16
 """Rows of a piece. One signal tells the receiver that all rows of a piece have arrived."""
@@ -252,7 +251,7 @@ class Launch:
         name: unique in the launch.
         kind: key of the timeline's legend.
         part: distance of the source rank, or number of the chunk of columns.
-        seconds: seconds of the task, such as those of a signal.
+        seconds: seconds of the task, such as those of a signal; 0 if it only joins others.
         waits: names of tasks.
         """
         return self.add(name, name, kind, part, seconds, waits)

@@ -72,7 +72,7 @@ TOKENS = 8192
 LAYER = Model(E=64, topk=2, N=2048, K=2048)
 
 PAIR_COLUMNS = 512
-"""T_N of COMET's second kernel: it sends its sums after this number of columns."""
+"""Number of columns (T_N) after which the second of COMET's two kernels sends its sums."""
 
 
 # ---- the actors

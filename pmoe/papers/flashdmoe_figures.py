@@ -41,10 +41,10 @@ SIZES = (1024, 2048, 4096, 8192, 16384)
 """Numbers of tokens of a rank in Fig. 6.1 and in `ways_by_size`."""
 
 PAIR_BLOCKS = (8, 16, 24, 32)
-"""Numbers of communicating thread blocks, from which the fastest is taken for each of COMET's kernels."""
+"""Numbers of communicating thread blocks that are tried for COMET's kernels; the fastest counts."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunks, from which the fastest is taken for pmoe's schedule in chunks."""
+"""Numbers of chunks that are tried for pmoe's schedule in chunks; the fastest counts."""
 
 EXPERTS = (8, 16, 32, 64, 128)
 """Experts of all ranks in Fig. 6.5."""
@@ -58,8 +58,8 @@ FIGURE65_TOKENS = 16384
 def latencies(gpus: int, tokens: int, experts: int) -> dict[str, float]:
     """Returns the milliseconds of a forward pass by system, launches of kernels included.
 
-    FlashDMoE computes in float32 and the other systems in 16 bits, as in the thesis (section 6.1.1). An entry
-    of its own, "Megatron-TE, float32", has Megatron-TE in float32.
+    FlashDMoE computes in float32 and the other systems in 16 bits, as in the thesis (section 6.1.1). The
+    entry "Megatron-TE, float32" compares with a system in float32.
 
     gpus: number of GPUs.
     tokens: tokens of a GPU.
@@ -99,7 +99,7 @@ def figure65() -> list[dict[str, Any]]:
 
 
 def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields FlashDMoE's largest speed-ups that the thesis names: as simulated, and as the thesis prints.
+    """Yields the speed-ups of FlashDMoE that the thesis names: as simulated, and as the thesis prints.
 
     figures: rows of the figures, by the name of the figure ("6.1", "6.5").
 
@@ -162,11 +162,13 @@ def scaled_layers() -> list[dict[str, Any]]:
 def late_peers() -> list[dict[str, Any]]:
     """Returns how much slower a forward pass gets if one of 8 ranks is late: a row for each delay.
 
-    all-to-all, p95    the thesis's 95th percentile of an all-to-all's time, over its usual time
-    late ms            the delay: (that ratio - 1) times the milliseconds of an all-to-all
-    synchronous ms     milliseconds that the delay adds to a layer that runs one task after another
-    actors ms          milliseconds that the delay adds to FlashDMoE's kernel
-    hidden %           percentage of the delay that FlashDMoE's kernel hides
+    A row has these fields:
+
+        all-to-all, p95    the thesis's 95th percentile of an all-to-all's time, divided by its usual time
+        late ms            the delay: (that ratio - 1) times the milliseconds of an all-to-all
+        synchronous ms     milliseconds that the delay adds to a layer that runs one task after another
+        actors ms          milliseconds that the delay adds to FlashDMoE's kernel
+        hidden %           percentage of the delay that FlashDMoE's kernel hides
     """
     alone = makespan(actor_run(8))
     _, exchange = synchronous_seconds(8)
@@ -222,7 +224,10 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
 
 LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
-"""Rows of the drawing, except the processors': (first letters of the tasks' lanes, number of lanes)."""
+"""Rows of the drawing, by name, except that of the processors.
+
+A row is (first letters of the names of its tasks' lanes, number of these lanes).
+"""
 
 
 def actors_figure() -> Figure:

@@ -1,6 +1,6 @@
-"""FlashDMoE's Table 6.2: Size(L), the bytes of the tensor in which all ranks receive each other's rows.
+"""FlashDMoE's Table 6.2: bytes of the symmetric tensor (Size(L)) in which ranks receive each other's rows.
 
-The tensor is symmetric: it has the same address on all ranks. See sections 5.3 and 6.8 of the thesis.
+The tensor has the same address on all ranks. See sections 5.3 and 6.8 of the thesis.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 def table62() -> list[dict[str, Any]]:
     """Returns the rows of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
 
-    The paper also prints the memory for bookkeeping. We guess that its main part is a hidden activation. The
+    The paper also prints the memory for bookkeeping. Our guess is that most of it is a hidden activation. The
     field "rest" is the bookkeeping without this hidden activation.
     """
     rows = []

@@ -63,7 +63,9 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
     products = num_products(layer)
 
     def through(line: LineCost, operation: str, times: int, size: float) -> LineCost:
-        """Returns the line with which some operations of one kind take the measured seconds together.
+        """Returns a line whose seconds for some operations together are those that Table 2 measured.
+
+        A line is seconds = alpha + beta * size.
 
         line: the line of the operation before; alpha stays.
         operation: name of the operation in ``measured``.
@@ -100,10 +102,9 @@ def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
 
 
 def _of_table2(testbed: Testbed, key: str) -> Testbed:
-    """Returns a testbed with lines that give the seconds which Table 2 measured for Mixtral-7B.
+    """Returns a testbed with costs as Table 2 measured them for Mixtral-7B, the larger of its models.
 
-    Mixtral-7B is the larger of the table's models.
-
+    testbed: the testbed.
     key: name of the measurements in printed.json.
     """
     layer = LayerConfiguration(**printed("fsmoe models")["Mixtral-7B"])
@@ -117,7 +118,7 @@ TESTBEDS: Mapping[str, Testbed] = {
     "B, Table 2": _of_table2(TESTBED_B, "fsmoe table 2, Mixtral-7B, testbed B"),
     "B, Fig. 5": TESTBED_B,
 }
-"""The testbeds. A name says which testbed it is, and by which table or figure its costs are set."""
+"""The testbeds by name. A name says which testbed it is, and from which table or figure its costs are."""
 
 # ---- systems
 
@@ -185,7 +186,9 @@ def model_steps(
 ) -> dict[str, ModelStep]:
     """Returns the seconds of a training step of a model by each system, by the system's name.
 
+    model: sizes of the model.
     tokens: number of tokens of a sample. Each node has one sample.
+    testbed: the cluster.
     contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
     layer = model.layer(tokens)
@@ -225,6 +228,7 @@ def lina_seconds(
     layers: number of layers.
     costs, dense: seconds of an MoE layer's stages and of attention, in forward.
     n: number of chunks of an MoE layer.
+    testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
     """
     piece = testbed.all_reduce(LINA_BYTES)

@@ -72,7 +72,7 @@ def testbed_of_lines(nodes: int, gpus: int, lines: Mapping[str, Sequence[float]]
 
 
 TESTBED_B = testbed_of_lines(8, 4, printed("fsmoe figure 5"))
-"""Testbed B of Table 3, with the lines of Fig. 5 (c) and (d)."""
+"""Testbed B of the paper's Table 3, with the costs (lines) of its Fig. 5 (c) and (d)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +246,8 @@ class SystemPlan:
 
     one_lane: whether collectives inside the node and between nodes wait for each other.
     forward, backward: number of chunks of each pass; 0 runs one task after another, without overlap.
-    moe_bytes, dense_bytes, end_bytes: bytes of gradients that are all-reduced beside the experts, beside
-        attention, and after the pass.
+    moe_bytes, dense_bytes, end_bytes: bytes of gradients that are all-reduced while the experts run, while
+        attention runs, and after the pass.
     """
 
     one_lane: bool
@@ -259,7 +259,7 @@ class SystemPlan:
 
 
 def tutel_degree(costs: LayerCosts) -> int:
-    """Returns Tutel's number of chunks: the one with which both passes together are fastest.
+    """Returns the number of chunks that Tutel uses: the one with which both passes together are fastest.
 
     In Tutel's schedule, all collectives run one after another.
 
@@ -310,10 +310,11 @@ def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
 
 @functools.cache
 def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float = 1.0) -> float:
-    """Returns the seconds of one layer on Testbed B, forward and backward, with a system's decisions.
+    """Returns the seconds of one layer (attention and MoE) on Testbed B, with a system's decisions.
 
-    The layer is attention and MoE.
+    Both passes are included.
 
+    layer: sizes of the layer.
     plan: the decisions.
     contention: factor on the seconds of a collective between nodes and one inside the node while both run. 1
         means that they do not slow each other.
@@ -456,8 +457,8 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
     """Returns Table 4's layers, each with the decisions of every system by name.
 
-    All layers have one attention head: the number of heads changes no cost. So two thirds of the layers are
-    equal to others, and their cached results are used again.
+    The number of attention heads changes no cost, so every layer gets one head. Thus two thirds of the layers
+    are equal to others, and their cached results are used again.
     """
     return [
         (layer, plans(layer)) for layer in (replace(configuration, heads=1) for configuration in table4())
@@ -467,8 +468,10 @@ def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
 def speed_ups(contention: float) -> list[dict[str, Any]]:
     """Returns the rows of Table 5 for one contention: the speed-up of each system over Tutel.
 
+    A row has these fields:
+
         C                        the contention
-        mean, smallest, largest  over the layers
+        mean, smallest, largest  of the speed-up over all layers
         paper                    the mean that the paper prints; None for DeepSpeed-MoE
 
     contention: factor, at least 1, on the seconds of collectives between nodes and inside the node while both

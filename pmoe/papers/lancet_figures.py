@@ -128,6 +128,7 @@ def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
 def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int = 1) -> float:
     """Returns the seconds of one of k equal parts of an operator.
 
+    cluster: rates of the GPUs and the network.
     gpus: number of GPUs of all nodes.
     rows: number of rows (tokens) that the whole operator works on. Products of few rows are slower.
     work: the operator.
@@ -211,10 +212,10 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
 
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
-    """Returns the seconds of a forward pass that Lancet's dynamic programme has cut.
+    """Returns the seconds of a forward pass of which Lancet's dynamic programme has chosen parts to cut.
 
-    The programme cuts ranges of operators into parts, so that all-to-alls of one part run beside the
-    computation of another.
+    The programme cuts ranges of operators into parts of the batch, so that all-to-alls of one part run beside
+    the computation of another.
 
     works: operators of the forward pass, in order.
     seconds: returns the seconds of a part of an operator, given the number of parts.
@@ -333,13 +334,15 @@ PAPER: Mapping[str, str] = printed("lancet")
 
 
 def figure2() -> list[dict[str, Any]]:
-    """Returns the breakdown of a step of Fig. 2, a row for each model and number of GPUs, on V100.
+    """Returns the parts of a training step of Fig. 2, a row for each model and number of GPUs, on V100.
 
-    all-to-all ms, experts ms, other ms   the three parts of a step
-    all-to-all / experts                  ratio of the first two; in the paper it is up to 3.36
-    Orig. ms                              a step if all parts run one after another
-    Curr. ms                              a step if the shorter of all-to-alls and experts is hidden
-    Opt. ms                               a step if either all-to-alls or all computation are hidden
+    A row has these fields:
+
+        all-to-all ms, experts ms, other ms   the three parts of a step
+        all-to-all / experts                  ratio of the first two; in the paper it is up to 3.36
+        Orig. ms                              a step if all parts run one after another
+        Curr. ms                              a step if the shorter of all-to-alls and experts is hidden
+        Opt. ms                               a step if either all-to-alls or all computation are hidden
     """
     rows = []
     for model, gpus in itertools.product((SMALL, LARGE), NUMBERS):
@@ -378,22 +381,25 @@ def moe_layers(works: Sequence[Operator]) -> list[list[str]]:
 
 FIGURE6_GPUS = 16
 FIGURE6_CASES = {"(a)": (SMALL, 24), "(b)": (LARGE, 8)}
-"""Model and sequences of a GPU of each part of Fig. 6, by its name."""
+"""The parts of Fig. 6 by name: (model, number of sequences on each GPU)."""
 
 SPANS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)
 """Milliseconds of operators before and after each MoE layer that are cut together with the layer.
 
-Infinity cuts half of all operators up to the next MoE layer.
+Infinity cuts half of all operators between the layer and the next MoE layer.
 """
 
 
 def figure6() -> list[dict[str, Any]]:
-    """Returns the forward pass of Fig. 6 by what is cut: a row for each part of the figure and each range.
+    """Returns the forward pass of Fig. 6 by the operators that are cut: a row for each model and range.
 
-    range          the operators that are cut: none ("Orig."); each MoE layer and a number of ms before and
-                   after it (0 ms is Tutel's range); or those that Lancet's dynamic programme chooses
-    2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts, and so on
-    best ms        the least of these; for "Lancet" the prediction of the dynamic programme
+    A range is a run of operators that is cut into parts of the batch. A row has these fields:
+
+        range          the operators that are cut: none ("Orig."); each MoE layer and so many ms of operators
+                       before and after it (0 ms is Tutel's range); or those that Lancet's dynamic programme
+                       chooses
+        2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts, and so on
+        best ms        the least of these; for "Lancet" the prediction of the dynamic programme
     """
     rows = []
     for name, (model, sequences) in FIGURE6_CASES.items():
@@ -419,8 +425,8 @@ def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: 
 
     works: operators of the forward pass, in order.
     seconds: returns the seconds of a part of an operator, given the number of parts.
-    span: seconds of the operators that are cut before the first and after the second all-to-all. At most half
-        of the operators between two MoE layers are cut with each.
+    span: seconds of the operators that are cut before the first all-to-all, and as many after the second.
+        Operators between two MoE layers are cut with the nearer layer.
     k: number of parts.
     """
     instructions = forward(works, seconds)

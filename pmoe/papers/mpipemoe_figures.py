@@ -91,13 +91,16 @@ TENSOR_CORES = Products(0.5 * 156e12, HALF_ROWS)
 NO_TENSOR_CORES = Products(0.8 * 19.5e12, 0.0)
 
 BASELINES: Mapping[str, Products] = {"all": TENSOR_CORES, "PipeMoE": NO_TENSOR_CORES}
-"""Rate of FastMoE's and FasterMoE's products, by the systems that use tensor cores: all, or only PipeMoE."""
+"""Two cases for the rate of FastMoE's and FasterMoE's products, by the systems that use tensor cores.
+
+"all": these two also use them. "PipeMoE": only PipeMoE does.
+"""
 
 
 class SplitChunk(NamedTuple):
     """A chunk of a pass, as a rank sends and computes it.
 
-    inside, outside: number of peers in the rank's node and in other nodes to which the rank sends a message.
+    inside, outside: number of ranks in the rank's own node and in other nodes to which it sends a message.
     message_rows: rows of each message.
     rows: rows that the rank's expert computes.
     """
@@ -129,7 +132,7 @@ def by_destination(B: int, n: int) -> list[SplitChunk]:
     """Returns FasterMoE's n chunks (Fig. 5a): each has all rows for one group of neighbouring ranks.
 
     Chunk 0 has the rows for the rank's own group, chunk 1 those for the next group, and so on. Rows for the
-    rank itself cross no link.
+    rank itself are not sent over a link.
 
     B: number of tokens of a rank.
     n: number of groups, which divides the number of ranks.
@@ -234,11 +237,13 @@ def best_n(sizes: Sizes, B: int) -> int:
 def figure8() -> list[dict[str, Any]]:
     """Returns the times of Fig. 8: a row for each model and number of tokens of a rank (B).
 
-    TF32                          the systems that use tensor cores: "all", or only "PipeMoE"
-    FastMoE_seconds and so on     seconds of a step by each system
-    n=2_seconds                   seconds of PipeMoE's step in 2 chunks, as many as FasterMoE has
-    n                             the number of chunks with which PipeMoE is fastest, and which it uses
-    over FastMoE, over FasterMoE  speed-up of PipeMoE
+    A row has these fields:
+
+        TF32                          the systems that use tensor cores: "all", or only "PipeMoE"
+        FastMoE_seconds and so on     seconds of a step by each system
+        n=2_seconds                   seconds of PipeMoE's step in 2 chunks, as many as FasterMoE has
+        n                             the number of chunks with which PipeMoE is fastest, and which it uses
+        over FastMoE, over FasterMoE  speed-up of PipeMoE
     """
     rows = []
     for (cores, products), (name, sizes), B in itertools.product(BASELINES.items(), MODELS.items(), TOKENS):
@@ -288,10 +293,13 @@ FIGURE12_TOKENS = tuple(1024 * k for k in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48
 
 
 def figure12() -> list[dict[str, Any]]:
-    """Returns the times of Fig. 12: a row for each B, with a step in each number of chunks.
+    """Returns the times of Fig. 12: a row for each number of tokens (B), with a time for each number of
+    chunks.
 
-    best      the number of chunks with the least simulated time
-    paper     the number of chunks that is fastest in the paper
+    Two more fields of a row:
+
+        best      the number of chunks with the least simulated time
+        paper     the number of chunks that is fastest in the paper
     """
     sizes = MODELS[FIGURE12_MODEL]
     rows = []

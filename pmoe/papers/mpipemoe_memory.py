@@ -72,11 +72,10 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
 def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
     """Eq. 6: the fraction of all elements that a pipeline need not hold if it reuses memory.
 
-    It is the number of elements that reuse saves, over the number of elements that a pipeline without reuse
-    holds: model states, activations and temporary buffers. Reuse saves elements of activations and, equally
-        many,
-    of temporary buffers. For H = 4 M and large B the ratio approaches 1/4 at n = 2, 1/2 at n = 4 and 5/8 at
-    n = 8.
+    It is the number of elements that reuse saves, divided by the number of elements that a pipeline without
+    reuse holds: model states, activations and temporary buffers. Reuse saves equally many elements of
+    activations and of temporary buffers. For H = 4 M and large B the ratio approaches 1/4 at n = 2, 1/2 at n
+    = 4 and 5/8 at n = 8.
 
     B: tokens of a rank.
     M, H, E: d_model, d_hidden, number of experts.
@@ -88,7 +87,7 @@ def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
 def theory(B: int, M: int, H: int, E: int, n: int) -> dict[str, int | float]:
     """Returns the values of MPipeMoE's Eq. 1-6 by name, in elements.
 
-    ``saved`` is twice Eq. 5: of activations and of temporary buffers together.
+    ``saved`` is twice the result of Eq. 5: elements of activations and of temporary buffers together.
 
     B: tokens of a rank.
     M, H, E: d_model, d_hidden, number of experts.

@@ -40,7 +40,10 @@ BATCH = 4_194_304
 S4 = STRATEGIES["S4"]
 
 SLACK = 1.25
-"""Rows that a ring slot (a buffer that chunks share) holds, as a multiple of a chunk's under even routing."""
+"""Rows that a ring slot holds, as a multiple of a chunk's rows under even routing.
+
+A ring slot is a buffer that chunks use in turn.
+"""
 
 ELEMENT = 2
 """Bytes of an element: bfloat16."""
@@ -182,8 +185,9 @@ class ScaledStep:
 
 
 def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
-    """Returns the step with one rate slower.
+    """Returns the step on a cluster with one rate slower.
 
+    step: the step.
     link: name of a cost of the cluster, such as "compute" or "outside" (the link between machines).
     times: factor on the seconds of this cost.
     """
@@ -238,8 +242,8 @@ def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str
     """Returns where scaling ends: for each model the first row with too little throughput.
 
     Strong scaling ends where twice the machines give less than 1.5 times the throughput. Weak scaling ends
-    where the throughput is less than half of linear speedup. Models for which scaling does not end are
-    missing.
+    where the throughput is less than half of linear speedup. A model whose scaling does not end within the
+    rows is not in the result.
 
     rows: the result of `scaling`.
     strong: whether the batch stays the same for all numbers of machines.

@@ -30,6 +30,7 @@ def refusal_of(modules: LayerModules, component: str) -> str | None:
 
     Returns None if the part supports all features of the layer.
 
+    modules: the modules and options of the layer.
     component: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes
         calls; a source of row counts; or a prediction of times or memory.
     """

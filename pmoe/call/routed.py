@@ -38,7 +38,7 @@ class CheckedRouting:
 class RoutedBatch:
     """The tokens of this rank with their routing.
 
-    x           (..., M), the input of the layer after the callbacks' ``before_moe_start``
+    x           (..., M), the input of the layer after the callbacks' ``before_moe_start``; M is d_model
     x_TM        (T, M), the rows of x, one for each of T tokens
     gated       the checked routing
     autocast    dtype to which rows and parameters are cast (`pmoe.decide.route.cast_dtype`); None if they

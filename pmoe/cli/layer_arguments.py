@@ -59,6 +59,7 @@ def constructor_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
     """Returns the sizes of the described layer, which predictions need.
 
+    args: the options of the command.
     device_type: "cpu" or "cuda", the device for which bytes are counted.
 
     Raises ValueError for sizes that no layer can have.
@@ -70,6 +71,8 @@ def python_line(args: argparse.Namespace, **options: Any) -> str:
     """Returns Python code that builds the described layer, so that a user can copy it.
 
     options: further arguments of `pmoe.MoELayer`. Those that are None are left out of the code.
+
+    args: the options of the command.
     """
     arguments = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
     listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)
@@ -79,6 +82,7 @@ def python_line(args: argparse.Namespace, **options: Any) -> str:
 def describe_layer(args: argparse.Namespace, device_type: str) -> str:
     """Returns a line of text about the layer, the number of ranks and tokens, and the device.
 
+    args: the options of the command.
     device_type: "cpu" or "cuda", the device for which bytes are counted.
     """
     return f"{python_line(args)}, {plural(args.ranks, 'rank')}, {args.tokens} tokens a rank, on {device_type}"

@@ -151,6 +151,7 @@ def _lines(
 
     Each table has one line for each restore pair. They show totals, bytes of each tensor, and measured bytes.
 
+    args: the options of the command.
     rows: the bytes of each restore pair, as in the JSON output.
     device: the device on which bytes were measured.
     """

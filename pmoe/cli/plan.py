@@ -160,6 +160,7 @@ def _named_profile(args: argparse.Namespace) -> Profile:
 def _python(args: argparse.Namespace, advice: Advice) -> str:
     """Returns the Python code that builds the layer with the chosen options, so that a user can copy it.
 
+    args: the options of the command.
     advice: the chosen all-to-all, ESP degree (number of ranks that share each expert), n and restore pair.
     """
     profile = advice.profile

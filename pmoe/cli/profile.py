@@ -145,7 +145,7 @@ def _interference_rows(interference: Interference, travels: bool) -> Iterator[Se
     A row is for the work that is slowed down, a column for the work that runs at the same time.
 
     interference: the measured speeds, relative to running alone.
-    travels: whether there are several ranks, so that messages were measured.
+    travels: whether there are several ranks, which send rows to each other, so that messages were measured.
     """
     yield "speed of", "beside compute", "beside communicate", "beside copies", "beside all"
     yield (

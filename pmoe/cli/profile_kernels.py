@@ -115,6 +115,10 @@ def _measured(
     processes, whole layers are timed, too. Collective: every rank must call this function. The file is None
     on other ranks.
 
+    args: the options of the command.
+    ranks: the ranks that measure.
+    device: the CUDA device.
+
     Raises ValueError if no kernel could be measured.
     """
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
@@ -157,6 +161,7 @@ def _time_layers(
 
     layer: arguments of `pmoe.MoELayer`.
     sizes: sizes of the layer, by number of tokens of a rank.
+    ranks: the ranks of the layer.
 
     Sizes for which the layer cannot use its fused kernels are left out, with a message on stderr.
     """

@@ -59,6 +59,8 @@ def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: 
     Costs one all-reduce of ``2 * len(values)`` numbers, because a value v is equal on all ranks if max(v) ==
     -max(-v).
 
+    ranks: the ranks.
+    device: the device on which the numbers are reduced.
     stage: what the values are for, in words of an error message.
 
     Example: ranks with (1, 5) and (3, 5) -> [False, True].

@@ -51,7 +51,8 @@ class Traffic:
         """Adds the bytes of ``num_rows`` rows that were sent to other ranks.
 
         Args:
-            like: a tensor of the rows' dtype and width: (N, M) for token rows of M columns, (N,) for scalars.
+            like: a tensor of the rows' dtype and width: (N, M) for N token rows of M columns, or (N,) for
+                scalars.
             num_rows: number of rows that were sent to other ranks.
             inside: whether all of these ranks are on this rank's node.
         """

@@ -248,6 +248,9 @@ def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Waits for a collective on the CPU, and checks in between whether peers have published a failure.
 
+    work: the collective.
+    group: the group whose failures are looked for.
+
     Raises PeerError if a published failure shows that the collective will not end. The store is read in a
     thread, because the store may never answer.
     """
@@ -416,10 +419,10 @@ def _warn_alone(ranks: Ranks) -> None:
 def check_whole(ranks: Ranks) -> None:
     """Raises RuntimeError if this rank has left an earlier pass over the group in the middle.
 
-    The collectives of the next pass would then meet those that the peers still wait for. The failure is
-    published, so that the peers raise too. There is one exception: if all ranks left that pass by errors of
-    their own and after the same collectives, the group can be used again. To find that out, the function may
-    wait some seconds (`settle`).
+    The collectives of the next pass would otherwise be paired with those that the peers still wait for. The
+    failure is published, so that the peers raise too. There is one exception: if all ranks left that pass by
+    errors of their own and after the same collectives, the group can be used again. To find that out, the
+    function may wait some seconds (`settle`).
     """
     if ranks.size == 1 or not ranks.record.reason_left:
         return

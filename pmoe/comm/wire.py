@@ -79,10 +79,11 @@ def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
 def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor) -> None:
     """Unpacks messages to rows, and reorders them if an index is passed.
 
-    wire: the format of the messages.
-    message_NC: (at least N, C) uint8, the messages, C bytes each.
-    index: (N,) int64, row i is unpacked from message index[i]; None for N messages in the order of the rows.
-    out_NM: (N, M), memory for the rows.
+    wire: the number format of the messages.
+    message_NC: (N or more, C) uint8, the messages, C bytes each.
+    index: (N,) int64, row i of N is unpacked from message index[i]; None for N messages in the order of the
+        rows.
+    out_NM: (N, M), memory for the N rows of M columns.
     """
     d_model = out_NM.shape[1]
     if index is not None:
@@ -142,5 +143,10 @@ def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
 
 
 def _widened(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of a row's temporary float32 values; 0 for float32 rows and for wire="bfloat16"."""
+    """Returns the bytes of a row's temporary float32 values; 0 for float32 rows and for wire="bfloat16".
+
+    wire: the number format of the message.
+    d_model: columns of the row.
+    element_size: bytes of an element of the row.
+    """
     return 4 * d_model * (wire == "e4m3" and element_size < 4)

@@ -288,6 +288,7 @@ def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
     The dtype is float32, or float64 for float64 rows. All factors are 1 if the layer has no gate for the
     shared expert.
 
+    modules: the modules of the layer.
     x_TM: (T, M), the rows, with M = d_model columns.
 
     Raises ValueError if the gate returns another shape than (T, 1).
@@ -311,6 +312,7 @@ def shared_output(modules: LayerModules, x_TM: Tensor) -> Tensor:
     The shared expert is called as a module here, so that its hooks run. A factor is the sigmoid of the shared
     expert's gate, or 1 without a gate.
 
+    modules: the modules of the layer.
     x_TM: (T, M), the rows, with M = d_model columns.
 
     Raises ValueError if the module returns another shape than (T, M).

@@ -78,6 +78,7 @@ class PaddedCounts:
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
         """Returns the gate's routing, or tensors without values that the persistent kernel fills later.
 
+        call: the call.
         x_TM: (T, M), the rows of T tokens with M = d_model columns.
         """
         if may_fuse(call.modules, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):

@@ -328,8 +328,8 @@ def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     """Checks that the input is a plain tensor of the right shape, device and dtype.
 
     modules: the modules and options of the layer.
-    x: (..., M); it must have the device of the parameters, and also the dtype of the parameters unless
-        autocast or FSDP's mixed precision casts x.
+    x: (..., M) with M = d_model; it must have the device of the parameters, and also the dtype of the
+        parameters unless autocast or FSDP's mixed precision casts x.
     like: a parameter of the layer (`LayerModules.reference_parameter`); None if there is none.
 
     Raises TypeError if x is not a tensor, and FaultError (a ValueError) for all other mistakes.

@@ -30,6 +30,7 @@ def backend(
 ) -> Callable[..., Any]:
     """Compiles one graph for `torch.compile`, and returns the function that runs it.
 
+    module: the graph, as torch.compile traced it.
     example_inputs: the inputs of the graph, as the traced call had them.
     options: the options of `torch.compile`, by name (`pmoe.graph.options.Options`).
     mode: must be None, because this backend has no modes.

@@ -230,6 +230,7 @@ def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
     It is computed by operators of PyTorch, for which the backend needs no rules of its own. If the shared
     expert has a gate, the output is multiplied by the gate's weight.
 
+    layer: the layer.
     x_TM: (T, M), the tokens as the gate reads them.
     rows: (T, M), the same tokens, cast to the dtype in which experts compute.
     """

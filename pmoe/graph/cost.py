@@ -239,6 +239,7 @@ LINKS: dict[tuple[str, torch.device, torch.dtype], LineCost] = {}
 def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[Instruction]:
     """Returns the operator calls of a graph as a list of instructions with costs, in the graph's order.
 
+    module: the graph.
     costs: the measured cost of each call and input, by its `label`. Calls without an entry cost nothing.
     """
     nothing = Cost(0.0, 0)

@@ -259,6 +259,9 @@ class GraphRunner:
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
         """Runs the first training step: measures the graph cut in several ways, then runs it as traced.
 
+        ranks: the ranks that agree.
+        boxed: the arguments of the graph, in a list that the run empties.
+
         Returns the results of the graph as traced. Rank 0 chooses what will be cut, and stores the choice in
         the program. In a forward graph, `solve` chooses from the measured costs of parts. In a backward
         graph, either everything that can be cut is cut, or nothing: of all numbers of parts and orders that
@@ -348,6 +351,7 @@ class GraphRunner:
     ) -> tuple[dict[str, Cost], Sequence[Any]]:
         """Runs a module call by call. Returns the cost of each call by its label, and the results.
 
+        ranks: the ranks of the all-to-alls.
         module: the graph, possibly in parts.
         boxed: its arguments, in a list that the run empties.
         """

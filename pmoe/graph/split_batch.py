@@ -363,6 +363,8 @@ class _Cutter:
     def _call(self, target: Callable[..., Any], *args: Any, name: str = "") -> fx.Node:
         """Adds a call to the new graph, and returns its node.
 
+        target: the operator or function that is called.
+        args: its arguments.
         name: the `label` of the call; "" for none.
         """
         call = self.graph.call_function(target, args)

@@ -119,7 +119,8 @@ class Messages:
             and replaces that of the header. If it is float32, it is the largest magnitude of some values: if
             it is infinite or NaN, ``not_finite`` replaces the code of the header.
         not_finite: the code for values that are not finite.
-        counts_FE: (F, W * E) int32, contiguous: the row counts to send.
+        counts_FE: (F, W * E) int32, contiguous: the row counts to send, for each of F bins (equal ranges of
+            tokens) and each of E experts of W ranks.
         """
         sent_WL, _ = self.both
         checked: dict[str, int] = {}

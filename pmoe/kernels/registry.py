@@ -352,6 +352,10 @@ class Registry:
         """Warns, once for each reason, that pmoe's kernels cannot be used on a CUDA device.
 
         Does nothing for a candidate other than pmoe's kernels, or a device that is not a CUDA device.
+
+        candidate: the candidate that cannot be used.
+        request: the product.
+        reasons: why it cannot be used.
         """
         if candidate is self.candidates[0] and request.device.type == "cuda":
             for reason in reasons:

@@ -92,15 +92,17 @@ def run_experts(
     Args:
         owner: the module to which the experts belong. pmoe keeps a layer for it between calls, which
             `pmoe.stats` shows under the module's name.
-        x: (T, M), this rank's tokens. T may be 0 and may differ between ranks.
-        index: (T, K) integers, the experts of each token, from 0 to E - 1 over all ranks. E means no expert.
+        x: (T, M), this rank's T tokens of M columns. T may be 0 and may differ between ranks.
+        index: (T, K) integers, the K experts of each token, from 0 to E - 1 over all ranks. E, the number of
+            experts of all ranks, means no expert.
         weights: (T, K), the routing weights.
-        w1: (E_local, G, M), this rank's experts; "swiglu" has the gate's rows first. Experts are spread over
-            the ranks of ``group`` evenly and in order.
+        w1: (E_local, G, M), this rank's E_local experts; "swiglu" has the gate's rows first. G is H, the
+            columns of a hidden activation, or 2H for "swiglu". Experts are spread over the ranks of ``group``
+            evenly and in order.
         w2: (E_local, M, H).
         b1, b2: (E_local, G) and (E_local, M); None for no biases.
-        activation: "swiglu", "silu", "relu", "gelu" (exact), or a function without parameters that maps rows
-            (N, G) to (N, H), each row by itself.
+        activation: "swiglu", "silu", "relu", "gelu" (exact), or a function without parameters that maps N
+            rows (N, G) to (N, H), each row by itself.
         transposed: whether w1 is (E_local, M, G) and w2 (E_local, H, M).
         group: the ranks over which the experts are spread; None if this rank holds all of them.
         options: arguments of `pmoe.MoELayer` that decide how experts are run, any of `OPTIONS`. They must be

@@ -35,7 +35,7 @@ def has_no_values(modules: LayerModules, x: Tensor) -> bool:
     Meta and fake tensors have no values. An active FakeTensorMode gives tensors without values, too.
 
     modules: the layer's modules and options.
-    x: (..., M), the input.
+    x: (..., M), the input; M is d_model.
     """
     like = modules.reference_parameter
     if x.is_meta:
@@ -52,9 +52,9 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
     Backward of the loss gives them to x and to the gate's parameters.
 
     modules: the layer's modules and options.
-    x: (..., M), the input.
+    x: (..., M), the input; M is d_model.
 
-    Raises what a real call raises for a wrong shape, dtype or device.
+    Raises the errors of a real call for a wrong shape, dtype or device.
     """
     for callback in modules.callbacks:
         x = callback.before_moe_start(x)

@@ -188,6 +188,7 @@ FORMAT = 1
 def division_path(device_name: str, folder: PathLike | None = None) -> Path:
     """Returns the path of the file that stores the measurements of devices of this name.
 
+    device_name: CUDA's name of the devices.
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
     Raises RuntimeError if there is no home folder.

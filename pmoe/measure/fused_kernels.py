@@ -87,6 +87,8 @@ def even_routes(
     num_tokens: number of tokens of all ranks.
     top_k: number of experts that each token chooses.
     num_experts: number of experts of all ranks.
+    num_ranks: number of ranks.
+    device: device of the tensors.
     """
     slot = torch.arange(num_tokens * top_k, device=device)
     expert_TK = (slot % num_experts).view(num_tokens, top_k)
@@ -209,6 +211,7 @@ def measure_kernels(
 
     layers: sizes of the layers, the same on every rank.
     ranks: the ranks that measure together.
+    device: the CUDA device.
     top_k: number of experts that each token chooses.
     """
     seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
@@ -294,6 +297,7 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
 
     fused, chunked: the layer with fused kernels, and the layer that cuts its batch into chunks.
     x_TM: (T, M), the input of both layers: T tokens of this rank, M = d_model.
+    ranks: the ranks of both layers.
     """
     dy_TM = torch.randn_like(x_TM)
     clock = clock_of(x_TM.device)

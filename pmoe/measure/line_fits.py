@@ -95,6 +95,7 @@ def products(device: torch.device, dtype: torch.dtype, most_bytes: float = math.
 
     The weight has WIDTH rows and columns.
 
+    device: the device that multiplies.
     dtype: dtype of the rows and of the weight.
     most_bytes: how many bytes the weight may take. If it takes more, its width is halved until it fits.
     """
@@ -163,6 +164,7 @@ def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork
     The size is counted in units of one element for each other rank.
 
     ranks: two or more ranks, which exchange the messages.
+    device: the device of the tensors that are sent.
     dtype: dtype of the elements.
     """
     others = ranks.size - 1
@@ -205,6 +207,7 @@ def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: i
     or beta = 0, because caches or noise make small sizes cheap, the line from zero through the largest size
     is returned instead. Collective, because the work may be a collective.
 
+    bench: runs the work and reads the clock.
     sizes: the sizes, as numbers of units (`LaneWork`).
     repeats: runs of each size.
     """

@@ -170,6 +170,7 @@ def part_of(ranks: Ranks, device: torch.device, name: str, part: Ranks | None) -
     """Checks a group for measuring collectives, on all ranks, and returns it. Collective.
 
     ranks: all ranks that measure.
+    device: the device on which ranks compare their groups.
     name: name of the argument that is checked, for errors.
     part: the group: some or all ranks of ``ranks``. None stands for ``ranks``.
 
@@ -199,6 +200,7 @@ def _operations(
 ) -> dict[str, LaneWork]:
     """Returns the work to measure, by the name of its field in `Operations`.
 
+    device: the device of all tensors.
     dtype: dtype of all tensors.
     across: ranks among which rows are dispatched (all-to-all) and gradients are summed (all-reduce).
     inside: ranks that share each expert (all-gather, reduce-scatter).
@@ -243,6 +245,7 @@ def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
 
     Collective, because the work may be a collective.
 
+    bench: runs the work and reads the clock.
     effort: how long and how often the work runs.
     full: True measures the sizes that Section 6.2 of the FSMoE paper lists, False five sizes, each half of
         the size before.

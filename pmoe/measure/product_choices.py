@@ -121,6 +121,9 @@ def _fault(registry: Registry, case: KernelCase) -> str | None:
     """Checks the kernels on this rank. Returns a text about a wrong result or an error; None if all is right.
 
     No error is raised, because other ranks are waiting for this one.
+
+    registry: holds earlier results of the check.
+    case: the settings of the check.
     """
     if case not in registry.faults:
         try:
@@ -141,6 +144,7 @@ def _measure_unknown(
     """Measures products on all ranks and stores the results in the registry. Collective.
 
     unknown: the products, each with the names of its two candidates.
+    agree: takes the largest of each value over the ranks.
     """
     failures: dict[ProductRequest, str] = {}
     own = [second for request, pair in unknown for second in _seconds(request, pair, failures)]
@@ -188,6 +192,7 @@ def _seconds(
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
     """Returns (the smallest, the largest) of each value over the ranks, with a single reduction.
 
+    values: numbers of this rank.
     agree: takes the largest of each value over the ranks.
     """
     maxima = agree([*values, *(-value for value in values)])
@@ -221,6 +226,7 @@ def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[flo
     The candidates (pmoe's kernels, plain computations) run in turns, so that a change of the clock rate or of
     the cache affects all of them.
 
+    request: the product.
     names: names of the candidates.
     """
     operands, groups = random_operands(request)

@@ -58,6 +58,7 @@ def measure_products(
         experts: the experts of this rank.
         ranks: the ranks of the layer.
         dtype: dtype of the rows.
+        device: the device that computes.
         max_rows: rows that the rank with the most tokens would receive under even routing.
         needs_grad: whether a backward pass may follow, which has products of its own.
 
@@ -144,6 +145,8 @@ def _products(
 ) -> Iterator[tuple[str, ProductRequest]]:
     """Yields (name of a weight, product) for every matrix product of the experts.
 
+    dtype: dtype of the rows.
+    device: the device that computes.
     rows: number of rows of each product.
     needs_grad: whether the products of a backward pass are included.
     """

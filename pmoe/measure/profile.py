@@ -201,6 +201,10 @@ def stored_profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) ->
     """Returns the profile that this process uses, or None if there is none. Never measures one.
 
     The first call loads the profile from its file, if a valid one exists on every rank, and is collective.
+
+    ranks: the ranks that use the profile.
+    device: the device.
+    dtype: dtype of the rows.
     """
     key = (ranks.name, device, dtype)
     if key not in PROFILES:
@@ -232,6 +236,7 @@ def save_profile(profile: Profile, path: PathLike) -> None:
 def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile:
     """Returns the profile in a file.
 
+    path: the file.
     expected: the device, ranks, backend, dtype and versions for which the profile must have been measured;
         None accepts any.
 
@@ -267,6 +272,8 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
     """Returns (file, profile) if exactly one stored profile has this number of ranks and this dtype.
 
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
+    num_ranks: number of ranks of the profile.
+    dtype: torch's name of the rows' dtype.
 
     Raises ValueError if none or several fit. The error lists the stored profiles, and says how to measure
     one.

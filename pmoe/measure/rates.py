@@ -98,6 +98,8 @@ def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, Lan
 
     Messages are left out if there is a single rank.
 
+    bench: has the ranks and the device.
+    dtype: dtype of the tensors.
     most_bytes: about how many bytes the tensors that are measured may take together.
     """
     ranks = bench.ranks

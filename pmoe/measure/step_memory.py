@@ -36,6 +36,7 @@ def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device
 
     x: the input, of any shape that the module takes.
     dy: the gradient of the output, from which backward starts; the same shape as the output.
+    device: the CUDA device.
     """
     torch.cuda.synchronize(device)
     bytes_before = torch.cuda.memory_allocated(device)

@@ -108,6 +108,7 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
 
     The folder is created if it is missing.
 
+    path: the file.
     fields: the content.
     options: arguments of `json.dumps`.
 

@@ -147,7 +147,11 @@ def num_products(layer: LayerConfiguration) -> int:
 
 
 def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
-    """Returns the floating-point operations of one product of a GPU's experts, for all rows of its node."""
+    """Returns the floating-point operations of one product of a GPU's experts, for all rows of its node.
+
+    layer: sizes of the layer.
+    testbed: the cluster.
+    """
     return 2 * layer.rows * layer.M * (layer.H // testbed.gpus)
 
 

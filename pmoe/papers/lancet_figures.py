@@ -96,6 +96,7 @@ class Operator(NamedTuple):
 def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
     """Yields the operators of a forward pass of a model, block by block.
 
+    model: the model.
     sequences: number of sequences of a GPU.
     """
     rows = sequences * TOKENS
@@ -279,6 +280,8 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
     Lancet has two passes over a training graph. "weight gradients" only moves weight gradients beside
     all-to-alls, "ranges" only cuts ranges of operators into parts, "Lancet" does both.
 
+    model: the model.
+    cluster: rates of the GPUs and the network.
     gpus: number of GPUs of all nodes.
     """
     sequences = model.sequences[cluster.name]

@@ -106,6 +106,7 @@ class CopyPlan:
 
         loads: (E,) rows of each expert, from all ranks together, as `plan_copies` got them.
         owners: (E,) rank of each expert's parameters.
+        num_ranks: number of ranks.
         """
         rows = [0] * num_ranks
         for expert, (load, owner) in enumerate(zip(loads, owners, strict=True)):

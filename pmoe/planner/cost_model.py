@@ -266,6 +266,8 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
 
     Each number is the time that this work takes if nothing else runs.
 
+    sizes: sizes of the layer.
+    profile: measured rates.
     num_tokens: tokens of this rank, evenly routed.
     restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
         between the passes.

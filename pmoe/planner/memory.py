@@ -433,6 +433,9 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
 
     These are the incoming gradient, the gradient of the hidden activation, the hidden activation after the
     nonlinearity, and the products of one block of rows.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
     """
     if not sizes.shared_parameters:
         return 0
@@ -456,6 +459,7 @@ def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:
 def _graph(sizes: LayerSizes, backward: PassRows) -> int:
     """Returns the bytes that autograd holds while it differentiates the experts for one block of rows.
 
+    sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
     """
     return _block_rows(sizes, backward) * sizes.columns.graph * max(sizes.element_size, WIDE)
@@ -510,6 +514,7 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     If there are several additions in bfloat16 or float16, the sums are float32, because narrower sums would
     lose bits.
 
+    sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
     """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.travels)
@@ -546,6 +551,7 @@ def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     These are the gate's scores, choices and weights, the indices of rows (`_plan_bytes`), and the routing
     weights that arrived from other ranks.
 
+    sizes: sizes of the layer.
     call: numbers of rows of the call.
     rows: numbers of rows of the forward pass.
     """
@@ -565,6 +571,7 @@ def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     These are the position and the token of each row, and the order in which received rows are sorted by
     expert.
 
+    sizes: sizes of the layer.
     call: numbers of rows of the call.
     rows: numbers of rows of the pass.
     """
@@ -580,6 +587,9 @@ def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
     """Returns the bytes of gradients between the routing weights and the gate's logits.
 
     These are the gradients of the routing weights, and of two intermediate results.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
     """
     return (
         _scores(sizes, call) * 2 * bool(sizes.gate_scores)
@@ -589,7 +599,11 @@ def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
 
 
 def _scores(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of a tensor with one score for each token and expert."""
+    """Returns the bytes of a tensor with one score for each token and expert.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    """
     return call.tokens * sizes.num_experts * sizes.weight_size
 
 
@@ -597,6 +611,9 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
     """Returns the bytes of the float32 copies of tokens that the gate makes; 0 if tokens are float32.
 
     The gate copies a block of tokens at a time, so only one block counts.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
     """
     return min(call.tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)
 
@@ -700,6 +717,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
     task uses last. The moments are the start of the pass, the experts, the results before combine, and the
     end of the pass.
 
+    sizes: sizes of the layer.
     rows: numbers of rows of the pass, from `in_pieces`.
     buffers: rows and columns of each buffer of the pass.
     """

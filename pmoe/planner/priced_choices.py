@@ -174,7 +174,7 @@ class Advice:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a step in which rows travel between ranks while nothing is computed."""
+        """Seconds of a step in which rows are sent between ranks while nothing is computed."""
         return overlap(step_bars(self.sizes, self.profile, self.num_tokens, self.decision)).exposed
 
     @property
@@ -244,6 +244,8 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
 
     The result can be drawn as a timeline.
 
+    sizes: sizes of the layer.
+    profile: rates of the machine.
     num_tokens: tokens of each rank, evenly routed.
     chosen: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
     """
@@ -413,6 +415,7 @@ class Chooser:
         Trials decide among the choices that `_worth_trying` selects, if trials are allowed; otherwise
         predicted seconds do. Raises ValueError if no choice stays within the budget.
 
+        sizes: sizes of the layer.
         choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
             made again).
         profile: returns the machine's rates.

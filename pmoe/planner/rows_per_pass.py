@@ -17,11 +17,11 @@ class PassRows:
     extent: the numbers chunk by chunk.
     received: rows that arrive from other ranks, all chunks together.
     local: rows whose expert is on this rank, so that they are not sent; all chunks together.
-    sent: rows that leave for other ranks, all chunks together.
+    sent: rows that are sent to other ranks, all chunks together.
     exact: True if these numbers were counted, False if they are upper bounds.
     relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all, in the chunk with most
         of them.
-    merged: whether a token travels only once to a rank that holds several of its experts.
+    merged: whether a token is sent only once to a rank that holds several of its experts.
     """
 
     extent: ChunkRows

@@ -57,8 +57,9 @@ class Span:
 def bars(spans: Iterable[Span]) -> list[Span]:
     """Returns measured spans as bars of a drawing that starts at 0 seconds.
 
-    A message is issued while the message before it on the same lane is still being sent. The measured span
-    includes this waiting time. The bar does not: it starts when the message before it has ended.
+    A lane is a queue of tasks. A message is issued while the message before it on the same lane is still
+    being sent. The measured span includes this waiting time. The bar does not: it starts when the message
+    before it has ended.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)
@@ -195,6 +196,7 @@ def _hatches(spans: Sequence[Span], longest: float) -> dict[str, str]:
     The pattern is for readers who cannot tell the colours apart. Bars of a fused kernel have no pattern,
     because they are too many and too small.
 
+    spans: the bars of the figure.
     longest: end in seconds of the figure's last span.
     """
     narrow = {

@@ -124,6 +124,9 @@ def uneven_pass_seconds(
 ) -> float:
     """Returns the simulated seconds of a pass of n chunks, from its start until all ranks have finished.
 
+    layer: sizes of the layer, and the loads of its experts.
+    cluster: the machines.
+    n: number of chunks.
     direction: "forward" or "backward".
     plan: copies of busy experts; None if no expert has copies.
     """
@@ -137,6 +140,9 @@ def uneven_pass(
 
     Chunks do not share buffers (no ring slots), and copies stay on their ranks between the passes.
 
+    layer: sizes of the layer, and the loads of its experts.
+    cluster: the machines.
+    n: number of chunks.
     direction: "forward" or "backward".
     plan: copies of busy experts; None if no expert has copies.
     """
@@ -154,6 +160,9 @@ def _task_costs(
     If a rank hosts a copy, the rows of its own tokens for the copy are not sent, but are computed together
     with the received rows.
 
+    layer: sizes of the layer, and the loads of its experts.
+    cluster: the machines.
+    n: number of chunks.
     plan: copies of busy experts; None if no expert has copies.
     """
     num_ranks = cluster.num_ranks

@@ -73,6 +73,9 @@ _agreed: dict[tuple[object, ...], bool] = {}
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
     """Returns why the kernels cannot compute rows of this dtype and these sizes on this rank.
 
+    d_model: columns of a token.
+    d_hidden: columns of an expert's hidden activation.
+
     Returns None if they can. The answer may differ on other ranks, so the ranks still have to agree
     (`steps_for`).
     """

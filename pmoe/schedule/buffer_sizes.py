@@ -231,6 +231,9 @@ def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
     """Returns the number of elements of each ring slot, by the slot's name.
 
     A ring slot is memory in which buffers take turns, so it is as large as the largest of these buffers.
+
+    schedule: the tasks of a pass, with the slot of each buffer.
+    sizes: rows and columns of each buffer.
     """
     largest: dict[str, int] = {}
     for name, turns in schedule.turns.items():

@@ -149,8 +149,9 @@ class Schedule:
 
     direction: "forward" or "backward".
     tasks: the tasks, with ``waits`` filled in.
-    slots: the ring slot of each buffer that lies in one, such as {"T_DI.2": "T_DI[0]"}. A ring slot is memory
-        that buffers use in turn. All other buffers have memory of their own.
+    slots: the ring slot of each buffer that is in one, such as {"T_DI.2": "T_DI[0]"} for the experts' input
+        T_DI of chunk 2. A ring slot is memory that buffers use in turn. All other buffers have memory of
+        their own.
     """
 
     direction: str
@@ -159,7 +160,7 @@ class Schedule:
 
     @functools.cached_property
     def lanes(self) -> frozenset[Lane]:
-        """The lanes on which tasks of this schedule run."""
+        """The lanes (queues, such as CUDA streams) on which tasks of this schedule run."""
         return frozenset(task.lane for task in self.tasks)
 
     @functools.cached_property
@@ -169,9 +170,10 @@ class Schedule:
 
     @functools.cached_property
     def turns(self) -> dict[str, list[tuple[str, int, str]]]:
-        """The buffers that lie in ring slots: for each name, a list of (buffer, chunk, slot).
+        """The buffers that are in ring slots: for each name, a list of (buffer, chunk, slot).
 
-        A ring slot is memory that buffers use in turn. Example: "T_M_L" -> [("T_M_L.3", 3, "T_M[0]")].
+        A ring slot is memory that buffers use in turn. Example: "T_M_L" (hidden activation of rows that stay)
+        -> [("T_M_L.3", 3, "T_M[0]")].
         """
         turns: dict[str, list[tuple[str, int, str]]] = {}
         for buffer, slot in self.slots.items():
@@ -212,7 +214,7 @@ class Schedule:
 
     @functools.cached_property
     def awaited(self) -> frozenset[str]:
-        """The names of the tasks for which another lane waits (`lane_waits`)."""
+        """The names of the tasks for which a task on another lane waits (`lane_waits`)."""
         return frozenset(name for names in self.lane_waits.values() for name in names)
 
     @functools.cached_property
@@ -422,7 +424,12 @@ _LANES = {
 
 
 def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
-    """Returns a task on the lane of its kind. ``waits`` is empty: `link` fills it in."""
+    """Returns a task on the lane of its kind. Its ``waits`` are empty: `link` fills them in.
+
+    kind: the work of the task.
+    chunk: number of the chunk; -1 for all chunks.
+    reads, writes: names of the buffers that the task reads and writes.
+    """
     lane = _LANES.get(kind.value, Lane.COMPUTE)
     return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
 
@@ -465,14 +472,20 @@ class PassBuilder:
         self._source, self._received, self._result, self._home, self._output = buffers
 
     def add(self, kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> None:
-        """Appends one task. ``reads`` and ``writes`` are names of buffers, such as "T_DI.0"."""
+        """Appends one task.
+
+        kind: the work of the task.
+        chunk: number of the chunk; -1 for all chunks.
+        reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0" (T_DI is the
+            experts' input).
+        """
         self.tasks.append(make_task(kind, chunk, reads, writes))
 
     def finish(self, slots: Mapping[str, str] | None = None) -> Schedule:
         """Returns the schedule of all tasks that were appended.
 
-        slots: the ring slot (reused memory) of each buffer that lies in one; None if all buffers have memory
-            of their own.
+        slots: the ring slot (reused memory) of each buffer that is in one; None if all buffers have memory of
+            their own.
         """
         return finished(self.direction, self.tasks, self.stages, slots)
 

@@ -114,7 +114,7 @@ class Steps:
 
         fused_routing: the `FusedRouting` with which the rows were dispatched.
         active_NH: (N, H), activation after the nonlinearity, of the N rows that arrived. H = d_hidden.
-        w2, b2: second weight (E, M, H) and bias (E, M) of this rank's E experts.
+        w2, b2: second weight (E, M, H) and bias (E, M) of this rank's E experts. M = d_model.
 
         Returns the layer's output (T_O) for this rank's T tokens, (T, M).
         """
@@ -126,15 +126,15 @@ class Steps:
         """Dispatches the output's gradient to the experts' ranks, and computes the hidden gradient there.
 
         fused_routing: where the rows of this rank's tokens go, and which N rows arrive.
-        grad_TM: (T, M), gradient of the layer's output for this rank's T tokens.
+        grad_TM: (T, M), gradient of the layer's output for this rank's T tokens; M = d_model.
         weight_TK: (T, K), the routing weights of the K choices of each token.
         of_rank: w2, b2 and the hidden activation before the nonlinearity (T_M), (N, G), of this rank. G is H
             = d_hidden, or 2H for SwiGLU.
         options: ``activation``, the nonlinearity's name.
 
         Returns three tensors: the gradient of T_M, (N, G); the activation after the nonlinearity times the
-        routing weights, (N, H); and P partial sums for each row, (P, N): their sum over the P is the gradient
-        of the row's routing weight.
+        routing weights, (N, H); and P partial sums for each row, (P, N), which add up to the gradient of the
+        row's routing weight.
         """
         grad_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
@@ -156,16 +156,19 @@ class Steps:
         fused_routing: the `FusedRouting` with which the rows were dispatched.
         grad_hidden_NG: (N, G), gradient of the hidden activation before the nonlinearity, of the N rows that
             arrived. G is H = d_hidden, or 2H for SwiGLU.
-        w1: (E, G, M), first weight of this rank's E experts.
+        w1: (E, G, M), first weight of this rank's E experts. M = d_model.
         dots_PN: (P, N), the third result of `dispatch_hidden_gradient`: P partial sums for each row, which
             add up to the gradient of the row's routing weight.
 
         Returns the gradient of the layer's input for this rank's T tokens, (T, M), and the gradient of the
-        routing weights, (T, K).
+        routing weights, (T, K) for K choices of each token.
         """
         return launches.gradient_combine(self.launcher, [fused_routing], [grad_hidden_NG], [w1], [dots_PN])
 
 
 def float_weights(weight_TK: Tensor) -> Tensor:
-    """Returns routing weights (T, K) in the form that kernels read: contiguous float32 without a graph."""
+    """Returns routing weights (T, K) in the form that kernels read: contiguous float32 without a graph.
+
+    They are the weights of T tokens with K choices each.
+    """
     return weight_TK.detach().to(torch.float32).contiguous()

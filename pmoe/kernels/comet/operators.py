@@ -151,7 +151,7 @@ def dispatch_fields(
 
     heap: this rank's symmetric heap. Rows that arrive in it are the first operand of the product.
     fused_routing: where the rows of this rank's tokens go, and which rows arrive.
-    source_TM: (T, M), a row for each of T tokens.
+    source_TM: (T, M), a row of M = d_model columns for each of T tokens.
     weight_TK: (T, K), the routing weights of the K choices of each token, which are sent with the rows.
     """
     check_tokens(heap, fused_routing.expert_TK, source_TM, weight_TK)
@@ -232,7 +232,7 @@ def dispatch(
 
     launcher: has the heap of each rank of this process.
     fused_routings: for each of these ranks, where the rows of its tokens go.
-    x_TM: (T, M), the tokens of these ranks.
+    x_TM: (T, M), the T tokens of these ranks, M = d_model columns each.
     weight_TK: (T, K), the routing weights of the K choices of each token.
     """
     fields = [
@@ -253,13 +253,13 @@ def dispatch_hidden(
     activation: str,
     keep: bool,
 ) -> tuple[list[Tensor] | None, list[Tensor]]:
-    """Sends tokens to the ranks of their experts, and computes there w1's product and the nonlinearity.
+    """Sends tokens to the ranks of their experts, which compute w1's product and the nonlinearity.
 
     The product is T_M = rows w1[e]^T + b1[e] for the rows of each expert e.
 
     launcher: has the heap of each rank of this process.
     fused_routings: for each of these ranks, where the rows of its tokens go, and which N rows arrive.
-    x_TM: (T, M), the tokens of these ranks.
+    x_TM: (T, M), the T tokens of these ranks, M = d_model columns each.
     weight_TK: (T, K), the routing weights of the K choices of each token.
     w1, b1: for each rank, weight (E, G, M) and bias (E, G) of its E experts. G is H = d_hidden, or 2H for
         SwiGLU.
@@ -308,12 +308,12 @@ def product_combine(
     fused_routings: for each of these ranks, the `FusedRouting` with which the rows were dispatched.
     active: for each rank, the activation after the nonlinearity, (N, H), of the N rows that arrived. H =
         d_hidden.
-    w2, b2: for each rank, weight (E, M, H) and bias (E, M) of its E experts.
+    w2, b2: for each rank, weight (E, M, H) and bias (E, M) of its E experts. M = d_model.
 
     Returns the layer's output (T_O) for all T tokens of these ranks, (T, M).
 
     A rank that holds several of a token's experts sends only the sum of their results. The token's rank adds
-    the sums that arrive in the order of the token's choices, so the output is the same bits in each run.
+    the sums that arrive in the order of the token's choices, so the output has the same bits in each run.
     """
     fields = []
     result_TM = active[0].new_empty(fused_routings[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
@@ -401,10 +401,10 @@ def dispatch_hidden_gradient(
 def _dots_with_bias(rows_NM: Tensor, bias_EM: Tensor, ends_E: Tensor) -> Tensor:
     """Returns the inner product of each row with the bias of its expert, (N,) float32.
 
-    rows_NM: (N, M), N rows sorted by expert. N may be larger than the number of rows that arrived. The
-        results of the unused rows at the end have no meaning.
+    rows_NM: (N, M), N rows of M columns, sorted by expert. N may be larger than the number of rows that
+        arrived. The results of the unused rows at the end have no meaning.
     bias_EM: (E, M), the bias of each of E experts.
-    ends_E: (E,), for each expert the index behind its last row.
+    ends_E: (E,), for each expert the index after its last row.
     """
     by_expert_NE = rows_NM.float() @ bias_EM.float().t()
     row_N = torch.arange(rows_NM.shape[0], dtype=torch.int32, device=rows_NM.device)
@@ -422,18 +422,18 @@ def gradient_combine(
     """Computes the rows' gradients, sends them to their tokens' ranks, and sums each token's gradients.
 
     The gradient of a row of expert e is its hidden gradient times w1[e]. A token's gradient is the sum over
-    its rows, added in the order of the token's choices, so it is the same bits in each run.
+    its rows, added in the order of the token's choices, so it has the same bits in each run.
 
     launcher: has the heap of each rank of this process.
     fused_routings: for each of these ranks, the `FusedRouting` with which the rows were dispatched.
     of_hidden: for each rank, the gradient of the hidden activation before the nonlinearity, (N, G), of the N
         rows that arrived. G is H = d_hidden, or 2H for SwiGLU.
-    w1: for each rank, the weight (E, G, M) of its E experts.
+    w1: for each rank, the weight (E, G, M) of its E experts. M = d_model.
     dots: for each rank, the third result of `dispatch_hidden_gradient`: P partial sums for each row, (P, N),
         which add up to the gradient of the row's routing weight.
 
     Returns the gradient of the layer's input for all T tokens of these ranks, (T, M), and the gradient of the
-    routing weights, (T, K), which is 0 for dropped choices.
+    routing weights, (T, K) for K choices of each token, which is 0 for dropped choices.
     """
     fields = []
     num_tokens, top_k = fused_routings[0].expert_TK.shape

@@ -45,7 +45,7 @@ def check_operands(
 
     rows: (N, columns), or the T tokens (T, columns) if ``gathered``.
     weight: (E, O, I), a matrix of O rows and I columns for each of E experts.
-    ends: (E,) int32, the index behind each expert's last row.
+    ends: (E,) int32, the index after each expert's last row.
     columns: the dimension of the weight that must have as many elements as a row has columns: 2 for a
         product, 1 for the gradient of its rows.
     slots: for each row, the index of its (token, choice) pair; or None.

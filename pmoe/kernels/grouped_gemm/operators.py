@@ -133,6 +133,9 @@ def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
     """Returns the row of each slot, (T, K) int32, for T tokens with K choices each.
 
     A slot is a (token, choice) pair. A slot without a row gets the number of rows, which is no row's index.
+
+    slots: the slot of each row.
+    num_tokens: T.
     """
     slot_N = slots.slot_N
     num_rows = slots.slot_N.shape[0]

@@ -108,6 +108,8 @@ def launch_move(
 
     position_TK, weight_TK, num_rows, rows: the arguments of `move`.
     written: d_weight_TK of `move`, if it is needed.
+
+    kernel: name of the kernel.
     """
     first = next(iter(rows.values()))
     tokens, top_k = position_TK.shape
@@ -139,7 +141,7 @@ def check_given(
 ) -> None:
     """Raises ValueError unless the tensors have matching shapes, dtypes and devices.
 
-    position_TK: (T, K) int32 or int64.
+    position_TK: (T, K) int32 or int64, the row of each of the K choices of T tokens.
     weight_TK: (T, K), float32, or float64 if the rows are float64; or None.
     num_rows: number of rows that are sorted by expert; None if one of ``rows`` has it as its size.
     rows: tensors by name. The first one determines the dtype and number of columns of all. Those with names

@@ -76,7 +76,9 @@ def _in_range(position_T: Tensor, num_rows: int) -> Tensor:
 def _scaled(rows: Tensor, weight_TK: Tensor | None, k: int) -> Tensor:
     """Returns rows (T, M) times their weights of choice number ``k``, in float32 or wider.
 
+    rows: (T, M), a row of M columns for each of T tokens.
     weight_TK: (T, K), weights of K choices of T tokens; None means 1.
+    k: number of the choice.
     """
     wide = rows.to(_wide(rows.dtype))
     return wide if weight_TK is None else wide * weight_TK[:, k : k + 1]

@@ -73,8 +73,8 @@ class DeferredRouting(NamedTuple):
         values yet either.
     routes: the tensors that will be written.
     options: arguments of `route`: top_k, normalize and z_loss_weight.
-    product: the tokens (T, M) and the gate's weight (E, M), if the launch must also compute the logits x
-        weight^T; else None.
+    product: the tokens (T, M), of M = d_model columns, and the gate's weight (E, M), if the launch must also
+        compute the logits x weight^T; else None.
     """
 
     logits_TE: Tensor
@@ -110,6 +110,10 @@ def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
     """Returns why the kernels cannot route with these logits and sizes; None if they can.
 
     It starts CUDA only if the logits are on a CUDA device.
+
+    logits_TE: (T, E), the gate's logits of T tokens for E experts.
+    top_k: number of experts of a token.
+    num_chunks: number of chunks of consecutive tokens.
     """
     num_tokens, num_experts = logits_TE.shape
     if logits_TE.device.type != "cuda":
@@ -126,6 +130,11 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
     """Returns why the kernels do not take these sizes on a CUDA device; None if they do.
 
     The result is cached, because the check prepares the kernel, which is slow.
+
+    device: number of the CUDA device.
+    num_experts: number of experts of all ranks.
+    top_k: number of experts of a token.
+    num_chunks: number of chunks of consecutive tokens.
     """
     module = extension.load()
     if module is None:
@@ -140,10 +149,14 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
 
 
 def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
-    """Returns whether the kernels of cuda/route can be used for these logits (T, E) and sizes.
+    """Returns whether the kernels of cuda/route can be used for these logits and sizes.
 
     If not, the caller uses PyTorch expressions. For float32 logits on a CUDA device, where a user expects the
     kernels, this function warns once for each reason.
+
+    logits_TE: (T, E), the gate's logits of T tokens for E experts.
+    top_k: number of experts of a token.
+    num_chunks: number of chunks of consecutive tokens.
     """
     reason = refusal(logits_TE, top_k, num_chunks)
     if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:
@@ -273,7 +286,7 @@ def launch_route(
 ) -> None:
     """Launches the routing kernels on the current stream. They write all tensors of ``out``.
 
-    logits_TE: (T, E), which must have been checked.
+    logits_TE: (T, E), the gate's logits of T tokens for E experts, which must have been checked.
     out: the result of `empty_routes`.
     normalize, z_loss_weight, sorted_chunks, last: arguments of `route`.
     """

@@ -49,7 +49,9 @@ class Routes(NamedTuple):
 def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
     """Returns the tensors of `Routes` without values, for a kernel to write.
 
-    logits_TE: (T, E), which determines sizes, dtype and device.
+    logits_TE: (T, E), the logits of T tokens for E experts. Only sizes, dtype and device are used.
+    top_k: number of experts of a token.
+    num_chunks: number of chunks of consecutive tokens.
     """
     num_tokens, num_experts = logits_TE.shape
 
@@ -76,6 +78,9 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
     The number of tokens itself is not checked, because it may be unknown while a graph is traced.
 
     logits_TE: (T, E), the logits of T tokens for E experts.
+    top_k: number of experts of a token.
+    num_chunks: number of chunks of consecutive tokens.
+    z_loss_weight: factor of the z-loss in the auxiliary loss.
     """
     check_tensor("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
     num_experts = logits_TE.shape[1]
@@ -105,7 +110,11 @@ def check_order(logits_TE: Tensor, num_chunks: int, sorted_chunks: int, last: ra
 
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
-    """Raises ValueError unless logits (T, E) are contiguous, and T * top_k positions fit into int32."""
+    """Raises ValueError unless logits are contiguous, and T * top_k positions fit into int32.
+
+    logits_TE: (T, E), the logits of T tokens for E experts.
+    top_k: number of experts of a token.
+    """
     check_tensor("logits", logits_TE, contiguous=True)
     if logits_TE.shape[0] * top_k > MAX_ROWS:
         raise ValueError(

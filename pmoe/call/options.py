@@ -172,8 +172,9 @@ class LayerOptions:
 
     @functools.cached_property
     def has_own_source(self) -> bool:
-        """Whether more than one plain exchange may be needed to get row counts: fused, solved, or
-        balanced.
+        """Whether a call may need more than one plain exchange to get its row counts.
+
+        This is so with ``fused``, with ``balance`` and with ``pipeline="solve"``.
         """
         return bool(self.fused or self.solves or self.balance)
 

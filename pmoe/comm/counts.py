@@ -483,9 +483,10 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: if rows from a rank to itself are not sent (``bypass_local``): only those for the first so
-        many experts of the rank; None for all. The other experts are copies of other ranks' experts, whose
-        rows are always sent. The caller may set it before `finish`.
+    num_staying: with ``bypass_local``, rows from a rank to its own experts are not sent. This is the number
+        of experts that are its own; they come first. The experts after them are copies of other ranks'
+        experts, whose rows are always sent. None if there are no copies. The caller may set it before
+        `finish`.
     """
 
     tokens_W: Tensor
@@ -718,7 +719,8 @@ class CountsExchange:
             index   0 .. 3    4               5               6            7, 8, ...
             number  header    host shortage   rows received   irregular    depth of each degree, then `Loads`
 
-            host shortage   1 if host memory lacks for the received rows
+            header          the numbers in front of the row counts (`HEADER`)
+            host shortage   1 if the host does not have enough memory for the received rows
             irregular       1 if a rank does not have exactly one row for each choice of its tokens
             depth           how often each number of chunks must be cut finer (`Slots.depths`)
 

@@ -148,8 +148,9 @@ class Ranks:
         )
 
     def count_exchange(self) -> None:
-        """Gives the exchange of row counts that begins now its number, which is also that of the layer's
-        call.
+        """Gives a number to the exchange of row counts that begins now.
+
+        The call of the layer has the same number.
         """
         self.record.exchanges += 1
         self.record.begun_before = collectives.begun

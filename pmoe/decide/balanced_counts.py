@@ -69,8 +69,10 @@ without copies is more than (1 + `LEAST_GAIN`) times its time with copies.
 class BalancedCounts(ExactCounts):
     """Routes a call, decides which busy experts get copies on other ranks, and exchanges the row counts.
 
-    copies      the copies of the call, with those that this rank sends and hosts; None if there are none, or
-                before `agree`
+    A copy is the weights of a busy expert on another rank, which computes a part of the expert's rows.
+
+    copies      the copies of all ranks in this call, with those that this rank sends and hosts; None if there
+                are none, or before `agree`
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
                 copies
     is_planned  whether it is decided already which experts get copies in this call
@@ -105,9 +107,10 @@ class BalancedCounts(ExactCounts):
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts an exchange of row counts. The first exchange of a call also asks for the loads of experts.
 
-        The first exchange also tells every rank three facts, each true if it is true on any rank: gradients
-        of experts are needed; experts have changed since the last call; copies that a rank has kept from an
-        earlier call cannot be used.
+        The load of an expert is its number of rows from all ranks. The first exchange also reports three
+        facts to every rank, each true if it is true on any rank: gradients of experts are needed; experts
+        have changed since the last call; copies of experts that a rank has kept from an earlier call cannot
+        be used.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -138,7 +141,7 @@ class BalancedCounts(ExactCounts):
         return exchange
 
     def sort_early(self) -> None:
-        """Sorts the rows while the counts are exchanged, unless copies will probably change their order.
+        """Sorts the rows while counts are exchanged, unless copies of experts will probably change the order.
 
         Copies are probable if the last call had some.
         """
@@ -197,10 +200,11 @@ class BalancedCounts(ExactCounts):
     def use_copies(self, modules: LayerModules, copies: HostedCopies) -> None:
         """Divides the rows of experts with copies among the ranks that compute these experts.
 
-        Afterwards ``orders`` sorts the rows by the new numbers of experts and copies.
+        A copy is the weights of a busy expert on another rank. Afterwards ``orders`` sorts the rows by the
+        new numbers of experts and copies.
 
         modules: the modules that the schedule computes, without the copies.
-        copies: the copies of the call.
+        copies: the copies of all ranks in this call.
         """
         self.copies = copies
         orders = self.orders
@@ -234,7 +238,7 @@ class BalancedCounts(ExactCounts):
 
 
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
-    """Row counts for copies of busy experts in a layer with ``pipeline="solve"``.
+    """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
     Rows are counted for the numbers of chunks of the last call. If the solver takes other numbers, rows are
     counted and exchanged once more.
@@ -295,9 +299,7 @@ def _imbalance(rows: Sequence[int]) -> float:
 
 
 def owners_of(modules: LayerModules) -> list[int]:
-    """Returns the rank that owns each expert, by the expert's number: rank 0 has the first experts, and so
-    on.
-    """
+    """Returns the rank that owns each expert, by the expert's number. Rank 0 owns the first experts."""
     num_local = modules.experts.num_local_experts
     return [expert // num_local for expert in range(modules.options.num_experts)]
 
@@ -366,7 +368,7 @@ def planned_copies(
 
 
 def pays(plan: CopyPlan) -> bool:
-    """Returns whether a plan has copies that save more than the fraction `LEAST_GAIN` of the time."""
+    """Returns whether a plan has copies of experts that save more time than the fraction `LEAST_GAIN`."""
     return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
 
 
@@ -408,7 +410,7 @@ class SlotsOfHosts(SortedSlots):
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
-        """Returns the plan of the call, which says also how backward gets the weights of the copies.
+        """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
         If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
         again too. Otherwise the weights are kept.
@@ -481,10 +483,10 @@ def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
 
 
 def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) -> CopyLimits:
-    """Returns how many copies a rank may host, and how many rows a copy must take over to pay for itself.
+    """Returns how many copies of experts a rank may host, and the price of a copy in rows.
 
-    The second number is the price of a copy: sending its weights takes as long as computing so many rows. The
-    results are the same on all ranks:
+    The price is the number of rows that a rank could compute in the time in which a copy's weights are sent.
+    The results are the same on all ranks:
 
     - With ``memory_budget`` there are only as many copies as the budget has room for.
     - If ``balance`` is a number of copies, the price is 0, so copies are made even if they save little.

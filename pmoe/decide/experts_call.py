@@ -34,7 +34,7 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
 HOOKS = "a hook or a parameter of the experts or the shared expert"
-"""What a rank is doing before `decide` and after `run`, in words for error reports to other ranks."""
+"""Words for error reports to other ranks: what a rank is doing before `decide` and after `run`."""
 
 
 def run(decision: Decision) -> Tensor:

@@ -2,7 +2,7 @@
 
 Copies of busy experts can be used again in later calls while no rank's experts change: in evaluation, and
 between the micro-batches of one step. torch counts in-place changes of a tensor, and a new tensor has a new
-address, so most changes are seen without reading values. Some are not seen so, such as
+address, so most changes are noticed without reading values. Some are not, such as
 ``parameter.data.copy_(...)``, which optimizers use. So checksums of the values of experts that have copies
 are compared too.
 """

@@ -318,7 +318,7 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSte
 
 
 def _known_sizes(inputs: Mapping[fx.Node, Any]) -> dict[Any, int]:
-    """Returns the values of all symbols, and expressions of symbols, among the sizes of a graph's inputs.
+    """Returns the value of each symbolic size of a graph's inputs: of symbols, and of expressions of symbols.
 
     inputs: the argument for each input.
     """

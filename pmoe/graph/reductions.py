@@ -185,7 +185,7 @@ def with_hand_overs(
     begun = 0
 
     def hand_over(gradient: Gradient) -> None:
-        """Adds the instruction that hands a gradient over."""
+        """Adds the instruction that hands a gradient over to autograd."""
         waits = (gradient.source,) if gradient.source else ()
         result[gradient.instruction] = Instruction(
             name=gradient.instruction,
@@ -197,8 +197,7 @@ def with_hand_overs(
         )
 
     def take(instruction: Instruction, gradient: Gradient | None) -> None:
-        """Adds an instruction to the pass, after those that it waits for. Then hands over gradients that it
-        computes.
+        """Adds an instruction to the pass, after those that it waits for, and hands over its gradients.
 
         instruction: the instruction. Nothing is done if it was added before.
         gradient: the gradient that must be handed over next; None if the instruction is taken in order.
@@ -218,7 +217,10 @@ def with_hand_overs(
             hand_over(waiting)
 
     def open_place() -> None:
-        """Hands over the gradients whose place has come, or marks them if they are not computed yet."""
+        """Hands over the gradients whose place has come. If one is not computed yet, it is handed over later.
+
+        The place of a gradient is the number of all-to-alls that begin before it is handed over.
+        """
         while pending and pending[0][0] <= begun:
             gradient = heapq.heappop(pending)[-1]
             if gradient.source and gradient.source not in result:

@@ -261,8 +261,8 @@ class _List:
 
         Of the weight gradients (instructions that no all-to-all waits for), the one with the time closest to
         the gap is taken. A weight gradient that takes more than twice the gap is not considered, because it
-        would delay other instructions by more than the gap. If none is short enough, the time moves on to the
-        end of the gap.
+        would delay other instructions by more than the gap. If none is short enough, nothing runs in the gap:
+        ``now``, the predicted time, becomes its end.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now

@@ -179,7 +179,6 @@ def ask_device(index: int, only: str = "") -> Device:
     """Loads kernels on a CUDA device and returns the device's description with these kernels' properties.
 
     index: torch's index of the device.
-
     only: name of the only kernel to load; "" loads all kernels.
 
     If the device fails, it is returned without kernels, and its ``reason`` says why. Nothing is raised.

@@ -154,8 +154,8 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Returns a context that, when it ends, undoes changes of a module and of torch's random state.
 
-    It restores the attributes of the module and its children, the set of their buffers, and the buffers'
-    values.
+    It restores the attributes of the module and of its children, which buffers they have, and the values of
+    these buffers.
     """
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))

@@ -89,11 +89,11 @@ def measure_operations(
         across: ranks among which rows are dispatched and gradients are summed, for example one rank of each
             node.
         inside: ranks that share each expert, for example those of a node.
-        quick: smaller sizes and fewer runs.
+        quick: whether to measure smaller sizes with fewer runs.
         full: whether all sizes of Section 6.2 of the FSMoE paper are measured. By default there are five
             smaller sizes.
         most_bytes: how many bytes the measured tensors may take at once, the same on every rank. With few
-            bytes, only small products and messages can be measured. ``full`` does not obey it.
+            bytes, only small products and messages can be measured. ``full`` ignores it.
 
     ``across`` and ``inside`` are subsets of ``ranks`` that are equally large on every rank; None stands for
     all ranks. Each rank measures on its own groups, at the same time as the other ranks. The seconds are

@@ -76,7 +76,7 @@ def load_or_measure(
         Those that the stored profile lacks are measured and added. Only used if ``operations``.
     most_bytes: how many bytes the tensors that are measured may take, the same on every rank. Below
         `WHOLE_BYTES`, only small products and messages can be measured. This process then uses the profile,
-        but no file stores it, because it says little about large ones.
+        but no file stores it, because it says little about large products and messages.
 
     Warns once about a file that cannot be used, and replaces it. A file of an older format has another name
     and stays. If the folder cannot be written, rank 0 warns, and the next run measures again. Rank 0 also

@@ -138,14 +138,14 @@ def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tu
     over the W ranks, so that R / W bytes go to each rank.
 
         flat               each rank sends R / W to each of the L - 1 other ranks of its machine,
-                               and to each of the W - L ranks of other machines
+                           and to each of the W - L ranks of other machines
         hierarchical_2d    1. each rank sends R / L to each other rank of its machine. Local rank i
-                                  receives the rows for the local ranks i of all machines
-                               2. local rank i sends L R / W to local rank i of each other machine
+                              receives the rows for the local ranks i of all machines
+                           2. local rank i sends L R / W to local rank i of each other machine
         hierarchical_1d    one rank of each machine is its leader
-                               1. each rank sends the leader of its machine all rows except those for itself
-                               2. the leader sends L L R / W to each other leader
-                               3. the leader sends each rank of its machine that rank's rows
+                           1. each rank sends the leader of its machine all rows except those for itself
+                           2. the leader sends L L R / W to each other leader
+                           3. the leader sends each rank of its machine that rank's rows
 
     dispatch: name of the all-to-all.
     machines: A.

@@ -102,7 +102,7 @@ class CopyPlan:
         return frozenset((expert, rank) for expert, hosts in self.hosts.items() for rank, _ in hosts[1:])
 
     def rows_of_ranks(self, loads: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
-        """Returns the number of rows that each rank computes.
+        """Returns the number of rows that each rank computes with the copies of this plan.
 
         loads: (E,) rows of each expert, from all ranks together, as `plan_copies` got them.
         owners: (E,) rank of each expert's parameters.

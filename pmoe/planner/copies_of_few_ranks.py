@@ -141,7 +141,11 @@ class FewRanks:
         return best
 
     def _neighbours(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Yields all choices of copies that differ from ``pairs`` by one copy removed, added or replaced."""
+        """Yields all choices of copies that differ from a given choice by one copy removed, added or
+        replaced.
+
+        pairs: the given choice: copies as pairs (expert, rank).
+        """
         for pair in sorted(pairs):
             yield pairs - {pair}
         for rank, options in enumerate(self.options):
@@ -156,8 +160,7 @@ class FewRanks:
                         yield pairs - {other} | {pair}
 
     def smallest_time(self, pairs: Pairs) -> int:
-        """Returns the largest time of a rank, in rows, if rows are divided among the hosts as well as
-        possible.
+        """Returns the largest time of a rank, in rows, with the best division of rows among the hosts.
 
         pairs: the copies, as pairs (expert, rank). They and the experts' owners are the hosts.
         """
@@ -198,14 +201,15 @@ class FewRanks:
         return work, hosts, prices
 
     def moves(self, pairs: Pairs) -> tuple[list[tuple[int, int, int]], int]:
-        """Divides rows among copies. Returns (expert, rank, rows) of each copy, and the largest time of a
-        rank.
+        """Divides rows among copies, and returns the copies' rows and the largest time of a rank.
 
         Copies get rows one after another. Each copy gets as many rows as possible without making the largest
         time longer. The limit is the least spare time of all sets of ranks that contain the copy's rank but
         not all hosts of its expert. Copies without rows are left out.
 
         pairs: the copies, as pairs (expert, rank).
+
+        Returns: ([(expert, rank, rows) of each copy], the largest time in rows).
         """
         time = self.smallest_time(pairs)
         work, hosts, _ = self._work(pairs)

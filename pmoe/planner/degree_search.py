@@ -254,8 +254,8 @@ def best_degree(
     """Returns the number of chunks that is fastest by simulation of the engine's schedule.
 
     Every allowed number is simulated, because the seconds may rise and fall several times as the number of
-    chunks grows (with ring slots). Of equally fast numbers, the lowest is returned. All ranks with the same
-    costs find the same number.
+    chunks grows (if chunks share reused buffers). Of equally fast numbers, the lowest is returned. All ranks
+    with the same costs find the same number.
 
     costs: seconds of the layer's stages.
     options: direction and form of the schedule.

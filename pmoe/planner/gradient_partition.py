@@ -160,8 +160,8 @@ class ExposedSeconds:
     def exposed(self, extra: Sequence[int]) -> float:
         """Returns the seconds that the all-reduces of all gradients add to the backward pass.
 
-        extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
-            beside it.
+        extra: for each layer, the bytes that are reduced beside its MoE part and add time. The bytes that fit
+            beside it without adding time are reduced there too, and are not counted in this number.
         """
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 

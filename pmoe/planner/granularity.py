@@ -271,7 +271,7 @@ class GranularityTable:
             del self.ranges[neighbour.lower]
 
     def all_degrees(self) -> Iterator[PassDegrees]:
-        """Yields all degrees (numbers of chunks of both passes) that any range of the table keeps."""
+        """Yields the pairs of numbers of chunks (forward, backward) that have measurements in any range."""
         for batch_range in self.ranges.values():
             yield from batch_range.excess
 

@@ -6,5 +6,6 @@ All have the interface `pmoe.engine.autograd.Runner`.
     fused         COMET's fused kernels, or one persistent kernel for each pass (FlashDMoE)
     fused_steps   finds the fused kernels for a call, and the shared memory on which they run
     one_rank      the kernels for a single rank
+    few_rows      calls with few rows and without gradients, such as decoding
     features      the table of the features that each runner supports
 """

@@ -54,9 +54,9 @@ class ChunkRows:
     home: rows of the buffer of results that come back: those of the chunk's tokens, and one row of zeros for
         all dropped choices.
     regrouped: whether received rows must be sorted by expert before the experts compute them.
-    arrived: rows that the dispatch all-to-all brings; None if they are the ``received`` rows.
-    gathered: rows after the all-gather inside the node, if experts are sharded; None if they are the
-        ``received`` rows.
+    arrived: rows that the dispatch all-to-all brings; None if their numbers are those of ``received``.
+    gathered: rows after the all-gather inside the node, if experts are sharded; None if their numbers are
+        those of ``received``.
     esp_size: the number of ranks that share each expert, one number for all chunks; below 2 if experts are
         not sharded.
     """

@@ -56,9 +56,9 @@ StrategyName = Literal["S1", "S2", "S3", "S4"]
 class Restore:
     """A restore pair: how backward gets the experts' input (T_DI) and hidden activation (T_M) of forward.
 
-    dispatched: what becomes of T_DI: "keep" on the device, "offload" to the host, or "communicate", which
-        sends it again in backward.
-    hidden: what becomes of T_M: "keep", "offload", or "recompute" from T_DI in backward.
+    dispatched: for T_DI: "keep" (it stays on the device), "offload" (it is copied to the host and back), or
+        "communicate" (it is sent again in backward).
+    hidden: for T_M: "keep", "offload", or "recompute" (it is computed again from T_DI in backward).
 
     Raises ValueError for another value. As a text a pair is both words, such as "communicate/recompute".
     """
@@ -105,7 +105,7 @@ KEEP = Restore("keep", "keep")
 ALL_PAIRS: tuple[Restore, ...] = tuple(
     Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
 )
-"""All nine restore pairs, sorted by what becomes of T_DI, then by what becomes of T_M."""
+"""All nine restore pairs, sorted by the word for T_DI, then by the word for T_M."""
 
 
 def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:

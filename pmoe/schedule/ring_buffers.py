@@ -71,8 +71,8 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
 
     n: number of chunks.
     stages: the stages that the layer has.
-    restore: what is done with the dispatched rows (T_DI) and the hidden activation (T_M) until backward; None
-        keeps neither, because no backward pass follows.
+    restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
+        again until backward; None if no backward pass follows, so that neither is needed again.
     """
     tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
@@ -174,6 +174,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         """Adds the tasks that gather the output's gradient of chunk i and send it to the experts.
 
         If backward sends forward's dispatched rows (T_DI) again, their tasks are added first.
+
+        i: number of the chunk.
         """
         if sends_again:
             tasks.dispatch(i, again=True)
@@ -185,6 +187,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         Adds nothing unless experts are sharded and the layer has callbacks (`Stages.hooked`); in other layers
         these are no separate tasks. If backward also sends forward's dispatched rows (T_DI) again, the same
         two tasks for these rows come first.
+
+        i: number of the chunk.
         """
         if sends_again:
             tasks.open(i, again=True)
@@ -212,6 +216,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         3. the combine all-to-all sends these gradients back, if other ranks sent the rows;
         4. the gradients of parameters are computed.
 
+        i: number of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
@@ -287,9 +292,10 @@ def rotating(
     A ring slot is memory that several chunks use, one after another.
 
     direction: "forward" or "backward".
+    n: number of chunks.
     stages: the stages that the layer has.
-    restore: what becomes of the dispatched rows (T_DI) and of the hidden activation (T_M) between the passes.
-        None is for a forward pass that no backward pass follows.
+    restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
+        again between the passes; None for a forward pass that no backward pass follows.
     rearranged: whether backward has another number of chunks than forward. It changes only backward's
         schedule.
     """

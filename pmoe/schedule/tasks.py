@@ -527,11 +527,10 @@ class PassBuilder:
             self._all_gather(i, arrived, again)
 
     def open(self, i: int, *, again: bool = False) -> None:
-        """Appends callbacks on chunk i's dispatched rows (task HA), and the rows' all-gather in the node
-        (AG).
+        """Appends callbacks on chunk i's dispatched rows (task HA), and the all-gather of these rows (AG).
 
-        Does nothing unless the layer has sharded experts and callbacks between dispatch and all-gather
-        (`Stages.hooked`).
+        The all-gather is inside the node. Nothing is appended unless the layer has sharded experts and
+        callbacks between dispatch and all-gather (`Stages.hooked`).
 
         i: number of the chunk.
         again: whether the rows are those of forward (T_DI) that backward sends again. The tasks are then HAI
@@ -557,6 +556,8 @@ class PassBuilder:
 
         If experts are sharded, it appends RS before R: a reduce-scatter of partial results inside the node.
         But if callbacks run between RS and R (`Stages.hooked`), `close` appends R instead.
+
+        i: number of the chunk.
         """
         leaving = "leaving" if self.stages.sharded else self._result
         if self.stages.sharded:
@@ -569,6 +570,8 @@ class PassBuilder:
 
         Does nothing unless the layer has sharded experts and callbacks on their summed results
         (`Stages.hooked`).
+
+        i: number of the chunk.
         """
         if self.stages.hooked and 0 <= i < self.n:
             self.add(Kind.CLOSE, i, [f"leaving.{i}"], [f"closed.{i}"])

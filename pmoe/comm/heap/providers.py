@@ -94,7 +94,8 @@ def process_heap(
 def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     """Returns this rank's symmetric heap in NVSHMEM's memory, and opens the other ranks' heaps. Collective.
 
-    Loads and stores must reach all peers: on one node, or over NVLink between nodes. A process can use
+    Kernels read and write the other ranks' heaps by loads and stores, so these must reach all ranks: within
+    a node, or over NVLink between nodes. A process can use
     NVSHMEM with one group of ranks only. So far this has run with one process only, not with several.
 
     ranks: the ranks of the layer.
@@ -208,7 +209,7 @@ class _HeapBuilder(CollectiveSteps):
     def facts(self) -> tuple[dict[str, object], str]:
         """Returns (the values that must be equal on all ranks, by name; the name of this rank's node).
 
-        The values are the sizes, the dtype and the bytes of the heap, and the code of the loaded kernels.
+        The values are the heap's sizes, its dtype, its number of bytes, and the code of the loaded kernels.
         Ranks whose names of nodes are equal are on one node.
 
         Raises ValueError if an environment variable is wrong.

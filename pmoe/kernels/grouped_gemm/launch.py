@@ -164,7 +164,9 @@ def launch(
 
 
 def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN) -> dict[str, Any]:
-    """Returns the arguments of launches that do not depend on the rows, for the current stream.
+    """Returns those arguments of a launch that do not depend on the rows, for the current stream.
+
+    They can be used again for other launches of the same kind.
 
     kernels, form, like, epilogue: the arguments of `launch`.
     """

@@ -143,7 +143,7 @@ def check_given(
 
     position_TK: (T, K) int32 or int64, the row of each of the K choices of T tokens.
     weight_TK: (T, K), float32, or float64 if the rows are float64; or None.
-    num_rows: number of rows that are sorted by expert; None if one of ``rows`` has it as its size.
+    num_rows: number of rows that are sorted by expert; None takes it from a tensor of ``rows``.
     rows: tensors by name. The first one determines the dtype and number of columns of all. Those with names
         that end with "rows" may have any number of rows; the others must have T rows.
     """

@@ -66,8 +66,8 @@ class RowMoves:
     def _moving(self, position_TK: Tensor, num_rows: int) -> object:
         """Returns the arguments that the kernels of `place` and `sum` have in common.
 
-        position_TK: (T, K) int32, the positions of the K choices of T tokens.
-        num_rows: the first position that is skipped.
+        position_TK: (T, K) int32, the index of the row of each of the K choices of T tokens.
+        num_rows: number of rows. Choices with this position or a higher one have no row, and are skipped.
         """
         tokens, top_k = position_TK.shape
         return self._module.Moving(

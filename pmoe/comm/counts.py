@@ -191,8 +191,9 @@ class RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
 
         rank: this rank's number, which is also the index of its own rows in the counts.
-        num_staying: only rows for the first so many experts of the rank count as 0. The other experts are
-            copies of other ranks' experts, whose rows are always sent. None is for all experts.
+        num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The
+            experts after them are copies of other ranks' experts, whose rows are always sent. None if there
+            are no copies.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -231,8 +232,9 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
 
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
-    num_staying: only rows for the first so many experts of the rank count as 0. The other experts are copies
-        of other ranks' experts, whose rows are always sent. None is for all experts.
+    num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The experts
+        after them are copies of other ranks' experts, whose rows are always sent. None if there are no
+        copies.
     """
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
@@ -336,7 +338,7 @@ class Loads:
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns row counts with the loads of all experts and the largest marks added.
+        """Returns row counts with the loads of all experts, and the largest value of each of `Loads.marks`.
 
         counts: the row counts.
         agreed: the result of the max-reduction, which ends with the numbers of this request.

@@ -155,7 +155,7 @@ class BalancedCounts(ExactCounts):
         the experts received, and their hidden activation. If there are copies, row counts are exchanged once
         more, for the experts and the copies. All ranks choose the same.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules

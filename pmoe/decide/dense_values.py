@@ -78,7 +78,10 @@ def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
 
 
 def dense_values(modules: LayerModules) -> dict[str, str]:
-    """Returns a digest of the values of each replicated part of the layer, by the part's name in `DENSE`."""
+    """Returns a digest of the values of each part of the layer that is equal on all ranks.
+
+    The keys are the parts' names in `DENSE`.
+    """
     return {part: fingerprint(dense_tensors(modules, part)) for part in DENSE}
 
 

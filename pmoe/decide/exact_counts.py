@@ -167,7 +167,7 @@ class ExactCounts:
         the experts received, and their hidden activation. A small call on the CPU without gradients needs
         neither (`are_few`), so the result has only the counts.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
         """
         self.orders.modules = modules
@@ -195,7 +195,7 @@ class ExactCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`: the row counts, and the choice of n and the restore pair.
         """
@@ -243,7 +243,7 @@ def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts
     """Returns the decision to run a small call without chunks or a plan of buffers.
 
     source: has the call, and its tokens with their routing.
-    modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+    modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
     inputs: the rows and parameters of the call.
     counts: the row counts.
     """

@@ -51,8 +51,8 @@ class FusedCounts(ExactCounts):
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged: by expert for COMET's kernels, else by chunk.
 
-        Nothing is sorted in two cases: the persistent kernel sorts the rows itself, and the second pass of a
-        checkpoint exchanges no counts that could be waited for.
+        Nothing is sorted in two cases: the persistent kernel sorts the rows itself, and in the second pass of
+        an activation checkpoint there is no exchange of counts to wait for.
         """
         if self.fuses and not is_persistent(self.call.modules):
             self._sort_for_kernels()
@@ -77,7 +77,7 @@ class FusedCounts(ExactCounts):
         If both are chosen, fused kernels compute the forward pass, and the pipeline engine computes the
         backward pass. All ranks choose the same.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -102,7 +102,7 @@ class FusedCounts(ExactCounts):
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run by fused kernels, by the pipeline engine, or by both.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, which says what computes each pass.
         """

@@ -94,7 +94,7 @@ class PaddedCounts:
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
         the experts received, and their hidden activation.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
 
         Raises ValueError on every rank if the ranks have different numbers of tokens.
@@ -121,7 +121,7 @@ class PaddedCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run in chunks of padded rows, or by the persistent kernel.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`.
         """
@@ -212,7 +212,7 @@ class PaddedCounts:
         the routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel
         will not be launched.
 
-        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         """
         if self._padded_rows is None:
             if self._deferred is not None:

@@ -37,7 +37,8 @@ They are the constants kMost... of cuda/counts/layout.h.
 def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
     """Returns the reason why the kernels cannot exchange these row counts; None if they can.
 
-    counts_FE: (F, W * E), this rank's rows in each of F bins for each of the experts of all ranks.
+    counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
+        experts of each of W ranks.
     num_ranks: W.
     num_degrees: the number of degrees (numbers of chunks) for which ranks must agree whether all chunks fit
         into their buffers.
@@ -72,7 +73,8 @@ class Messages:
     def new(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> Messages:
         """Allocates uninitialised messages on the device of the counts.
 
-        counts_FE: (F, W * E), this rank's rows in each of F bins for each of the experts of all ranks.
+        counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
+            experts of each of W ranks.
         num_ranks: W.
         num_degrees: the number of degrees (numbers of chunks) on which ranks agree.
         """

@@ -71,7 +71,7 @@ class MoELayer(OldAttributes, nn.Module):
     Args:
         d_model: M, the columns of input and output.
         d_hidden: H, the width of an expert.
-        d_latent: columns of rows on their way and in experts, between projections; None is d_model.
+        d_latent: columns of sent rows, to which tokens are projected and results back; None is d_model.
         num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
         top_k: K, the experts that each token goes to.
         device, dtype: those of the parameters.
@@ -87,7 +87,7 @@ class MoELayer(OldAttributes, nn.Module):
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
         pad_to_capacity: fills up each expert's rows to that number, so the host waits for no row counts.
-        check_finite: whether logits that are not finite raise on all ranks; None: not pad_to_capacity.
+        check_finite: whether logits that are not finite raise on all ranks; None: unless pad_to_capacity.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
@@ -106,7 +106,7 @@ class MoELayer(OldAttributes, nn.Module):
         dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes
             the fastest of them), or a `pmoe.Dispatch`.
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
-        nodes: if hierarchical or with balance, ranks a node, or each rank's node; None: LOCAL_WORLD_SIZE.
+        nodes: ranks of a node, or the node of each rank; None takes $LOCAL_WORLD_SIZE ranks of a node.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
         wire, wire_backward: send rows, and backward's gradients, to experts as "e4m3" or "bfloat16".
         order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.

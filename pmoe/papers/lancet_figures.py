@@ -213,7 +213,7 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
 
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
-    """Returns the seconds of a forward pass of which Lancet's dynamic programme has chosen parts to cut.
+    """Returns the seconds of a forward pass that is cut as Lancet's dynamic programme chooses.
 
     The programme cuts ranges of operators into parts of the batch, so that all-to-alls of one part run beside
     the computation of another.

@@ -70,9 +70,8 @@ def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
 def python_line(args: argparse.Namespace, **options: Any) -> str:
     """Returns Python code that builds the described layer, so that a user can copy it.
 
-    options: further arguments of `pmoe.MoELayer`. Those that are None are left out of the code.
-
     args: the options of the command.
+    options: further arguments of `pmoe.MoELayer`. Those that are None are left out of the code.
     """
     arguments = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
     listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)

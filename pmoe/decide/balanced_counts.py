@@ -368,7 +368,7 @@ def planned_copies(
 
 
 def pays(plan: CopyPlan) -> bool:
-    """Returns whether a plan has copies of experts that save more time than the fraction `LEAST_GAIN`."""
+    """Returns whether a plan has copies of experts and saves enough time by them (`LEAST_GAIN`)."""
     return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
 
 

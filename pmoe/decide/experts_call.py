@@ -230,7 +230,7 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
     call: the call.
     routed: the call's tokens with their routing.
-    experts: the experts to compute. A wrapper of the experts may pass a different copy in each call.
+    experts: the experts to compute. A wrapper of the experts may pass another module in each call.
 
     Raises ValueError if parameters differ from the rows in dtype or device.
     """

@@ -1,7 +1,7 @@
 """A call of a layer with latent experts: experts of another width than the layer, between two projections.
 
     x (T, M) --- gate ------------------> routing
-        \\--- down ---> z (T, L) --- rows travel, experts, weighted sum ---> (T, L) --- up ---> y (T, M)
+        \\--- down ---> z (T, L) ---- rows sent, experts, weighted sum ---> (T, L) --- up ---> y (T, M)
         \\--- shared expert ----------------------------------------------------------------> + y
 
 The gate and the shared expert get the tokens in the layer's width M. Rows are sent in the latent width L.

@@ -103,7 +103,7 @@ class Operations:
 
     num_across: number of groups. All-to-alls and all-reduces run among one rank of each group.
     num_inside: number of ranks of a group, which split the hidden columns of each of their experts.
-    gemm: a matrix product, by multiply-adds. An expert has several products.
+    gemm: a matrix product, by its number of multiply-adds. An expert has several products.
     all_to_all: by bytes that a rank sends to other ranks, among num_across ranks, with equal splits.
     all_gather, reduce_scatter: by bytes that a rank sends to other ranks, among num_inside ranks: num_inside
         - 1 times the bytes of its input to an all-gather, or of its result of a reduce-scatter.

@@ -275,7 +275,7 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
 
 
 def _frozen_class() -> type[Backward]:
-    """Returns the backward pass of experts whose parameters need no gradients."""
+    """Returns the class of the backward pass for experts whose parameters need no gradients."""
     from pmoe.engine.variants.frozen import FrozenBackward
 
     return FrozenBackward

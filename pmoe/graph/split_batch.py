@@ -320,7 +320,7 @@ class _Cutter:
         exchange of row counts came later, it would wait on the link behind rows that are being sent, and the
         host would wait for both.
 
-        route: the layer in the backward graph.
+        route: the calls of the layer in the backward graph.
         batch: a tensor with the length of the batch as its first size.
         k: number of parts.
         """

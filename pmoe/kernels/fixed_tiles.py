@@ -29,9 +29,10 @@ _checked: dict[Hashable, int] = {}
 
 
 def with_alignment(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same values that begins at a multiple of `ALIGNMENT` bytes.
+    """Returns a tensor of the same values whose memory begins at a multiple of `ALIGNMENT` bytes.
 
-    If the tensor begins at one already, it is returned itself. Memory that torch allocates does.
+    A tensor whose memory begins there already is returned itself. This is so for memory that torch has just
+    allocated.
     """
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 

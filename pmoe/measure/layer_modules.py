@@ -58,7 +58,8 @@ def order_lines(
         used.
     top_k: K, the number of rows of each token.
     num_experts: E, the number of experts of all ranks.
-    rows: about how many rows are timed, in rising order. The i-th number has the rows of at least i tokens.
+    rows: the numbers of rows to time, in rising order. Each is rounded down to whole tokens with K rows each.
+        The i-th size has at least i tokens, so that sizes differ also for a large K.
     """
     device = rows_TM.device
     now = clock_of(device)

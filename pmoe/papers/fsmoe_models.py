@@ -67,7 +67,7 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
 
         A line is seconds = alpha + beta * size.
 
-        line: the line of the operation before; alpha stays.
+        line: the line of the operation before the change. Its alpha stays.
         operation: name of the operation in ``measured``.
         times: number of operations.
         size: size of all these operations together, in bytes or floating-point operations.

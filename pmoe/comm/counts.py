@@ -247,16 +247,17 @@ class Slots:
 
     A ring slot is a buffer of fixed size that chunks use in turn.
 
-        slack      a slot holds ceil(slack * max_tokens * top_k / n) rows (`slot_rows`). With slack = 1 these
-                   are the rows of one of n chunks under even routing
-        top_k      rows that a rank receives for each of its tokens under even routing: the choices of a
-                   token, times the number of ranks that share an expert
-        degrees    the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number
-                   of bins (equal ranges of a rank's tokens, by which rows are counted)
-        own_rank   this rank, if rows from it to itself are not sent and so are not counted; None counts all
-        num_staying  only rows for the first so many experts of this rank are not sent to itself. The other
-                   experts are copies of other ranks' experts, whose rows are always sent. None is for all
-        host_rows  number of received rows for which this rank has host memory; None checks nothing
+    slack: a slot holds ceil(slack * max_tokens * top_k / n) rows (`slot_rows`). With slack = 1 these are the
+        rows of one of n chunks under even routing.
+    top_k: rows that a rank receives for each of its tokens under even routing: the choices of a token, times
+        the number of ranks that share an expert.
+    degrees: the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number of bins
+        (equal ranges of a rank's tokens, by which rows are counted).
+    own_rank: this rank, if rows from it to itself are not sent and so are not counted; None counts all.
+    host_rows: number of received rows for which this rank has host memory; None checks nothing.
+    num_staying: number of this rank's own experts, which come first. Only rows for these are not sent to the
+        rank itself. The experts after them are copies of other ranks' experts, whose rows are always sent.
+        None if there are no copies.
     """
 
     slack: float

@@ -213,7 +213,7 @@ class GraphInputs:
         Returns {} if the graph must not stop at gradients, or if it is not known whose gradients they are.
 
         module: the backward graph.
-        layers, order: values for the attributes of these names, which are stored.
+        layers, order: new values of the attributes with these names.
         """
         results: Any = module.graph.output_node().args[0]
         if not self.may_stop or len(results) != len(self.names):

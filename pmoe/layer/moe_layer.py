@@ -485,11 +485,11 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def restore(self) -> Restore | bool:
-        """The option ``memory_reuse`` as a `Restore`: how backward gets back the experts' inputs and T_M.
+        """The option ``memory_reuse`` as a `Restore`: how backward gets back two large tensors.
 
-        A Restore says for T_DI (received rows, the experts' inputs) and for T_M (hidden activations) whether
-        they are kept, offloaded, or sent or computed again. The value is False without memory_reuse, which
-        keeps both, and True if the layer chooses.
+        The tensors are T_DI (received rows, the experts' inputs) and T_M (hidden activations). A Restore says
+        for each whether it is kept, offloaded, or sent or computed again. The value is False without
+        memory_reuse, which keeps both, and True if the layer chooses.
         """
         return self.options.restore
 

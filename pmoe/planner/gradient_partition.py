@@ -140,8 +140,8 @@ class ExposedSeconds:
     def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
         """Returns (the all-reduces during each layer's backward pass, the bytes left for the end).
 
-        extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
-            beside it.
+        extra: for each layer, the bytes that are reduced beside its MoE part and add time. The bytes that fit
+            beside it without adding time are reduced there too, and are not counted in this number.
         """
         shares = []
         for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
@@ -168,8 +168,8 @@ class ExposedSeconds:
     def remaining_bytes(self, extra: Sequence[int]) -> int:
         """Returns the bytes of gradients that are left for an all-reduce after the backward pass.
 
-        extra: for each layer, bytes to reduce beside its MoE part, on top of the bytes that cost no time
-            beside it.
+        extra: for each layer, the bytes that are reduced beside its MoE part and add time. The bytes that fit
+            beside it without adding time are reduced there too, and are not counted in this number.
         """
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 

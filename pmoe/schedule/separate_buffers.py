@@ -38,8 +38,9 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     early = m - 1 if remote and m > 1 else m
 
     def stay(pieces: range) -> None:
-        """Adds tasks in which the experts compute rows that stay on this rank, one task for each given
-        part.
+        """Adds tasks in which the experts compute rows that stay on this rank.
+
+        pieces: the numbers of the tasks: each computes one part of these rows.
         """
         for j in pieces:
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]

@@ -41,7 +41,8 @@ def virtual_heaps(
     device: the device.
     memory: where the memory comes from; None means CUDA.
 
-    Raises RuntimeError with the rank and the bytes if memory does not suffice. All memory is freed then.
+    Raises RuntimeError, with the rank and the number of bytes, if there is not enough memory. All memory is
+    freed then.
     """
     memory = memory or DeviceMemory()
     bound = wait_seconds(Ranks.single())
@@ -80,8 +81,8 @@ def process_heap(
     All ranks must be on one node. If one rank fails, all ranks go through the same collectives, raise the
     same error and free their memory:
 
-    - ValueError with the values of all ranks, if shapes, dtypes, loaded kernels, bytes or nodes differ.
-    - RuntimeError with the rank, if memory does not suffice or a peer's memory cannot be opened.
+    - ValueError with the values of all ranks, if shapes, dtypes, sizes in bytes, kernels or nodes differ.
+    - RuntimeError with the rank, if there is not enough memory or a peer's memory cannot be opened.
 
     shape: the sizes of the heap, the same on all ranks.
     memory: where the memory comes from; None means CUDA.
@@ -104,8 +105,8 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 
     Raises on every rank:
 
-    - ValueError with the values of all ranks, if shapes, dtypes, loaded kernels or bytes differ.
-    - RuntimeError with the rank, if memory does not suffice, if NVSHMEM is not built in or was started for
+    - ValueError with the values of all ranks, if shapes, dtypes, sizes in bytes or kernels differ.
+    - RuntimeError with the rank, if there is not enough memory, if NVSHMEM is not built in or was started for
       another group already, or if loads and stores of a rank do not reach another rank.
     """
     memory = NvshmemMemory(ranks)
@@ -181,8 +182,8 @@ class _HeapBuilder(CollectiveSteps):
     def agree(self, *, one_node: bool) -> None:
         """Raises ValueError or RuntimeError, on every rank, if the ranks cannot have a heap together.
 
-        All ranks must ask for a heap of the same sizes, dtype and bytes, and must have loaded the same
-        kernels.
+        All ranks must ask for a heap of the same sizes, dtype and number of bytes, and must have loaded the
+        same kernels.
 
         one_node: whether all ranks must also be on one node.
         """

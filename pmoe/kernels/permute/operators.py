@@ -106,10 +106,9 @@ def launch_move(
 ) -> None:
     """Launches one of the kernels of `move` on tensors that have been checked and are not empty.
 
+    kernel: name of the kernel.
     position_TK, weight_TK, num_rows, rows: the arguments of `move`.
     written: d_weight_TK of `move`, if it is needed.
-
-    kernel: name of the kernel.
     """
     first = next(iter(rows.values()))
     tokens, top_k = position_TK.shape

@@ -31,7 +31,7 @@ class Arena:
 
     A ring slot is a buffer of fixed size in which several chunks take turns.
 
-    buffers: for each buffer that lies in a slot, its tensor (rows, columns), by name and chunk, such as
+    buffers: for each buffer that lies in a ring slot, its tensor (rows, columns), by name and chunk, such as
         "T_DI.0". Buffers without rows are left out.
     """
 
@@ -84,7 +84,7 @@ class DevicePool:
 
     @property
     def bytes_in_use(self) -> int:
-        """The bytes of ring slots (buffers in which chunks take turns) of passes that run now."""
+        """The bytes of the ring slots (buffers in which chunks take turns) of all passes that run now."""
         return sum(self._running.values())
 
     @functools.cached_property
@@ -108,8 +108,8 @@ class DevicePool:
     def new(self, like: Tensor, *shape: int) -> Tensor:
         """Returns an uninitialised tensor of the given shape, with the dtype and device of ``like``.
 
-        Its memory is free again when no tensor uses it any more. While torch's profiler runs, the memory
-        comes from torch's allocator, so that the profiler counts it.
+        When no tensor uses its memory any more, the pool can use it again. While torch's profiler runs, the
+        memory comes from torch's allocator instead, so that the profiler counts it.
         """
         is_plain = like.device.type == "cpu" and type(like) in (Tensor, torch.nn.Parameter)
         if is_plain and math.prod(shape) * like.element_size() >= LARGE_BYTES and not _profiler_enabled():
@@ -123,8 +123,7 @@ class DevicePool:
 
         elements: the number of elements.
         like: a tensor with the dtype and device of the result.
-        arena: the object that owns the memory. Until it gives the memory back (`give_back`), `trim` raises an
-            error.
+        arena: the pass's record of this memory. Until it calls `give_back`, `trim` raises an error.
         """
         memory = self.new(like, elements)
         self._running[arena] = memory.nbytes
@@ -134,7 +133,7 @@ class DevicePool:
     def give_back(self, arena: Arena) -> None:
         """Counts the memory of a pass as no longer in use.
 
-        arena: the object that took the memory (`take`).
+        arena: the record for which `take` returned the memory.
         """
         self._running.pop(arena, None)
 
@@ -176,19 +175,19 @@ class Pool:
     def host(self) -> HostPool:
         """The pool of host memory for offloaded tensors. Created when it is first needed.
 
-        It is a pool of its own also for layers on the CPU, so that its limit and its counts of bytes are
-        those of offloaded tensors only.
+        For layers on the CPU it is separate from the pool of buffers (`device`), which is host memory too. So
+        its limit and its counts of bytes are those of offloaded tensors only.
         """
         from pmoe.engine.buffers.host_pool import HostPool
 
         return HostPool(self._of)
 
     def trim(self) -> None:
-        """Gives the free memory of both pools back: device memory for buffers, host memory for offloaded
-        tensors.
+        """Gives the free memory of both pools back to the system.
 
-        It goes to the operating system, or for device memory of a GPU to the CUDA driver. Raises RuntimeError
-        while a pass of a layer runs.
+        They are device memory for buffers, and host memory for offloaded tensors. Host memory goes back to
+        the operating system, memory of a GPU to the CUDA driver. Raises RuntimeError while a pass of a layer
+        runs.
         """
         self.device.trim()
         if "host" in self.__dict__:
@@ -203,9 +202,9 @@ def pool(device: torch.device | str = "cpu") -> Pool:
 
     device: for example "cpu", or "cuda" for the current GPU.
 
-    The result has two pools, ``device`` and ``host``. Each has the numbers bytes_in_use, peak_bytes and
-    kept_bytes. The attribute ``host.limit_bytes`` may be set. The method ``trim()`` gives free memory back to
-    the operating system.
+    The result has two pools: ``device`` for the buffers of passes, and ``host`` for tensors that are
+    offloaded to the host. Each has the numbers bytes_in_use, peak_bytes and kept_bytes. The attribute
+    ``host.limit_bytes`` may be set. The method ``trim()`` gives free memory back to the operating system.
     """
     if isinstance(device, torch.device) and device in _pools:
         return _pools[device]

@@ -25,7 +25,7 @@ class HostMemoryError(RuntimeError):
 
 @dataclass(eq=False)
 class _Segment:
-    """One contiguous allocation of the pool. Tensors get parts of it, called blocks.
+    """One contiguous allocation of the pool. The pool gives parts of it, called blocks, to tensors.
 
     memory: the mmap object, or the pinned tensor.
     address, num_bytes: the address of the segment's first byte, and the segment's size in bytes.
@@ -88,9 +88,9 @@ class HostPool:
     peak_bytes: the largest number of bytes that were in use.
 
     A new tensor gets a block of memory in the first free range that is large enough. The block is free again
-    when no tensor refers to its storage. The pool finds such blocks by looking at reference counts when it
-    needs memory. A callback at the last release would not do, because a thread of gloo may release a tensor
-    after the Python interpreter has ended.
+    when no tensor refers to its storage. When the pool needs memory, it looks at the reference counts of its
+    blocks to find those that are free. A callback at the last release would not do, because a thread of gloo
+    may release a tensor after the Python interpreter has ended.
     """
 
     limit_bytes: int
@@ -128,7 +128,7 @@ class HostPool:
         """Gives up to ``most`` free bytes back to the operating system.
 
         A pinned allocation cannot be given back in parts. So a pinned pool ignores ``most``, and gives back
-        every segment in which no block is in use.
+        every segment (contiguous allocation) in which no block is in use.
         """
         with self._lock:
             self._collect()
@@ -138,9 +138,9 @@ class HostPool:
                 most = segment.trim(most)
 
     def new(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns an uninitialised CPU tensor with the dtype of ``like``.
+        """Returns an uninitialised CPU tensor with the dtype of ``like``, in the pool's memory.
 
-        If the pool is full, torch allocates it.
+        If the pool is full, torch allocates the tensor elsewhere.
         """
         try:
             return self.take(shape, like.dtype)
@@ -163,7 +163,7 @@ class HostPool:
             return taken
 
     def _released(self, wanted: int) -> torch.UntypedStorage | None:
-        """Returns a storage of ``wanted`` bytes that no tensor uses any more; None if there is none.
+        """Returns a storage of exactly ``wanted`` bytes that no tensor uses any more; None if there is none.
 
         Steps of a training run need the same sizes again and again, so most tensors get such a storage. That
         takes a third of the time of a new block.
@@ -199,8 +199,8 @@ class HostPool:
         """Reserves ``size`` bytes for a block, and returns its segment and its offset in the segment in
         bytes.
 
-        wanted: the size before it was rounded up, for the message of the HostMemoryError that a full pool
-            raises.
+        wanted: the size before it was rounded up. It is only for the message of the HostMemoryError that is
+            raised if the pool is full.
         """
         place = self._find(size)
         # Reuses released blocks before it writes to pages that have no physical memory yet.
@@ -226,7 +226,7 @@ class HostPool:
     def _grow(self, size: int) -> tuple[_Segment, int] | None:
         """Adds a segment with room for ``size`` bytes. Returns its free range (segment, index in ``free``).
 
-        Returns None if the pool's limit or the machine's memory does not allow it.
+        Returns None if the pool's limit or the machine's memory does not allow the new segment.
         """
         if self._room() < size:  # unused segments, each too small, may take up the limit
             self._drop_free_segments()
@@ -267,7 +267,7 @@ class HostPool:
         )
 
     def _collect(self) -> None:
-        """Frees the blocks whose storage no tensor refers to any more."""
+        """Frees the blocks to whose storage no tensor refers any more."""
         blocks_in_use: list[_Block] = []
         self._blocks_of_size = {}
         for block in self._blocks:

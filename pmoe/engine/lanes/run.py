@@ -16,13 +16,14 @@ from pmoe.schedule.tasks import Lane, Schedule
 def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> Lanes:
     """Returns an object that runs the tasks of a pass on lanes: queues of tasks that run side by side.
 
-    On a GPU, lanes are CUDA streams. On the CPU, the calling thread computes and gloo sends messages
-    meanwhile; lanes that copy, or that communicate in several steps, are threads.
+    On a GPU, lanes are CUDA streams. On the CPU, the calling thread computes while gloo sends messages. Lanes
+    that copy, or that communicate in several steps, are threads there.
 
     rows: a tensor on the device of the pass.
     schedule: the tasks that the lanes will run.
+    ranks: the layer's ranks.
     in_steps: whether some communication tasks consist of several collectives, one after another. On the CPU
-        such a task must wait for each collective, which a thread does, so that the calling thread can go on
+        such a task must wait for each collective. A thread does that, so that the calling thread can go on
         computing.
     """
     if rows.device.type == "cuda":
@@ -49,14 +50,14 @@ def run_schedule(
 ) -> None:
     """Runs each task of a schedule, by calling actions[kind](chunk), on the lanes of a device.
 
-    actions: the function for each kind of task. A function of a communication task may return the Work of a
+    actions: the function for each kind of task. The function of a communication task may return the Work of a
         collective that it started. A lane waits for this Work before its first task that depends on the
         communication task.
     rows: a tensor on the device of the pass.
     ranks: the layer's ranks.
     in_steps: whether some communication tasks run several collectives, and wait inside the task for each. On
         the CPU, communication lanes are then threads.
-    of: the layer's experts module, under which times are recorded.
+    of: the layer's experts module, under which a journal or the profiler records the times of tasks.
     """
     recorded: TaskAction | None = None
     if watchers or _profiler_enabled():

@@ -25,7 +25,7 @@ class Backward(Pass):
     """The backward pass of a call.
 
     T_DI is the experts' input, T_M their hidden activation. N is the number of rows that this rank's experts
-    receive.
+    receive. "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
 
     saved: the state that the forward pass left.
     kept: the saved T_DI and T_M, for each set of rows that forward's experts computed in one task.
@@ -34,7 +34,8 @@ class Backward(Pass):
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows, sorted by expert.
     weight_sorted, grad_weight_sorted: (rows,), the routing weights of this rank's sorted rows and their
-        gradients. Only the parts for rows that stay are used, and only if some rows stay.
+        gradients. Set only if some rows are not sent, because their experts are on this rank; only the values
+        of these rows are used.
     grad_weight: (T * K,), the gradients of the routing weights. Those for received rows return to the tokens'
         ranks in one message, by way of these tensors:
 
@@ -44,7 +45,7 @@ class Backward(Pass):
                                      the same tensor as grad_weight_gathered
         grad_weight_home       (S,)  the S numbers that return to this rank
 
-    rows, hidden: restored T_DI and T_M that are still needed, by `Unit`.
+    rows, hidden: restored T_DI and T_M that are still needed, by `Unit` (the set of rows of one task).
     pending: the result of `Experts.input_gradient` that `Experts.weight_gradient` needs, by `Unit`.
     grad_hooks: the gradients of the parameters of hooks, summed so far; None for a parameter without a
         gradient yet.
@@ -119,7 +120,7 @@ class Backward(Pass):
             self.grad_weight_home = weight.new_empty(self.weight_message.slot.shape[0])
 
     def run(self) -> list[Tensor | None]:
-        """Runs all tasks. Returns the gradient of each tensor of ``inputs.all``; None if it is missing."""
+        """Runs all tasks. Returns the gradient of each tensor of ``inputs.all``; None if it is not needed."""
         gradients = self.plan.modules.gradients
         if gradients is not None:
             gradients.begins()
@@ -154,10 +155,11 @@ class Backward(Pass):
         return self.buffer("T_DI", i)
 
     def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
-        """Returns which saved tensors of forward, and which of their rows, one backward task reads.
+        """Returns the saved tensors of forward from which one backward task restores its T_DI and T_M.
 
-        In this class both passes have the same chunks, so the result is one record with all of its rows. The
-        subclass `OffloadingBackward` handles different chunks.
+        Each entry has the saved tensors of one forward task, and pairs of slices: which of its rows become
+        which rows of the backward task. In this class both passes have the same chunks, so there is one entry
+        with all rows. The subclass `OffloadingBackward` handles different chunks.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
@@ -213,7 +215,8 @@ class Backward(Pass):
     def local(self, j: int) -> None:
         """Computes the gradients of block j of the rows that stay on this rank (task L).
 
-        They are the gradients of the rows and of their routing weights, not those of parameters.
+        Rows stay if their expert is on this rank. The task computes the gradients of the rows and of their
+        routing weights, not those of parameters.
         """
         rows = self.pass_plan.pieces[j].rows
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
@@ -241,7 +244,7 @@ class Backward(Pass):
     def _input_gradient(
         self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor, grad_weight_N: Tensor
     ) -> None:
-        """Computes the gradients of the experts' inputs for one task: of N rows and of their routing weights.
+        """Computes for one task the gradients of N rows, the experts' inputs, and of their routing weights.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
@@ -260,8 +263,7 @@ class Backward(Pass):
     def _weights_in_source_order(self) -> None:
         """Puts the gradients of the routing weights into the order of arrival, in which they are sent back.
 
-        It is called in the experts' task of the last chunk, on the compute lane, which also computed the
-        gradients.
+        The last chunk's task calls it, because the gradients of all chunks are then ready.
         """
         regroup = self.weight_message.regroup
         if regroup is not None:
@@ -280,7 +282,7 @@ class Backward(Pass):
         )
 
     def wgrad(self, i: int, place: str = "") -> None:
-        """Computes the gradients of the parameters from the rows of one task, and adds them (task W).
+        """Computes the gradients of the experts' parameters from the rows of one task (task W).
 
         They are added to the sums over chunks. The experts' input (T_DI) of these rows is freed afterwards.
 
@@ -302,9 +304,12 @@ def gradient_sums(
 ) -> list[GradientSum | None]:
     """Returns a `GradientSum` for each parameter that needs a gradient, and None for the others.
 
+    A `GradientSum` adds up the gradients that several tasks compute for a parameter.
+
+    parameters: the parameters.
     wanted: for each parameter, whether it needs a gradient.
     contributions: how many tasks will add to each sum.
-    new: the function that allocates the sums (`GradientSum`). They become the parameters' gradients.
+    new: the function that allocates memory for the sums. The sums become the parameters' gradients.
     """
     pairs = zip(parameters, wanted, strict=True)
     return [GradientSum(parameter, contributions, new) if wants else None for parameter, wants in pairs]

@@ -13,8 +13,9 @@ of X.
 
 Backward also needs T_DI and the experts' hidden activation T_M. The plan's restore pair says for each of them
 whether it is kept, offloaded to the host, or made again. T_DO is not saved, and backward uses the routing of
-forward. The other buffers lie in ring slots, memory in which chunks take turns, or have memory of their own
-(`PassModules.rotates`). "_L" marks buffers of rows that are not sent, because their experts are on this rank.
+forward. The other buffers lie in ring slots (memory in which chunks take turns), or each has memory of its
+own (`PassModules.rotates`). "_L" marks buffers of rows that are not sent, because their experts are on this
+rank.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
     from pmoe.experts.with_copies import ExpertsWithCopies
 
 Unit = tuple[int, str]
-"""A set of rows that experts compute in one task.
+"""Names a set of rows that experts compute in one task.
 
-(i, "") is the rows that chunk i received. (j, "_L") is block j of the rows that stay on this rank
-(`PassPlan.pieces`).
+(i, "") are the rows that this rank received in chunk i. (j, "_L") are block j of the rows that are not sent,
+because their experts are on this rank (`PassPlan.pieces`).
 """
 
 
@@ -67,10 +68,12 @@ class AutocastState:
         return AutocastState(device_type, enabled, dtype)
 
     def again(self) -> AbstractContextManager[object]:
-        """Returns a context manager that makes this autocast state active again, without autocast's cache.
+        """Returns a context manager that makes this autocast state active again, but without autocast's
+        cache.
 
-        With the cache, autocast would store copies of parameters that were cast without an autograd graph,
-        and later use these copies for a caller who needs gradients of the parameters.
+        The pass runs without autograd. With the cache, autocast would store casts of parameters that have no
+        autograd graph, and use them again later in the same block: those parameters would then get no
+        gradients.
         """
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
@@ -91,9 +94,9 @@ class Inputs:
     hook_parameters: the parameters of callbacks that are modules.
     autocast: the dtype of the caller's autocast; None without autocast.
     hooks_autocast: the caller's autocast state, in which callbacks' hooks run; None without hooks.
-    compare: a function (wanted, device), called before backward; None if it is not needed. ``wanted`` says
-        for each of ``parameters`` whether it needs a gradient. The function is a collective: it compares
-        these bools among the ranks.
+    compare: a collective (wanted, device) that backward calls first, so that the ranks compare which
+        gradients they compute; None if it is not needed. ``wanted`` says for each of ``parameters`` whether
+        it needs a gradient.
     """
 
     x_TM: Tensor
@@ -119,7 +122,10 @@ class Inputs:
 
     @property
     def all(self) -> list[Tensor | None]:
-        """All tensors of the call in one list, in the order in which the autograd Function takes them."""
+        """All tensors of the call in one list: inputs, then parameters of experts, shared expert and hooks.
+
+        The autograd Function takes its tensors in the same order.
+        """
         others = (*self.parameters, *self.shared_parameters, *self.hook_parameters)
         return [self.x_TM, self.weight_TK, self.shared_weight_T, *others]
 
@@ -149,7 +155,7 @@ class Inputs:
 class SavedUnit:
     """The tensors that forward saves for backward, for the rows that experts compute in one task.
 
-    They are on the device, or on the host if they are offloaded.
+    Each tensor is on the device, or on the host if it is offloaded.
 
     rows_NM: (N, M), the N rows that the experts received (T_DI), with M = d_model columns; None if backward
         sends them again.
@@ -169,7 +175,7 @@ class ForwardState:
     """Everything that a forward pass leaves for backward, whether the engine or fused kernels ran it.
 
     inputs: the tensors of the call.
-    wanted: for each of ``inputs.all``, whether it needs a gradient; () until backward begins.
+    wanted: for each tensor of ``inputs.all``, whether it needs a gradient; () until backward begins.
     kept: the saved tensors, for each set of rows that experts computed in one task in forward.
     weight_received: (N,), the routing weights of the N rows that this rank's experts received, sorted by
         chunk, then expert; None if all rows stay on their rank.
@@ -191,6 +197,7 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
 
     All ranks get the same schedule, so their collectives match.
 
+    plan: the plan of the call.
     direction: "forward" or "backward".
     keep: whether a backward pass may follow.
     """
@@ -213,7 +220,8 @@ class Pass:
     `actions` maps kinds of tasks to methods, for example G to `gather` and S to `dispatch`. Features that
     only some layers have are subclasses, each in a file of its own (`pmoe.runners.pipeline`). The module's
     docstring has a table of the buffers. A buffer may lie in a ring slot: memory of fixed size in which
-    chunks take turns.
+    chunks take turns. Each piece of this rank's own rows ("_L" in names) is computed in one task and not
+    sent.
 
     direction: "forward" or "backward".
     received: the name of the buffer that the experts read.
@@ -231,12 +239,12 @@ class Pass:
     results: result_TM, split by chunk.
     positions: for each chunk (tokens of the chunk, K), the number of the sorted row of each (token, choice)
         pair (`PassPlan.position`).
-    experts: computes the rows of each task: this rank's experts, a stand-in that launches their products, or
-        this rank's experts with its copies of other ranks' busy experts.
-    sizes_type: makes ``sizes``, the rows and columns of every buffer of the pass.
+    experts: computes the rows of each task: this rank's experts, an object that launches their products on a
+        GPU, or this rank's experts together with its copies of other ranks' busy experts.
+    sizes_type: the class of ``sizes``, which has the rows and columns of every buffer of the pass.
     own: the buffers that are not in ring slots, by name and chunk, "send.0" for example.
-    home: (rows, M), the results of all chunks on the tokens' rank; None if each chunk has such a buffer in a
-        ring slot.
+    home: (rows, M), the results of all chunks on the tokens' rank; None if chunks share buffers, because each
+        chunk then has such a buffer in a ring slot.
     """
 
     direction: str
@@ -315,7 +323,7 @@ class Pass:
     def make_buffers(self, i: int) -> None:
         """Allocates the buffers from which chunk i is sent.
 
-        Called only if no buffers are shared between chunks.
+        Called only if each chunk has buffers of its own. Shared buffers are a part of the ring slots' memory.
         """
         self.own_buffer("send", i)
 
@@ -355,8 +363,8 @@ class Pass:
     def space(self, unit: Unit) -> Allocate:
         """Returns the function from which experts get memory for their intermediate tensors.
 
-        The function returns the ring slot of a buffer (memory in which chunks take turns). If the buffer has
-        no slot, it allocates new memory.
+        The function takes a buffer's name, rows and columns. It returns the buffer's ring slot (memory in
+        which chunks take turns), or new memory if the buffer has no slot.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
@@ -414,6 +422,8 @@ class Pass:
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         """Copies the tokens of block j of the rows that stay on this rank to ``out``, and returns ``out``.
 
+        Rows stay if their expert is on this rank. One task computes one block.
+
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the block, M).
         """
@@ -423,8 +433,8 @@ class Pass:
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
         """Starts the dispatch all-to-all of chunk i; returns its Work, or None if it has ended already.
 
-        name: the buffer that is sent.
-        received: the buffer that is filled.
+        name: the name of the buffer that is sent, "send" for example.
+        received: the name of the buffer that is filled, "T_DI" for example.
         """
         chunk = self.pass_plan.chunks[i]
         return self.plan.modules.dispatch.exchange(
@@ -443,12 +453,14 @@ class Pass:
         return self.buffer(self.received, i)
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
-        """Returns the arrived rows of chunk i sorted by expert; ``arrived`` itself if no sorting is needed.
+        """Returns the arrived rows of chunk i sorted by expert; ``arrived`` itself if they are sorted
+        already.
 
         With ``send_once=True`` one arrived row may be copied for several experts
         (`pmoe.engine.variants.send_once`).
 
-        name: the buffer for the result, without its ending "_sorted".
+        name: the name of the buffer for the result, without its ending "_sorted".
+        i: the number of the chunk.
         arrived: (rows, d_model), the rows sorted by source rank.
         """
         regroup = self.regroup[i]
@@ -469,7 +481,9 @@ class Pass:
         return self.temporary(f"{self.sent_back}_sorted", i)
 
     def leaving_buffer(self, i: int) -> Tensor:
-        """Returns the buffer from which the experts' results for chunk i are sent, sorted by source rank."""
+        """Returns the buffer from which the experts' results for chunk i are sent back, sorted by source
+        rank.
+        """
         return self.buffer(self.sent_back, i)
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
@@ -486,18 +500,19 @@ class Pass:
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
         """Undoes the sorting by expert: leaving_NM[regroup[i]] = rows_NM[i] for each of N rows.
 
-        leaving_NM: (N, M), the buffer that is sent back, with M = d_model columns.
+        leaving_NM: (N, M), the buffer that is sent back, with M = d_model columns. It is filled.
         regroup: (N,) int64, the index by which `in_expert_order` sorted the rows.
-        rows_NM: (N, M), the experts' results.
+        rows_NM: (N, M), the experts' results, sorted by expert.
         """
         leaving_NM.index_copy_(0, regroup, rows_NM)
 
     def home_rows(self, i: int, rows: slice) -> Tensor:
-        """Returns memory on the tokens' rank for the results of some of chunk i's rows.
+        """Returns memory for the results of some of chunk i's rows, in the home buffer on the tokens' rank.
 
-        The memory is a part of the home buffer, in which all results return to the tokens' rank.
+        All results of a rank's tokens return to its home buffer. There the results of each token are summed.
 
-        rows: a slice of this rank's sorted rows.
+        i: the number of the chunk.
+        rows: a slice of this rank's sorted rows (`PassPlan`), all of chunk i.
         """
         if self.home is not None:
             return self.home[rows]
@@ -551,8 +566,8 @@ class Pass:
     def actions(self) -> Actions:
         """Maps each kind of task in the schedule to the method that runs it, given the number of a chunk.
 
-        A kind for rows that stay on this rank uses the method for received rows with place="_L": `wgrad` for
-        LOCAL_WGRAD, for example.
+        A kind LOCAL_... is for rows that stay on this rank. It uses the method for received rows with the
+        argument place="_L": LOCAL_WGRAD calls wgrad(i, place="_L"), for example.
         """
         return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
 
@@ -577,8 +592,9 @@ class Pass:
 
 
 def split_by_chunk(per_row: Tensor, pass_plan: PassPlan) -> tuple[Tensor, ...]:
-    """Splits a tensor (N,), one value for each of the N rows that this rank received, by chunk.
+    """Splits a tensor with one value for each row that this rank's experts receive into one part per chunk.
 
+    per_row: (N,), the values of the N rows, sorted by chunk.
     pass_plan: the plan of the pass, which has the number of rows of each chunk.
     """
     return per_row.split_with_sizes(list(pass_plan.rows.received))

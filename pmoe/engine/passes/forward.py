@@ -23,8 +23,8 @@ class Scalars:
 
     sent: (S,), the numbers for the rows that this rank sends.
     own: (rows,), the numbers that the all-to-all brings to this rank.
-    arrived: (N,), the numbers for all rows that this rank's experts compute, after an all-gather inside the
-        node.
+    arrived: (N,), the numbers for all rows that this rank's experts compute. If experts are sharded, an
+        all-gather inside the node brings those of the other ranks.
     copies: the memory from which that all-gather sends.
 
     Without sharded experts there is no all-gather, and own, arrived and copies are the same tensor.
@@ -39,9 +39,12 @@ class Scalars:
 class Forward(Pass):
     """The forward pass of a call.
 
+    "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
+
     inputs: the tensors of the call.
     weight: (T * K,), the routing weights of T tokens with K choices each.
-    weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set if some of them stay.
+    weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set only if some rows are not
+        sent, because their experts are on this rank.
     saved: the state for backward, which tasks fill while they run.
     scalars: the messages with one number for each row. The first one carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
@@ -86,7 +89,7 @@ class Forward(Pass):
         return Scalars(sent, arrived, arrived, arrived)
 
     def run(self) -> Tensor:
-        """Runs all tasks of the forward pass, and returns the layer's output T_O (T, M) for T tokens."""
+        """Runs all tasks of the forward pass, and returns the layer's output T_O, (T, M) for T tokens."""
         self.run_schedule()
         return self.result_TM
 
@@ -106,7 +109,7 @@ class Forward(Pass):
     def local(self, j: int) -> None:
         """Computes block j of the rows that stay on this rank, because their experts are on it (task L).
 
-        The results are written to the buffer in which combine puts the results from other ranks.
+        The results are written to the home buffer, in which combine puts the results from other ranks.
         """
         rows = self.pass_plan.pieces[j].rows
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
@@ -170,6 +173,9 @@ class Forward(Pass):
 
     def _check_recipe(self, recipe: Any, changed: bool) -> None:
         """Raises RuntimeError if backward could not recompute the hidden activation T_M from the input T_DI.
+
+        It could not if a module changed its input, or if it drew random numbers and backward has other
+        chunks.
 
         recipe: the random states and other values that `Experts.recipe` returned before the computation.
         changed: whether a user's module changed T_DI in place.

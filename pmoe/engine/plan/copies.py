@@ -11,7 +11,8 @@ the row more than about twice:
     VR                   a b      a b        host a sends part a to host b, and b sends b to a
 
 Gradients are sent in the opposite direction. Each host sends every other host that host's part of its
-gradient (task VGR). Then each host sums its own part over all copies, and sends the sum to the owner (VG).
+gradient (task VGR). Then each host sums its own part over all copies, and sends the sum to the owner (task
+VG).
 
 Letters: W ranks, E_local experts that a rank owns, P numbers of an expert's parameters.
 """
@@ -34,7 +35,8 @@ from pmoe.schedule.restore import CopiesFate
 class ExpertPart(NamedTuple):
     """A part of an expert's weights, or of its gradient, that is sent between this rank and another.
 
-    The weights are cut into ``of_all`` parts, whose sizes differ by at most one number.
+    All weights of an expert in one row of numbers are cut into ``of_all`` parts, whose sizes differ by at
+    most one number.
 
     peer: the other rank.
     expert: the expert's number among all experts.
@@ -48,7 +50,7 @@ class ExpertPart(NamedTuple):
     of_all: int
 
     def of(self, num_elements: int) -> slice:
-        """Returns which elements of an expert's row of weights belong to this part.
+        """Returns which elements of an expert's weights belong to this part, if all are put in one row.
 
         num_elements: P, the number of elements of the whole expert.
         """
@@ -58,15 +60,18 @@ class ExpertPart(NamedTuple):
 
 @dataclass(kw_only=True)
 class KeptCopies:
-    """The weights of the copies that a rank hosts, kept from one call to the next.
+    """The weights of the copies of busy experts that a rank hosts, kept from one call to the next.
 
-    They are used as long as no rank's experts change (`pmoe.decide.unchanged_experts`).
+    Later calls use them as long as no rank's experts change (`pmoe.decide.unchanged_experts`), instead of
+    sending the weights again.
 
     pairs: all copies of all ranks, as pairs (expert, rank). They are the same on every rank.
     sent_experts: this rank's experts that have copies on other ranks.
     dtype: dtype of the copies.
-    state: the state of this rank's experts when their weights were sent.
-    weights: (C, P), the weights of the C copies that this rank hosts; None before they have arrived.
+    state: the state of this rank's experts when their weights were sent. If it is still equal, the experts
+        have not changed.
+    weights: (C, P), the weights of the C copies that this rank hosts, with P numbers each; None before they
+        have arrived.
     """
 
     pairs: frozenset[tuple[int, int]]
@@ -77,7 +82,7 @@ class KeptCopies:
 
     @property
     def per_rank(self) -> int:
-        """The most copies that any rank hosts."""
+        """The largest number of copies that any rank hosts."""
         return max(Counter(rank for _, rank in self.pairs).values())
 
 
@@ -89,17 +94,19 @@ class HostedCopies:
     numbers: first those of its own experts, then those of the copies that it hosts, sorted by expert. The
     last numbers of a rank that hosts fewer copies than another rank are unused.
 
+    An expert's weights are sent as one row of P numbers. If it has several copies, the row is cut into parts:
+    the owner sends each host another part (task V), and the hosts send each other the parts that they got
+    (task VR).
+
     plan: which ranks host copies of which experts, the same on all ranks.
     rank: this rank.
-    num_ranks: W.
+    num_ranks: W, the number of all ranks.
     num_local: E_local, the experts that each rank owns.
     are_frozen: whether no rank needs gradients of the experts' parameters.
-    fate: what becomes of the copies' weights until backward.
-    kept: where the copies' weights are kept for later calls; None if they are not. With the fate "present" it
-        has them already.
-
-    Experts have new numbers in a call with copies. Each rank has E_local + `per_rank` numbers: those of its
-    own experts, then those of its copies, sorted by expert. Some of the last may stand for no copy.
+    fate: what happens to the copies' weights until backward: "keep" keeps them on their ranks, "communicate"
+        sends them again, "present" uses those that an earlier call has kept.
+    kept: the record in which the copies' weights are kept for later calls; None if they are not. With
+        fate="present" it has them already.
     """
 
     plan: CopyPlan
@@ -112,7 +119,9 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
-        """The numbers of the experts of which each rank hosts a copy: a rising list for each rank."""
+        """The experts of which each rank hosts a copy: for each rank a list of expert numbers, in rising
+        order.
+        """
         hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for expert in sorted(self.plan.hosts):
             for rank, _ in self.plan.hosts[expert][1:]:
@@ -145,9 +154,9 @@ class HostedCopies:
 
     @functools.cached_property
     def scattered(self) -> list[ExpertPart]:
-        """The parts of its experts' weights that this rank, as owner, sends to hosts of copies (task V).
+        """The parts of weights that this rank, as owner of experts, sends to the hosts of copies (task V).
 
-        They have the order in which they lie in the message.
+        They have the same order as in the message.
         """
         parts = []
         for expert in self.sent_experts:
@@ -159,7 +168,7 @@ class HostedCopies:
     def gathered(self) -> list[ExpertPart]:
         """The parts of weights that this rank, as host of copies, receives from experts' owners (task V).
 
-        They have the order in which they lie in the message.
+        They have the same order as in the message.
         """
         parts = []
         for expert in self.hosted:
@@ -169,10 +178,10 @@ class HostedCopies:
 
     @functools.cached_property
     def relayed(self) -> list[ExpertPart]:
-        """The parts of experts' weights that this rank forwards to other ranks with copies of these experts.
+        """The parts of weights that this rank, as host of copies, sends to other hosts of the same experts.
 
-        The experts' owners have sent them to this rank (task V); task VR forwards them. They have the order
-        in which they lie in the message.
+        The experts' owners have sent these parts to this rank (task V); task VR sends them on. They have the
+        same order as in the message.
         """
         parts = []
         for expert in self.hosted:
@@ -185,7 +194,8 @@ class HostedCopies:
     def completed(self) -> list[ExpertPart]:
         """The parts of weights that this rank receives from other hosts of the same experts (task VR).
 
-        They have the order in which they lie in the message.
+        With the parts from the experts' owners they make this rank's copies complete. They have the same
+        order as in the message.
         """
         parts = []
         for expert in self.hosted:
@@ -195,9 +205,11 @@ class HostedCopies:
         return sorted(parts)
 
     def elements_by_peer(self, parts: Iterable[ExpertPart], num_elements: int) -> list[int]:
-        """Returns how many elements of a message go to each rank, or come from each rank.
+        """Returns how many elements of a message are for each other rank, or from each other rank.
 
-        parts: the parts of which the message consists.
+        The result has a number for each of the W ranks, as an all-to-all needs them.
+
+        parts: the parts of experts' weights or gradients of which the message consists.
         num_elements: P, the number of elements of an expert.
         """
         elements = [0] * self.num_ranks
@@ -209,13 +221,15 @@ class HostedCopies:
     def numbered_hosts(self, num_experts: int) -> tuple[list[int], list[int]]:
         """Returns how the rows of each expert are divided among the expert and its copies.
 
-        Each row of an expert gets a position u in 0 ... 2**32 - 1, and the range of positions is cut into one
-        piece for the expert itself and one for each copy (`pmoe.planner.copies.row_cuts`). The result is two
-        lists with an entry for each piece, in order:
+        Each row of an expert gets a position u in 0 ... 2**32 - 1. The range of positions is cut into one
+        interval for the expert itself and one for each copy (`pmoe.planner.copies.row_cuts`). The result is
+        two lists with an entry for each interval, in order:
 
-            bounds   expert * 2**32 + first position of the piece. These rise from entry to entry, so that a
-                     row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
-            numbers  the number of the expert or copy that computes the piece, as numbered in this call
+            bounds   expert * 2**32 + first position of the interval. These rise from entry to entry, so that
+                     a row
+                     at position u of expert e belongs to the last entry that is at most e * 2**32 + u
+            numbers  the number of the expert or copy that computes the interval's rows, as numbered in this
+                     call
 
         num_experts: the number of experts of all ranks, without copies.
 

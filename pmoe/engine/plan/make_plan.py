@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 class SortedSlots:
     """The routing of a call, with its slots sorted and counted for any number of chunks.
 
-    A slot is one (token, choice) pair. Results are cached by number of chunks, because trials of several
-    numbers of chunks ask for the same results again.
+    A slot is one (token, choice) pair. Results are cached by number of chunks, because several trials and the
+    call that follows them may ask for the same number.
 
     expert_TK: (T, K) int64, the global expert of each slot, for T tokens with K choices each.
     keep_TK: (T, K) bool, whether each slot is kept; None keeps all.
     tokens: a `Tokens`: the number of tokens and, only if tokens have different numbers of slots, a tensor
         with the token of each slot.
-    padding: the map between tokens and padded rows, with ``pad_to_capacity=True``; else None. Each padded row
-        then counts as a token with one slot.
+    padding: with ``pad_to_capacity=True``, the map between tokens and padded rows (the same number of rows
+        for each expert); else None. Each padded row then counts as a token with one slot.
     """
 
     expert_TK: Tensor
@@ -75,10 +75,11 @@ class SortedSlots:
         self._counted: dict[int, Tensor] = {}
 
     def take_routes(self, routes: Routes, n: int | None) -> None:
-        """Takes the counts and the order that the routing kernels have computed, so that neither is computed.
+        """Stores the counts and the order that the routing kernels have computed, so that PyTorch need not.
 
-        routes: the result of the kernels.
-        n: the number of chunks for which they have sorted the slots; None if not in the order of `slots`.
+        routes: the result of the kernels: row counts, and the sorted (token, choice) pairs.
+        n: the number of chunks for which the kernels have sorted the pairs; None if their order is not that
+            of `slots`, so that only the counts can be used.
         """
         self._counted[routes.counts_nE.shape[0]] = routes.counts_nE
         if n is not None and isinstance(self.modules.order, SortedOrder):
@@ -98,6 +99,9 @@ class SortedSlots:
 
     def num_pieces(self, n: int) -> int:
         """Returns m, the number of blocks in which rows that stay on this rank are computed.
+
+        Each block is one task. m is n if chunks take turns in shared buffers, otherwise often less, because
+        fewer matrix products are faster.
 
         n: number of chunks.
         """
@@ -121,7 +125,7 @@ class SortedSlots:
 
         E is the number of experts of all ranks.
 
-        bins: the number of equal ranges of tokens in which pairs are counted.
+        bins: the number of bins: equal ranges of tokens in which pairs are counted.
         """
         if bins not in self._counted:
             num_experts = self.modules.num_experts
@@ -134,17 +138,17 @@ class SortedSlots:
         In this class a token is sent once for each of its experts, and the result is None. The subclass
         `DeduplicatedSlots` returns the numbers.
 
-        bins: the number of equal ranges of tokens in which rows are counted.
+        bins: the number of bins: equal ranges of tokens in which rows are counted.
         """
         return None
 
     def number_rows(
         self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
     ) -> DeduplicatedRows | None:
-        """Returns numbers by which a receiver finds the row of each routing weight.
+        """Returns numbers by which a receiver finds the row of each routing weight; None if it needs none.
 
-        In this class each weight has a row of its own, and the result is None. In the subclass
-        `DeduplicatedSlots` several weights share a row, and the numbers are needed.
+        In this class each weight has a row of its own, in the same order, so the result is None. In the
+        subclass `DeduplicatedSlots` several weights share a row, and the numbers are needed.
 
         n: number of chunks.
         weights: the message of routing weights.
@@ -155,31 +159,32 @@ class SortedSlots:
         return None
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
-        """Returns the plan of this call, once the numbers of chunks and the restored tensors are chosen.
+        """Returns the plan of this call, once the numbers of chunks and the restore pair are chosen.
 
         counts: the exchanged row counts.
         choice: the number of chunks of each pass, and how backward restores the experts' input and hidden
             activation.
 
         The caller must hide this function from activation checkpointing, which expects the same operations
-        when it runs the forward pass a second time. The operations may differ: if trials of several numbers
-        of chunks have already sorted the pairs in one of the two runs, only the other run sorts them.
+        when it runs the forward pass a second time. The two runs may differ: sorted pairs are cached, so if
+        one of the runs finds them in the cache, only the other run sorts.
         """
         return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
         """Returns the numbers of chunks of both passes, cut finer until all chunks fit into their buffers.
 
-        If chunks use a few buffers of fixed size in turn, a chunk with too many rows would overflow its
+        If chunks take turns in a few buffers of fixed size, a chunk with too many rows would overflow its
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
 
         For hooks, and for experts that are a user's modules, forward saves an autograd graph for each chunk.
-        Backward cannot use a part of such a graph. So backward gets forward's number of chunks if its own
-        chunks would be parts of forward's.
+        Backward cannot use a part of such a graph. So with hooks, backward always gets forward's number of
+        chunks. With modules it gets that number if one of its own chunks would need a part of a forward
+        chunk.
 
         choice: the number of chunks of each pass before they are cut finer, and which tensors are kept.
-        counts: the exchanged row counts. Their ``depth`` says how often a number of chunks must be cut finer
-            (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
+        counts: the exchanged row counts. Their ``depth`` says for each number of chunks how often it must be
+            cut finer (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:
@@ -190,19 +195,21 @@ class SortedSlots:
 
 
 RowsFor = Callable[[tuple[int, ...]], tuple[RankCounts, SortedSlots]]
-"""The type of a function that returns a call's row counts in bins of which n chunks can be made.
+"""The type of a function that returns a call's row counts, and the routing from which plans are made.
 
-Its argument has the numbers n that may be chosen, the same on all ranks. It also returns the routing from
-which plans for these counts are made. A collective, unless the rows were counted for these numbers before.
+Its argument lists the numbers of chunks that may be chosen, the same on all ranks. Rows are counted in bins
+(ranges of tokens), small enough that chunks of each of these numbers consist of whole bins. The function is a
+collective, unless it has counted the rows for the same numbers before.
 """
 
 
 def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, restore: Restore) -> Plan:
-    """Cuts the sorted rows into n chunks for forward and n_backward for backward.
+    """Cuts the sorted rows into n chunks for forward and n_backward for backward, and returns the plan.
 
     The host does not wait for the device.
 
     orders: the sorted (token, choice) pairs.
+    n, n_backward: the number of chunks of forward and of backward.
     shared: the exchanged row counts of bins (ranges of tokens). The number of bins is a multiple of n and of
         n_backward.
     restore: whether the experts' input and hidden activation are kept, offloaded or made again between the
@@ -242,6 +249,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     """Returns the plan of one pass, with the sorted rows cut into n chunks.
 
     orders: the sorted (token, choice) pairs.
+    n: the number of chunks.
     bins: the row counts for the bins (ranges of tokens) of which the chunks of both passes consist.
     """
     modules = orders.modules
@@ -264,7 +272,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
-    # A single rank sends nothing, so these stay.
+    # The values for a single rank, which sends nothing.
     sent_by_chunk = come_by_chunk = [[0]] * n
     by_expert = [[0] * shared.send.shape[2]] * n
     regroups: Sequence[Tensor | None] = [None] * n
@@ -357,8 +365,11 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
 def _takes_positions(orders: SortedSlots) -> bool:
     """Returns whether the passes may copy and sum rows by the kernels of `pmoe.kernels.permute`.
 
-    These read positions as int32. They copy a row for each choice of a token, so `DeduplicatedSlots` and
-    tokens with different numbers of choices are not for them.
+    Where they may, positions of rows are stored as int32, which these kernels read. The kernels copy one row
+    for each of a token's K choices. So they cannot run if several choices share a row (`DeduplicatedSlots`),
+    or if tokens have different numbers of choices.
+
+    orders: the sorted (token, choice) pairs of the call.
     """
     expert_TK = orders.expert_TK
     is_plain = type(orders) is SortedSlots and orders.tokens.of_slot is None
@@ -370,11 +381,13 @@ def _takes_positions(orders: SortedSlots) -> bool:
 def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     """Returns the slots whose routing weights are sent, (S,), by destination rank, then chunk, then expert.
 
-    slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert.
-    sizes: for each chunk, the rows that it sends to each of P ranks, and behind these the rows that stay.
+    A slot is a (token, choice) pair; S of them are sent. The slots of a chunk for a rank are contiguous in
+    ``slot``, and ``sizes`` gives their numbers. So they are reordered by copying slices, without a sort and
+    without waiting for the GPU.
 
-    The slots of a chunk for a rank are contiguous, and ``sizes`` says where they begin. So they are reordered
-    by copying slices, without a sort and without waiting for the GPU.
+    slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert.
+    sizes: for each chunk P + 1 numbers: the rows that it sends to each of P ranks, and last the rows that
+        stay.
     """
     if slot.is_cuda:  # one operation joins them: each is a launch
         flat = [*itertools.chain.from_iterable(sizes)]
@@ -394,7 +407,7 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
 def _weight_journey(
     slot: Tensor, send: Tensor, come_W: Tensor, regroup: Tensor | None, modules: PassModules
 ) -> WeightMessage:
-    """Plans the message that carries the routing weights of all chunks.
+    """Plans the all-to-all that carries the routing weights of all chunks: which weights go to which rank.
 
     There are n chunks, P ranks over which experts are distributed, W ranks from which rows come, and E_local
     experts on a rank.
@@ -403,6 +416,7 @@ def _weight_journey(
     send: (n, P, E_local) rows that this rank sends to each rank, on the host.
     come_W: (W,) rows that each rank sends to this one, on the host.
     regroup: the index that sorts the weights that arrive (`WeightMessage.regroup`).
+    modules: the layer's modules and ranks.
     """
     send_rows = send.sum((0, 2)).tolist()
     recv_rows, gathered = _by_place(come_W.tolist(), modules.grid)
@@ -412,12 +426,14 @@ def _weight_journey(
 def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Splits row counts by source rank into counts for the all-to-all and counts for the all-gather.
 
-    come: (P * L,) rows from each source rank: L blocks of P numbers. Each block belongs to one of the L ranks
-        over which every expert is split. It has the rows that arrive there from the P ranks over which
-        experts are distributed.
+    Experts are distributed over P ranks, and each expert is split over L ranks of a node.
 
-    Returns (P,), the numbers of this rank's block, for the all-to-all; and (L,), the sum of each block, for
-    the all-gather inside the node. The sums are () if experts are not sharded.
+    come: (P * L,) rows from each source rank: a block of P numbers for each of the L ranks. It has the rows
+        that arrive at this one of the L ranks from the P ranks.
+    grid: the layer's ranks.
+
+    Returns (P,), the numbers of this rank's own block, for the all-to-all; and (L,), the sum of each block,
+    for the all-gather inside the node. The sums are () if experts are not sharded.
     """
     width = grid.ep.size
     own_start = grid.esp.rank * width
@@ -430,7 +446,8 @@ def _are_several(come_nW: Tensor) -> Any:
 
     Rows from a single rank arrive in expert order already.
 
-    come_nW: (n, W) rows by n chunks and W source ranks, on the host. Given (W,), the result is one bool.
+    come_nW: (n, W) rows by n chunks and W source ranks, on the host. For an argument (W,) the result is one
+        bool.
     """
     return (come_nW.count_nonzero(-1) > 1).tolist()
 
@@ -453,12 +470,13 @@ def _regroup_chunks(
 ) -> list[Tensor | None]:
     """Returns for each of n chunks the index that sorts its rows by expert (`Chunk.regroup`), or None.
 
-    On CUDA one sort serves all chunks, because each operator is a launch.
+    On CUDA one sort serves all chunks, because each operator is a kernel launch.
 
     fine: (W, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin, on the
         device of the rows. A bin is a range of tokens; a chunk has several.
     come_by_chunk: (n, W) the same rows by chunk and source rank, on the host.
-    are_several: for each chunk, whether its rows come from several ranks. Others are sorted already.
+    are_several: for each chunk, whether its rows come from several ranks. The index of another chunk is None,
+        because its rows arrive sorted.
     """
     if not fine.is_cuda:
         return [
@@ -483,16 +501,18 @@ def _regroup_chunks(
 def _ends(
     bins: RankCounts, n: int, num_pieces: int, rank: int, num_staying: int
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-    """Returns where each expert's rows end: for n chunks of received rows, and for the rows that stay.
+    """Returns where each expert's rows end, for the received rows of n chunks and for the rows that stay.
 
-    An entry is (E_local,) int32, the offsets of ``grouped_mm``. It is None on the CPU, where a loop over the
-    experts needs no offsets. One copy brings all of them to the device, so that no sum is a launch.
+    The result is two lists: an entry for each of n chunks, and one for each block of rows that stay. An entry
+    is (E_local,) int32, the offsets of ``grouped_mm``. It is None on the CPU, where a loop over the experts
+    needs no offsets. The sums are computed on the host, and one copy brings all of them to the device.
 
     bins: the row counts of the bins (ranges of tokens) of which the chunks consist.
+    n: the number of chunks.
     num_pieces: the number of blocks of rows that stay.
     rank: this rank.
-    num_staying: for how many experts of this rank its own rows stay. Rows for copies of other ranks' experts
-        are received like all others. 0 if no rows stay.
+    num_staying: for how many of this rank's experts its own rows stay; 0 if no rows stay. The numbers behind
+        these are copies of other ranks' busy experts, whose rows are sent like all others.
     """
     on_device = bins.recv_device
     if not on_device.is_cuda:
@@ -516,10 +536,11 @@ def _ends(
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
     """Sums row counts of n chunks to row counts of m blocks, (m, E), for E experts.
 
-    A block has rows that stay on this rank, and is computed by one task. The first n - m + 1 chunks share the
-    first block; each other chunk has a block of its own (`pmoe.schedule.tasks.piece_of`).
+    A block has rows that stay on this rank, and is computed by one task. If m < n, the first n - m + 1 chunks
+    share the first block, and each other chunk has a block of its own (`pmoe.schedule.tasks.piece_of`).
 
     counts_nE: (n, E) rows by chunk and expert.
+    m: the number of blocks, at most n.
     """
     if m == counts_nE.shape[0]:
         return counts_nE

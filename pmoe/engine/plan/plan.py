@@ -1,13 +1,13 @@
 """The plan of one call: for each chunk (micro-batch), which rows go to which rank and expert.
 
-`pmoe.engine.plan.make_plan` makes the plan. A slot is one of the T * K (token, choice) pairs of this rank.
-The gate may drop slots, for example beyond an expert's capacity. Every other slot gets a row: a copy of its
-token, with M columns.
+`pmoe.engine.plan.make_plan` makes the plan. A slot is one of the T * K (token, choice) pairs of this rank,
+for T tokens that choose K experts each. The gate may drop slots, for example beyond an expert's capacity.
+Every other slot gets a row: a copy of its token, with M = d_model columns.
 
 The slots are sorted so that the rows which a chunk sends are contiguous. Rows whose expert is on this rank
-are not sent. They are divided into pieces, each of which is computed by one task
-(`pmoe.schedule.tasks.piece_of`). If there are as many pieces as chunks, each piece comes after the chunk with
-its number. If there are fewer, all pieces come after the last chunk:
+are not sent. They are divided into pieces, and one task computes one piece (`pmoe.schedule.tasks.piece_of`).
+If there are as many pieces as chunks, each piece comes after the chunk with its number. If there are fewer,
+all pieces come after the last chunk:
 
     2 chunks, 2 pieces   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
     3 chunks, 2 pieces   | chunk 0 sends | chunk 1 sends | chunk 2 sends | piece 0 | piece 1 | dropped slots |
@@ -26,8 +26,9 @@ input):
       sort by expert                                                Chunk.regroup
     T_DI                        by expert, then source rank         Chunk.received
 
-Results return in the opposite order of tasks. The all-to-all R writes them to the home buffer on the tokens'
-rank, in which rows have the order of the sorted slots: the result of slot s is row `PassPlan.position` [s].
+The experts' results go through the same steps in reverse. The last one, the all-to-all R, writes them to the
+home buffer on the tokens' rank. The rows of the home buffer have the order of the sorted slots: the result of
+slot s is row `PassPlan.position` [s].
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def length(at: slice) -> int:
-    """Returns the number of rows that a slice selects: stop - start. Neither of them may be None."""
+    """Returns the number of rows that a slice selects: stop - start. Neither bound may be None."""
     return int(at.stop - at.start)
 
 
@@ -67,14 +68,17 @@ def length(at: slice) -> int:
 class Chunk:
     """One micro-batch of this rank: a range of its tokens, and the rows that it sends and receives.
 
+    "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
+
     tokens: slice of this rank's T tokens.
     slots: slice of this rank's T * K (token, choice) pairs: those of the chunk's tokens.
-    sent: slice of this rank's sorted rows: those that the dispatch all-to-all sends.
+    sent: slice of this rank's sorted rows: those that the chunk's dispatch all-to-all sends.
     send_rows: (P,) numbers of rows to each of the P ranks over which experts are distributed.
     recv_rows: (P,) numbers of rows from each of these ranks.
-    received: number of rows of each local expert, (E_local,), in the order in which experts read them.
+    received: number of rows for each of this rank's E_local experts, after the all-gather if experts are
+        sharded.
     regroup: (N,) int64, the index that sorts the N arrived rows by expert: T_DI, the experts' input, is
-        arrived[regroup]. It is int32 if kernels have computed it. None if arrived rows are in this order
+        arrived[regroup]. It is int32 if kernels have computed it. None if arrived rows are sorted by expert
         already. Also None with ``send_once=True``: forward then computes the index from numbers that arrive
         with the routing weights (`pmoe.engine.variants.send_once`).
     relayed: for dispatch and for combine, the numbers of other ranks' rows that this rank passes on in a
@@ -120,8 +124,8 @@ class Chunk:
 class LocalChunk:
     """Rows that are computed in one task and not sent, because their experts are on this rank.
 
-    rows: slice of this rank's sorted rows.
-    groups: number of these rows for each local expert, (E_local,).
+    rows: slice of this rank's sorted rows: those of all its tokens, in the order of the pass (`PassPlan`).
+    groups: number of these rows for each of this rank's E_local experts.
     """
 
     rows: slice
@@ -152,23 +156,24 @@ class WeightMessage:
 class PassPlan:
     """The plan of one pass, forward or backward: its chunks, and the order of its rows.
 
-    A slot is one of the T * K (token, choice) pairs of this rank.
+    A slot is one of the T * K (token, choice) pairs of this rank. "Sorted rows" are all rows of this rank's
+    tokens: chunk by chunk those that are sent, and those that are not (the module's docstring has a picture).
 
     chunks: the n micro-batches.
     pieces: the rows that are not sent, because their experts are on this rank, in m blocks that are computed
         one by one; () if all rows are sent.
     weights: the message of routing weights; None if all rows of all ranks stay on their rank.
-    slot: (rows,) int64, the slot of each sorted row, whether it is sent or not. It has no meaning with
-        ``send_once=True``, because slots then share rows. It is int32 if kernels have sorted the slots.
-    row_token: (rows,) int64, the token of each sorted row, whether it is sent or not.
+    slot: (rows,) int64, the slot of each sorted row. Not to be read with ``send_once=True``, because several
+        slots then share one row. It is int32 if kernels have sorted the slots.
+    row_token: (rows,) int64, the token of each sorted row.
     position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
         to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
         without a row has a number beyond the last row. It is int32 if the kernels of `pmoe.kernels.permute`
         may read it.
     has_drops: whether some slots may have no row.
-    once: where the receiver finds the row of each routing weight, if a token is sent only once to each rank
-        (`pmoe.engine.variants.send_once`); else None. Slots then share rows, and one result returns for
-        several slots.
+    once: numbers by which the receiver finds the row of each routing weight, if a token is sent only once to
+        each rank (`pmoe.engine.variants.send_once`); else None. Several slots then share one row, and one
+        result returns for all of them.
     """
 
     chunks: tuple[Chunk, ...]
@@ -190,7 +195,7 @@ class PassPlan:
         """The number of rows of each buffer of the pass, for each chunk.
 
         Rows that stay on this rank are computed in blocks (`pieces`). If there are fewer blocks than chunks,
-        the result's fields ``local`` and ``home`` have no meaning, and nothing reads them.
+        no buffer is divided in this way: the result's fields ``local`` and ``home`` are not to be read.
         """
         chunks = self.chunks
         n = len(self.chunks)
@@ -215,11 +220,11 @@ class PassPlan:
 
     @functools.cached_property
     def home(self) -> list[slice]:
-        """The slice of sorted rows of each chunk's tokens: the rows that are sent, then those that are not.
+        """The slices of sorted rows of each chunk's tokens: the rows that are sent, then those that are not.
 
         The home buffer collects results on the tokens' rank, and has the results of these rows at the same
-        positions. The slices mean something only if rows that are not sent are computed in one block for each
-        chunk, or if there are none. Nothing reads them otherwise.
+        positions. The slices are valid only if all rows are sent, or if the rows that are not sent are
+        computed in one block for each chunk. Nothing reads them otherwise.
         """
         sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
@@ -231,10 +236,8 @@ class PassPlan:
 class PassModules(abc.ABC):
     """The parts of a layer that its passes use: ranks, experts, and the steps before and after the experts.
 
-    The steps are FSMoE's modules (section 3.1): order, dispatch, combine.
-
-    They are the same for all calls of a layer, except for ``copies``. `pmoe.call.modules.LayerModules`
-    implements the class.
+    The steps are three of FSMoE's modules (section 3.1): order, dispatch, combine. All fields are the same
+    for all calls of a layer, except for ``copies``. `pmoe.call.modules.LayerModules` implements the class.
 
     grid: the layer's ranks: those over which experts are distributed, and those that share each expert.
     experts: this rank's experts.
@@ -243,13 +246,13 @@ class PassModules(abc.ABC):
     dispatch, combine: the all-to-alls of rows, to the experts' ranks and back.
     scalars: the all-to-all of routing weights.
     callbacks: the user's `Callback` objects.
-    gradients: the reducer of other layers' data-parallel gradients, which are all-reduced during this layer's
-        backward pass (FSMoE, section 5); None without a `pmoe.GradientReducer`. Backward calls ``begins`` and
-        ``ends``, and runs ``inside`` as a task after the last dispatch. ``t_gar`` is the predicted time of
-        the all-reduce in seconds.
+    gradients: a `pmoe.GradientReducer`, or None. It all-reduces the data-parallel gradients of other layers
+        during this layer's backward pass (FSMoE, section 5). Backward calls its ``begins`` and ``ends``, and
+        runs its ``inside`` as a task after the last dispatch. Its ``t_gar`` is the predicted time of the
+        all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
-    copies: the copies of busy experts in a call; None if it has none. With copies, experts have new numbers
-        (`HostedCopies`).
+    copies: which copies of busy experts the call has on which ranks (``balance``); None if it has none. In a
+        call with copies, experts and copies are numbered together (`HostedCopies`).
     """
 
     grid: Grid
@@ -267,7 +270,10 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def stages(self) -> Stages:
-        """The stages of every call. No stage depends on row counts, so all ranks have the same stages."""
+        """The optional steps that every call of the layer has, such as a shared expert or sharded experts.
+
+        They do not depend on row counts, so all ranks have the same steps, and their collectives match.
+        """
 
     @property
     @abc.abstractmethod
@@ -280,19 +286,20 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def wires(self) -> Wires | None:
-        """The number formats in which dispatched rows are sent, one for each pass.
+        """The formats to which dispatch converts rows before it sends them, one for each pass.
 
-        None if all rows are sent in their own dtype.
+        Example: "e4m3", an 8-bit float, to send fewer bytes. None if the layer sends all rows in their own
+        dtype.
         """
 
     @property
     @abc.abstractmethod
     def sequential(self) -> bool:
-        """Whether every task waits for the task before it, so that nothing overlaps."""
+        """Whether every task waits for the task before it, so that nothing runs at the same time."""
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
-        """The callbacks' hooks at the four points inside the layer; None if there are no such hooks."""
+        """The callbacks' hooks before and after dispatch and combine; None if there are no such hooks."""
         if not self.callbacks:
             return None
         from pmoe.engine.plan.callbacks import Hooks
@@ -301,19 +308,25 @@ class PassModules(abc.ABC):
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """E, the number of experts of all ranks together. In a call with copies it counts these, too."""
+        """E, the number of experts of all ranks together. Copies of busy experts count as experts, too."""
         return self.grid.ep.size * self.num_numbers
 
     @property
     def num_numbers(self) -> int:
-        """The numbers that experts and copies of a rank take: E_local, and the most copies of any rank."""
+        """The expert numbers of each rank: E_local, plus the largest number of copies that any rank hosts.
+
+        In a call with copies of busy experts, experts and copies are numbered together, with equally many
+        numbers for each rank. A rank that hosts fewer copies than another leaves its last numbers unused.
+        """
         return self.experts.num_local_experts + (0 if self.copies is None else self.copies.per_rank)
 
     @functools.cached_property
     def staying(self) -> range:
-        """The numbers of this rank's experts, if rows for them are not sent; else an empty range.
+        """The numbers of this rank's experts whose rows from this same rank stay on it; else an empty range.
 
-        Rows for a copy are sent, also from the rank of the copy: copies compute received rows.
+        The range is empty if rows are also sent from a rank to itself. Copies of busy experts are never in
+        the range, because copies compute received rows only: a row for a copy is sent even if both are on the
+        same rank.
         """
         first_expert = self.grid.ep.rank * self.num_numbers
         return range(first_expert, first_expert + self.experts.num_local_experts * self.stages.local)
@@ -327,15 +340,15 @@ class Plan:
 
     modules: the layer's modules and ranks.
     forward, backward: the plan of each pass. The two may have different numbers of chunks.
-    joined: where backward's chunks find their rows in forward's chunks; None if both passes have the same
-        chunks.
+    joined: for each of backward's chunks, which rows of which forward chunks it consists of; None if both
+        passes have the same chunks.
     top_k: K, the number of experts that each token chooses.
     restore: for the experts' input T_DI and the hidden activation T_M: whether they are kept for backward,
         offloaded to the host, or made again.
     slot_token: (S,) int64, the token of each of the S (token, choice) pairs, if the gate gives tokens
         different numbers of experts; None if each token has K.
-    padding: the map between tokens and padded rows, with ``pad_to_capacity=True``; else None. Both passes
-        then run on padded rows in place of tokens.
+    padding: with ``pad_to_capacity=True``, the map between tokens and padded rows; else None. With padding
+        every expert gets the same number of rows, and both passes run on these rows as if each were a token.
     """
 
     modules: PassModules
@@ -349,5 +362,5 @@ class Plan:
 
     @property
     def rearranged(self) -> bool:
-        """Whether backward has another number of chunks than forward, so that saved rows are regrouped."""
+        """Whether the passes have different numbers of chunks, so that saved rows must be copied."""
         return self.joined is not None

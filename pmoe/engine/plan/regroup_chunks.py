@@ -1,4 +1,4 @@
-"""Maps the rows of backward's chunks to forward's chunks, if the two have different numbers of chunks.
+"""Maps the rows of backward's chunks to forward's chunks, if the passes have different numbers of chunks.
 
 Both passes consist of the same bins, small ranges of tokens (`pmoe.engine.plan.make_plan`). In a chunk, rows
 are sorted by expert, then by bin. Example with experts a and b, bins 0 and 1, forward in 1 chunk and backward
@@ -33,9 +33,10 @@ forward chunk become which rows of the backward chunk.
 class ChunkRegrouping:
     """The map from the rows of backward's chunks to the rows of forward's chunks.
 
-    received: for the rows that experts receive: from which forward chunks, and which of their rows, each
+    received: for the rows that experts receive: from which forward chunks, and from which of their rows, each
         backward chunk is copied.
-    local: the same for each block of the rows that stay on this rank (`PassPlan.pieces`).
+    local: the same for each block of the rows that are not sent, because their experts are on this rank
+        (`PassPlan.pieces`).
     weight_map: (N,) int64, for each of the N received rows in backward's order, its number in forward's
         order.
     """
@@ -48,7 +49,7 @@ class ChunkRegrouping:
 def join_chunks(
     recv_LWE: Tensor, recv_device_LWE: Tensor, stay_LE: Tensor, n: int, n_backward: int
 ) -> ChunkRegrouping:
-    """Returns where backward's chunks find their rows in forward's chunks.
+    """Returns for each of backward's chunks which rows of which forward chunks it consists of.
 
     A bin is a range of tokens. There are L bins, W ranks and E local experts.
 
@@ -67,7 +68,8 @@ def join_chunks(
 def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
     """Returns for each backward chunk which rows of which forward chunks it consists of.
 
-    Blocks of rows that are neighbours in both passes are joined, so that fewer copies are needed.
+    The result is for the received rows, or for the rows that stay on their rank. Blocks of rows that are
+    neighbours in both passes are joined, so that fewer copies are needed.
 
     counts_LE: (L, E) rows by L bins (ranges of tokens) and E experts, on the host.
     n, n_backward: numbers of chunks of forward and of backward.
@@ -97,7 +99,7 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
 
 
 def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) -> Tensor:
-    """Returns the number in forward's order of each row in backward's order, (num_rows,) int64.
+    """Returns for each row in backward's order its number in forward's order, (num_rows,) int64.
 
     The rows of all chunks of a pass are numbered one after another.
 
@@ -111,7 +113,7 @@ def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) ->
 
 
 def _pieces(counts_LE: Tensor, n: int, n_backward: int) -> tuple[Tensor, Tensor]:
-    """Returns the size and the first forward row of each block of rows with one bin and one expert.
+    """Returns for each block of rows (one bin, one expert) its size and its first row in forward's order.
 
     A bin is a range of tokens; a chunk consists of whole bins. Both results are (L * E,) int64, for L bins
     and E experts. Blocks are in the order of backward's rows: by chunk, then expert, then bin.

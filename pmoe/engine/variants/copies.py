@@ -3,7 +3,7 @@
 The rank that owns a busy expert sends the expert's weights to the ranks that host a copy. In backward, these
 ranks send back the gradients of the copies. Sending and adding are tasks of the pass:
 
-    V     the owner sends weights to the hosts: all of an expert's weights if there is one copy. If there are
+    V     the owner sends weights to the hosts: all of an expert's weights if it has one copy. If it has
           several, each host gets another part
     VR    the hosts of one expert send each other their parts of the weights
     C     computes the rank's own experts and its copies (`pmoe.experts.with_copies`)
@@ -58,8 +58,8 @@ class _WithCopies(Pass):
     """A pass with copies of busy experts: this rank may host copies, or own experts that other ranks host.
 
     copied: (C, P), the weights of the C copies that this rank hosts, P numbers each.
-    messages: the buffers of the messages that bring these weights. None once the weights have been read from
-        them, and in a backward pass that uses the weights which forward has kept.
+    messages: the buffers of the messages that bring these weights. None once the weights have been copied out
+        of them. Also None if no weights are sent, because an earlier pass or call has kept them.
     experts: the rank's experts and its copies.
     """
 
@@ -85,9 +85,11 @@ class _WithCopies(Pass):
         return self.pool.new(self.parameters[0], sum(sizes))
 
     def new_messages(self) -> _Messages:
-        """Returns memory for the messages that bring weights to the copies (tasks V and VR).
+        """Returns memory for the messages that bring weights to the copies of busy experts.
 
-        Called on the compute lane, as all allocations of a pass are (`Pass.__init__`).
+        There is a message from the owners of experts to the hosts of copies (task V) and, if some expert has
+        several copies, one among the hosts (task VR). Called on the compute lane, as all allocations of a
+        pass are (`Pass.__init__`).
         """
         hosted = self.hosted
         sent = self.buffer_for(hosted.scattered)
@@ -97,7 +99,7 @@ class _WithCopies(Pass):
         return _Messages(sent, *others)
 
     def use_copies(self, copied: Tensor) -> None:
-        """Sets the memory of the copies' weights, and the experts with which the pass computes.
+        """Sets the memory of the copies' weights, and creates the experts with which the pass computes.
 
         copied: (C, P), memory for the weights of C copies, P numbers each. It may be filled later, before the
             first task that computes with the copies.
@@ -112,13 +114,14 @@ class _WithCopies(Pass):
         arrived: Tensor,
         recv_parts: Sequence[ExpertPart],
     ) -> dist.Work:
-        """Starts the all-to-all that sends parts of experts' weights, or of their gradients.
+        """Starts the all-to-all that sends parts of experts' weights, or of their gradients; returns its
+        Work.
 
-        Every rank must call it, even if it sends none.
+        Every rank must call it, even if it sends nothing.
 
-        sent: the message of this rank, which has ``send_parts`` in their order.
+        sent: the message of this rank, in which ``send_parts`` lie one after another.
         send_parts: the parts that this rank sends.
-        arrived: memory for the parts that arrive, in the order of ``recv_parts``.
+        arrived: memory for the message that arrives, in which ``recv_parts`` lie one after another.
         recv_parts: the parts that this rank receives.
         """
         hosted = self.hosted
@@ -135,7 +138,7 @@ class _WithCopies(Pass):
     ) -> None:
         """Copies parts of experts' weights, or of gradients, one after the other to the buffer of a message.
 
-        parts: the parts.
+        parts: the parts, in the order of the message.
         of_expert: function from an expert's number to its P weights or gradients, in one or several tensors.
         out: the buffer of the message.
         """
@@ -154,7 +157,7 @@ class _WithCopies(Pass):
     ) -> None:
         """Copies the parts of experts' weights in a message that has arrived to the memory of these experts.
 
-        message: the message, which has ``parts`` in their order.
+        message: the message, in which ``parts`` lie one after another.
         parts: the parts.
         of_expert: function from an expert's number to the memory of its P weights, (P,).
         """
@@ -173,14 +176,17 @@ class _WithCopies(Pass):
         return [parameter[place] for parameter in self.parameters]
 
     def of_copy(self, expert: int) -> Tensor:
-        """Returns the weights, (P,), of the copy that this rank hosts of an expert.
+        """Returns the weights, (P,) for P numbers, of a copy that this rank hosts.
 
-        expert: the expert's number among all experts.
+        expert: the number, among all experts, of the expert that was copied.
         """
         return self.copied[self.hosted.hosted.index(expert)]
 
     def copy_weights(self, _: int) -> dist.Work | None:
-        """Starts to send the weights of busy experts to the ranks that host copies (task V)."""
+        """Starts the all-to-all that sends weights of busy experts to the hosts of their copies (task V).
+
+        If an expert has several copies, each host gets another part of its weights.
+        """
         hosted = self.hosted
         messages = self.messages
         assert messages is not None
@@ -188,7 +194,11 @@ class _WithCopies(Pass):
         return self.exchange_parts(messages.sent, hosted.scattered, messages.arrived, hosted.gathered)
 
     def relay_weights(self, _: int) -> dist.Work | None:
-        """Starts to send the other hosts of the same experts the parts that this rank got (task VR)."""
+        """Starts the all-to-all in which hosts of copies of one expert send each other its weights (task VR).
+
+        Each host has received one part of the weights from the expert's owner, and sends it to all other
+        hosts.
+        """
         hosted = self.hosted
         messages = self.messages
         assert messages is not None and messages.relay_sent is not None
@@ -200,9 +210,10 @@ class _WithCopies(Pass):
         )
 
     def complete_copies(self) -> None:
-        """Copies arrived weights to the copies of busy experts, before the first task computes with them.
+        """Copies the weights that have arrived to the copies of busy experts, before a task computes with
+        them.
 
-        Called on the compute lane. Later calls do nothing.
+        Called on the compute lane. Only the first call does something.
         """
         messages = self.messages
         if messages is None:
@@ -243,10 +254,10 @@ class CopiesBackward(_WithCopies, Backward):
 
     copy_sums: for each parameter, the gradients of the copies' parameters, summed over chunks.
     chunks_left: the number of chunks whose gradients are not in these sums yet.
-    copied_gradients: (C, P), the gradients of the C copies.
-    relay_sent, relay_arrived: the messages of task VGR: parts of gradients that hosts of the same expert send
-        each other. None if no expert has several copies.
-    home_sent, home_arrived: the messages of task VG: gradients from the hosts to the owners of experts.
+    copied_gradients: (C, P), the gradients of the C copies that this rank hosts, P numbers each.
+    relay_sent, relay_arrived: the messages in which hosts of the same expert send each other parts of their
+        gradients (task VGR). None if no expert has several copies.
+    home_sent, home_arrived: the messages in which hosts send gradients to the owners of experts (task VG).
     """
 
     copy_sums: list[GradientSum]
@@ -296,7 +307,11 @@ class CopiesBackward(_WithCopies, Backward):
         super().recompute(i, place)
 
     def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
-        """Returns the hidden activation T_M of one task (`OffloadingBackward.joined`)."""
+        """Returns the hidden activation T_M of one task, copied from forward's chunks, also that of copies.
+
+        saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent.
+        """
         return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
     def copy_wgrad(self, i: int) -> None:
@@ -312,21 +327,26 @@ class CopiesBackward(_WithCopies, Backward):
                 target.copy_(self.copy_sums.pop(0).result())
 
     def gradient_of_copy(self, expert: int) -> Tensor:
-        """Returns the gradient, (P,), of the copy that this rank hosts of an expert.
+        """Returns the gradient, (P,) for P numbers, of a copy that this rank hosts.
 
-        expert: the expert's number among all experts.
+        expert: the number, among all experts, of the expert that was copied.
         """
         return self.copied_gradients[self.hosted.hosted.index(expert)]
 
     def relay_gradients(self, _: int) -> dist.Work | None:
-        """Starts to send the other hosts of the same experts their parts of the gradients (task VGR)."""
+        """Starts the all-to-all in which hosts of copies of one expert send each other gradients (task VGR).
+
+        Each host is responsible for one part of the expert's gradient. It gets this part from all other
+        hosts, so that it can sum it.
+        """
         hosted = self.hosted
         assert self.relay_sent is not None and self.relay_arrived is not None
         self.pack(hosted.completed, lambda expert: [self.gradient_of_copy(expert)], self.relay_sent)
         return self.exchange_parts(self.relay_sent, hosted.completed, self.relay_arrived, hosted.relayed)
 
     def copy_gradients(self, _: int) -> dist.Work | None:
-        """Starts to send the gradients of copies to the ranks that own the experts (task VG).
+        """Starts the all-to-all that sends the gradients of copies to the ranks that own the experts (task
+        VG).
 
         If an expert has several copies, each host sends only its own part of the gradient, summed over all
         copies.
@@ -337,13 +357,13 @@ class CopiesBackward(_WithCopies, Backward):
         return self.exchange_parts(self.home_sent, hosted.gathered, self.home_arrived, hosted.scattered)
 
     def _sum_own_parts(self, arrived: Tensor) -> None:
-        """Sums gradients of copies over all hosts of an expert, and writes the sums into the next message.
+        """Sums gradients of copies over all hosts of an expert, and writes the sums into the owner's message.
 
-        Each host of an expert's copies sums one part of the expert's gradient. In at least float32 it adds to
-        its own gradient those of the other hosts, in order of rank. Task VG then sends the sums to the rank
-        that owns the expert.
+        Each host of an expert's copies sums one part of the expert's gradient. It adds the other hosts'
+        gradients to its own, in order of rank, in float32 or a wider dtype.
 
-        arrived: what task VGR has received: the other hosts' gradients for the parts that this rank sums.
+        arrived: the message that task VGR received: the other hosts' gradients for the parts that this rank
+            sums.
         """
         hosted = self.hosted
         wide = torch.promote_types(arrived.dtype, torch.float32)

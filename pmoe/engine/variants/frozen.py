@@ -1,4 +1,4 @@
-"""The backward pass of experts none of whose parameters needs a gradient: it has no tasks W and LW."""
+"""The backward pass for experts none of whose parameters needs a gradient: it has no tasks for them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pmoe.schedule.tasks import Schedule
 
 
 class FrozenBackward(Backward):
-    """A backward pass that computes gradients of rows and routing weights, and none of the experts.
+    """A backward pass that computes gradients of rows and routing weights, but not of the experts.
 
-    What the task of weight gradients would read is freed as soon as the gradients of the rows are there.
+    It frees saved tensors that only the gradients of the experts' parameters would need, as soon as it has
+    the gradients of the rows.
     """
 
     schedule: Schedule

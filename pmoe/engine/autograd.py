@@ -67,9 +67,10 @@ class Runner(Protocol):
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         """Returns the layer's output T_O, (T, M) for T tokens with M = d_model, and the state for backward.
 
-        keep: whether a backward pass may follow. If False, no tensors are kept and the state is None.
-
         The caller has turned autograd off: operations of the pass record no graph.
+
+        inputs: the tensors of the call.
+        keep: whether a backward pass may follow. If False, no tensors are kept and the state is None.
         """
 
 
@@ -124,8 +125,11 @@ NOT_DIFFERENTIATED = 4
 def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
     """Runs the experts of a call: returns the layer's output T_O, (T, M) for T tokens with M = d_model.
 
+    runner: the implementation that computes the call.
+    inputs: the tensors of the call.
+    ranks: the layer's ranks.
     needs_grad: whether any rank needs gradients of the call; the same on every rank. If True, the output's
-        graph is one node, whose backward runs the whole backward pass. Backward communicates, so all ranks
+        autograd graph is one node, which runs the whole backward pass. Backward communicates, so all ranks
         must run it, even a rank on which no input needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():

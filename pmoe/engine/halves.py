@@ -12,10 +12,11 @@ So each matrix product and each all-to-all runs once. The second call must be fo
 If autograd passes another tensor, the ranks compare values in one reduction; if the values differ, the whole
 pass runs again. Otherwise the second half communicates nothing.
 
-Between the halves, the operands of the parameter gradients are kept for all rows: T_DI, dT_DO, the activated
-T_M and its gradient dT_M. If chunks share buffers (``memory_reuse``), the next chunk overwrites these
-operands. In that case the first half computes all gradients, and keeps those of the parameters for the second
-half. Runners other than the pipeline do the same.
+Between the halves, the operands of the parameter gradients are kept for all rows: the experts' inputs T_DI,
+the gradients of their outputs dT_DO, the activated T_M and its gradient dT_M. If chunks share buffers
+(``memory_reuse``), the next chunk overwrites these operands. In that case the first half computes all
+gradients, and keeps those of the parameters for the second half. All implementations of a call other than the
+pipeline (`pmoe.runners`) do the same.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ They come first in the list of all tensors, `pmoe.engine.passes.base.Inputs.all`
 """
 
 Halves = tuple[list[Tensor | None], Callable[[], list[Tensor | None]]]
-"""Type of the results of a first half: the gradients of `Inputs.all`, and a function for the second half.
+"""Type of the result of a first half: the gradients of `Inputs.all`, and a function for the second half.
 
-The function computes and returns the gradients of the parameters: those after the first `NUM_INPUTS`.
+The function computes and returns the gradients of the parameters: the tensors of `Inputs.all` after the first
+`NUM_INPUTS`.
 """
 
 RunPass = Callable[[Any, Tensor, Callable[..., list[Tensor | None]]], tuple[Tensor | None, ...]]
@@ -60,7 +62,7 @@ The function returns a gradient for each argument of the autograd Function.
 class Later:
     """The record that the first half of a backward pass keeps for the second half.
 
-    grad_TM: (T, M), the output's gradient in the first half.
+    grad_TM: (T, M), the output's gradient in the first half, for T tokens with M = d_model columns.
     version: the version counter of grad_TM in the first half, to detect changes in place.
     of_inputs: the gradients of x_TM, weight_TK and shared_weight_T. That of x_TM is None, because autograd
         does not ask for it again.
@@ -76,7 +78,7 @@ class Later:
         """Returns whether the first half ran for the same gradient of the output. Equal on all ranks.
 
         If autograd passes the same tensor object as in the first half, unchanged, the result is True. All
-        ranks run the same program, so this holds on all ranks or on none. Otherwise the values of both
+        ranks run the same program, so this is the case on all ranks or on none. Otherwise the values of both
         tensors are compared, and the ranks agree on the result by a collective.
 
         grad_TM: (T, M), the output's gradient that autograd passes to the second half.
@@ -96,8 +98,8 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
     follow. Returns a gradient for each argument of the autograd Function; None for those that are not asked
     for.
 
-    ctx: the context of the call's autograd Function. Its attribute ``later`` has the record that an earlier
-        first half has kept for the second half.
+    ctx: the context of the call's autograd Function. If an earlier backward call was a first half, its
+        attribute ``later`` has what that half kept for the second half.
     grad_TM: (T, M), the gradient of the layer's output.
     run: runs a backward pass, with all checks around it.
     """
@@ -137,8 +139,8 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
 def asked(ctx: Any) -> tuple[bool, bool]:
     """Returns two flags: whether autograd asks for the gradient of the layer's input, and of any parameter.
 
-    ctx: the context of the call's autograd Function. Autograd passes the gradients on to the nodes in
-        ``ctx.next_functions``, so the flags say which of these nodes will run.
+    ctx: the context of the call's autograd Function. Its ``next_functions`` are the nodes that get the
+        gradients, so the flags follow from which of these nodes autograd will run.
     """
     nodes = [node for node, _ in ctx.next_functions]  # of tensors only: an argument that is None has no entry
     first_parameter = len(nodes) - (len(ctx.inputs.all) - NUM_INPUTS)
@@ -165,20 +167,22 @@ def all_at_once(
 ) -> Halves:
     """Runs a whole backward pass at once, for a runner that cannot divide it into two halves.
 
-    The first half would compute the gradients of inputs, the second those of parameters. The result is that
-    of a divided pass: gradients, here all of them, and the function for the second half, which only returns
-    those of the parameters.
+    In a divided pass the first half computes the gradients of inputs, and the second those of parameters. The
+    result has the same two parts as that of a divided pass: the gradients (here of all tensors), and the
+    function for the second half. Here that function only returns the parameters' gradients, which are already
+    computed.
 
     backward: function that runs the pass, a `pmoe.engine.autograd.BackwardFunction`.
-    tensors, wanted, grad_TM: the arguments of ``backward``: the saved tensors, for each tensor of
-        `Inputs.all` whether its gradient is wanted, and the (T, M) gradient of the output.
+    tensors: the saved tensors.
+    wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
+    grad_TM: (T, M), the gradient of the output.
     """
     found = backward(tensors, wanted, grad_TM)
     return found, lambda: found[NUM_INPUTS:]
 
 
 class InputsFirst(Backward):
-    """A backward pass that can be run in two halves: `run`, and later `parameter_gradients`.
+    """A backward pass in two halves: `run` computes input gradients, later `parameter_gradients` the others.
 
     wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
     all_tasks: the schedule of all tasks, of both halves.
@@ -210,7 +214,8 @@ class InputsFirst(Backward):
         - chunks share buffers (``memory_reuse``), because the next chunk overwrites the operands of the
           parameter gradients;
         - experts are a user's modules, because autograd computes all gradients of a module together;
-        - other ranks host copies of experts (``balance``), because their gradients must be sent.
+        - a call has copies of busy experts (``balance``), because the copies' gradients must be sent to other
+          ranks.
 
         modules: the layer's modules.
         """

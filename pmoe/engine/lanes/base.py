@@ -44,6 +44,7 @@ class Lanes(abc.ABC):
     def run(self, task: Task, action: Action) -> None:
         """Runs or starts a task on its lane, after the tasks that it waits for (`Task.waits`) have ended.
 
+        task: the task, with the name of its lane.
         action: the function that does the task's work.
         """
 
@@ -59,7 +60,7 @@ class Lanes(abc.ABC):
         self.finish()
 
     def fail(self, task: Task, error: Exception) -> NoReturn:
-        """Raises a task's error again, as a RuntimeError that names the stage and this rank."""
+        """Raises a task's error again, as a RuntimeError that names the failed task and this rank."""
         chunk = "" if task.chunk < 0 else f" of chunk {task.chunk}"
         stage = f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
         with at_stage(stage, self._ranks):
@@ -67,7 +68,7 @@ class Lanes(abc.ABC):
 
 
 class CpuLanes(Lanes):
-    """Lanes (queues of tasks) on the CPU: the calling thread computes, and gloo sends messages meanwhile.
+    """Lanes (queues of tasks) on the CPU: the calling thread computes, while gloo sends messages.
 
     The subclass `pmoe.engine.lanes.threads.ThreadLanes` adds lanes that are threads of their own.
     """
@@ -101,8 +102,7 @@ class CpuLanes(Lanes):
 
         name: the task's name, "S0" for example.
 
-        Raises RuntimeError if the collective failed, with the stage and this rank in the message
-        (`Lanes.fail`).
+        Raises RuntimeError if the collective failed. The message names the failed task and this rank.
         """
         task, work = self._works.pop(name)
         try:

@@ -1,6 +1,7 @@
 """The lanes of a GPU, which run tasks side by side: each lane is a CUDA stream.
 
-A task that must wait for a task of another lane makes its stream wait for an event of that lane's stream.
+If a task must wait for a task of another lane, its stream waits for an event that was recorded on the other
+lane's stream.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class CudaLanes(Lanes):
 
     All buffers of a pass are allocated on the compute stream, and kept until `finish`. By then the compute
     stream has waited for the other streams, so torch's allocator may reuse the memory, and record_stream is
-    not needed. Only tensors that users' modules allocate may be freed earlier: see
+    not needed. The exception are tensors that users' modules allocate, because they may be freed earlier: see
     `pmoe.engine.variants.offload.hold_for`.
     """
 
@@ -72,11 +73,10 @@ class CudaLanes(Lanes):
             self.fail(task, error)
 
     def _await_readers_of_the_host(self, device: torch.device) -> None:
-        """Makes this pass's copies to the host wait for earlier passes' copies to the device.
+        """Makes this pass's copies to the host wait for earlier passes' copies from the host to the device.
 
-        An earlier pass may have released host memory while its copies from there to the device are only
-        queued. This pass may get the same host memory, and its copies to the host would overwrite what the
-        queued copies still have to read.
+        An earlier pass may have released host memory while its copies from this memory are only queued. This
+        pass may get the same memory, and would overwrite what the queued copies still have to read.
         """
         copies_in = self._streams.get((device, Lane.COPY_IN))
         if Lane.COPY_OUT in self._stream and copies_in is not None:

@@ -23,7 +23,7 @@ from pmoe.schedule.tasks import Schedule, Task
 class RecordedPass:
     """The times at which the tasks of one pass ran.
 
-    of: the layer's experts module, which stands for the layer. `run_schedule` got it from its caller.
+    of: the layer's experts module. It identifies the layer.
     direction: "forward" or "backward".
     spans: the start and end of each task that has ended.
     """
@@ -37,7 +37,8 @@ class RecordedPass:
 class Journal:
     """The times at which tasks ran, for every pass that ran in a `recording` block.
 
-    A journal is complete only after the block has ended: on a GPU, times are read from events then.
+    A journal is complete only after the block has ended, because on a GPU the times are read from events at
+    that moment.
 
     spans: the start and end of each task, of all passes.
     passes: one record for each pass, in the order in which the passes began.
@@ -50,18 +51,20 @@ class Journal:
     def last(self, of: object, direction: str) -> list[Span] | None:
         """Returns the task times of a layer's last recorded pass in one direction; None if there is none.
 
-        of: the layer's experts module, by which its passes are recorded.
+        of: the layer's experts module, which identifies the layer.
         direction: "forward" or "backward".
         """
         matching = (one for one in reversed(self.passes) if one.of is of and one.direction == direction)
         return next((one.spans for one in matching), None)
 
     def watch(self, schedule: Schedule, act: TaskAction, device: torch.device, of: object) -> TaskAction:
-        """Returns a function that runs a task as ``act`` does, and also records when it started and ended.
+        """Returns a function that runs a task by ``act``, and records when the task started and ended.
 
         On CUDA the function records events around the task, on the CPU it reads the clock.
 
+        schedule: the schedule of the pass.
         act: the function that runs a task.
+        device: the device of the pass.
         of: the layer's experts module, under which the times are recorded.
         """
         noted = RecordedPass(of, schedule.direction)
@@ -120,7 +123,7 @@ def recording() -> Iterator[Journal]:
     """Records the times of all tasks of all layers in this process: ``with recording() as journal: step()``.
 
     On the CPU the recorded time of a message begins when the message is issued. So the time includes waiting
-    for the previous message of the lane.
+    for the previous message of the same lane (queue of tasks).
     """
     journal = Journal()
     watchers.append(journal)
@@ -138,9 +141,11 @@ def recording() -> Iterator[Journal]:
 def seen(schedule: Schedule, actions: Actions, device: torch.device, ranks: Ranks, of: object) -> TaskAction:
     """Returns the function that runs a task while torch's profiler, or a `recording` block, is active.
 
-    In the profiler a task has a range of its own, named by task, direction and layer.
+    In the profiler each task has a range, named by task, direction and layer.
 
+    schedule: the schedule of the pass.
     actions: the function that runs each kind of task.
+    device, ranks: the device of the pass, and the layer's ranks.
     of: the layer's experts module, under which times are recorded.
     """
 

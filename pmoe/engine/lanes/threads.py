@@ -22,10 +22,10 @@ COPIES = (Lane.COPY_OUT, Lane.COPY_IN)
 
 
 class ThreadLanes(CpuLanes):
-    """Lanes (queues of tasks) on the CPU, some of which are threads: copies, and perhaps communication.
+    """Lanes (queues of tasks) on the CPU, of which those that copy are threads, and if needed others too.
 
-    in_steps: whether communication lanes are threads. True if some communication tasks wait for a collective
-        before they return. In a thread, they do not hold up computation in the calling thread.
+    in_steps: whether lanes that communicate are threads too. True if some communication tasks wait for a
+        collective before they return. In a thread, they do not hold up computation in the calling thread.
     """
 
     def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool) -> None:
@@ -71,9 +71,12 @@ class ThreadLanes(CpuLanes):
         """Runs a communication task from beginning to end, in the thread of its lane.
 
         After a task has failed, this rank starts no other task. A peer may still be in the collective that
-        failed. If a later collective started, the peer would take its rows for rows of the failed one.
+        failed. If this rank started another collective, the peer would take its rows for rows of the failed
+        one.
 
-        awaited: the tasks that must end before this one.
+        task: the task.
+        action: the function that does the task's work.
+        awaited: the results of the tasks that must end before this one.
         """
         for future in awaited:
             future.result()

@@ -37,7 +37,9 @@ class Callback:
     """
 
     def before_moe_start(self, x: Tensor) -> Tensor:
-        """Gets the layer's input, (...) of any shape, and returns (..., d_model)."""
+        """Gets the layer's input, (...) of any shape, and returns what the layer computes on, (...,
+        d_model).
+        """
         return x
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
@@ -70,7 +72,7 @@ class Callback:
         return rows
 
     def before_moe_end(self, y: Tensor) -> Tensor:
-        """Gets the layer's output, (..., d_model), and returns any value, which the layer then returns."""
+        """Gets the layer's output, (..., d_model). The layer returns to its caller what this hook returns."""
         return y
 
 
@@ -94,7 +96,7 @@ class Hooks:
     def parameters(self) -> tuple[Tensor, ...]:
         """The parameters of callbacks that are modules.
 
-        They are looked up each time, because a module's parameters may be replaced.
+        They are not cached, because a module's parameters may be replaced.
         """
         return tuple(parameter for module in self.modules for parameter in module.parameters())
 
@@ -122,7 +124,7 @@ class Hooks:
         """Runs all hooks of a point, one after another, and returns the rows of the last hook, (N, columns).
 
         point: one of `POINTS`, "before_dispatch" for example.
-        rows: (N, columns), the N rows of the chunk. Before an all-to-all, columns is d_model.
+        rows: (N, columns), the N rows of the chunk. At a point before an all-to-all, columns is d_model.
         chunk: the number of the chunk, for the hooks and for error messages.
         like: a tensor with the layer's columns and dtype. The result must have these too, with one exception:
             hooks at a ``before_`` point may return others if hooks at the ``after_`` point turn them back.

@@ -1,4 +1,4 @@
-"""Maps the rows of backward's chunks to forward's chunks, if the passes have different numbers of chunks.
+"""Maps rows of backward's chunks to forward's chunks, if the passes have different numbers of chunks.
 
 Both passes consist of the same bins, small ranges of tokens (`pmoe.engine.plan.make_plan`). In a chunk, rows
 are sorted by expert, then by bin. Example with experts a and b, bins 0 and 1, forward in 1 chunk and backward

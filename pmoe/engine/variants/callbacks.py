@@ -29,7 +29,7 @@ from pmoe.experts.expert_autograd import Graph, SavedTensorSlots, gradients, rec
 
 
 class _Hooked(Pass):
-    """A pass that runs the hooks of callbacks at four points of each chunk: before and after two all-to-alls.
+    """A pass that runs the hooks of callbacks: before and after the all-to-all to the experts, and back.
 
     leaving_points: the points before and after the all-to-all to the experts.
     returning_points: the points before and after the all-to-all back.
@@ -52,6 +52,7 @@ class _Hooked(Pass):
         """Runs the hooks of a point on rows of chunk i, in the autocast state of the layer's caller.
 
         point: a point inside the layer, "before_dispatch" for example.
+        rows: (N, columns), the N rows of the chunk.
         """
         autocast = self.call_inputs.hooks_autocast
         assert autocast is not None
@@ -59,9 +60,10 @@ class _Hooked(Pass):
             return self.hooks.run(point, rows, i, self.source_TM)
 
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
-        """Runs the hooks of a point on rows of chunk i; in backward, the gradients of these hooks.
+        """Runs the hooks of a point on rows of chunk i; in backward, computes the gradients of these hooks.
 
         point: a point inside the layer, "before_dispatch" for example.
+        i: the number of the chunk.
         rows: (N, columns), the N rows of the chunk; in backward, the gradients of the hooks' results.
 
         Returns the rows with which the pass continues.
@@ -71,7 +73,11 @@ class _Hooked(Pass):
     def changed(self, point: str, i: int, rows: Tensor) -> Tensor:
         """Runs the hooks of a point on rows of chunk i without recording a graph; returns contiguous rows.
 
+        Without hooks at the point, it returns ``rows``.
+
         point: a point inside the layer, "before_dispatch" for example.
+        i: the number of the chunk.
+        rows: (N, columns), the N rows of the chunk.
         """
         if not self.hooks.has(point):
             return rows
@@ -79,7 +85,7 @@ class _Hooked(Pass):
             return self.run_hooks(point, rows, i).contiguous()
 
     def _any(self, points: Sequence[str]) -> bool:
-        """Whether any of these points has hooks."""
+        """Whether any of these points ("before_dispatch", ...) has hooks."""
         return any(self.hooks.has(point) for point in points)
 
     # ---- towards the experts
@@ -88,7 +94,7 @@ class _Hooked(Pass):
         """Copies the tokens of chunk i to its send buffer, then runs the first hooks on them (task G).
 
         Hooks may change the number of columns and the dtype. So the buffers of the all-to-all are allocated
-        to fit their result.
+        only after the hooks have run.
         """
         if not self._any(self.leaving_points):
             super().gather(i)
@@ -101,7 +107,10 @@ class _Hooked(Pass):
         self.own[f"{self.dispatch_output}.{i}"] = leaving.new_empty(chunk.num_arrived, leaving.shape[1])
 
     def open(self, i: int) -> None:
-        """Runs hooks on the arrived rows of chunk i, before the all-gather inside the node (task HA)."""
+        """Runs hooks on the arrived rows of chunk i, before the all-gather inside the node (task HA).
+
+        Only if experts are sharded. Otherwise `arrived` runs these hooks, as a part of the experts' task.
+        """
         self.own[f"arrived.{i}"] = self.at(self.leaving_points[1], i, self.buffer("arrived", i))
 
     def arrived(self, i: int) -> Tensor:
@@ -123,16 +132,21 @@ class _Hooked(Pass):
             self._return_changed(self.sent_back, i, self.leaving_buffer(i))
 
     def close(self, i: int) -> None:
-        """Runs hooks on the results of chunk i, after the reduce-scatter inside the node (task HB)."""
+        """Runs hooks on the results of chunk i, after the reduce-scatter inside the node (task HB).
+
+        Only if experts are sharded. Otherwise `in_source_order` runs these hooks, as a part of the experts'
+        task.
+        """
         if self._any(self.returning_points):
             self._return_changed("leaving", i, self.buffer("leaving", i))
 
     def _return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
-        """Runs hooks on results of chunk i, and puts what they return into the buffer that is sent back.
+        """Runs hooks on results of chunk i, and sends back what they return.
 
-        Also allocates a buffer of the same columns and dtype for the results that come back to this rank.
+        The rows that they return replace the buffer that is sent back. A buffer with the same columns and
+        dtype is allocated for the results that come back to this rank.
 
-        name: the buffer that is sent back.
+        name: the name of the buffer that is sent back.
         rows_NM: (N, M), the N results, with M = d_model columns.
         """
         leaving = self.at(self.returning_points[0], i, rows_NM)

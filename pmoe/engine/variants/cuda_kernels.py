@@ -24,7 +24,7 @@ from pmoe.ordering.sorted import SortedOrder
 
 
 class _OnCuda(Pass):
-    """A pass whose rows are copied and summed by pmoe's CUDA kernels, where they can.
+    """A pass whose rows are copied and summed by pmoe's CUDA kernels, where these can read the rows.
 
     moves: launches the kernels that copy and sum rows; None if these kernels cannot read the rows of this
         pass.
@@ -35,7 +35,7 @@ class _OnCuda(Pass):
     experts: Experts | LaunchedExperts | ExpertsWithCopies
 
     def take_kernels(self) -> None:
-        """Checks which kernels can run in this pass, and prepares their launches.
+        """Sets `moves` and `experts`: checks which kernels can run in this pass, and prepares their launches.
 
         Called when the buffers have been allocated.
         """
@@ -73,10 +73,10 @@ class _OnCuda(Pass):
             super().put_back(leaving_NM, regroup.long(), rows_NM)
 
     def _moves_by(self, regroup: Tensor, rows_NM: Tensor) -> bool:
-        """Returns whether a kernel can reorder rows, which depends on their dtype and place in memory.
+        """Returns whether a kernel can reorder rows by an index, given their dtypes and place in memory.
 
-        regroup: the index that sorts the rows by expert.
-        rows_NM: (N, M), the rows.
+        regroup: the index that sorts the rows by expert. The kernel reads it only as int32.
+        rows_NM: (N, M), the N rows, with M = d_model columns.
         """
         has_type = regroup.dtype == torch.int32 and rows_NM.dtype == self.source_TM.dtype
         is_placed = rows_NM.is_contiguous() and rows_NM.data_ptr() % VECTOR_BYTES == 0
@@ -99,7 +99,9 @@ class _OnCuda(Pass):
 
 
 class CudaForward(_OnCuda, Forward):
-    """A forward pass on a GPU. Where possible, experts load rows unsorted, and no sorted copy is made."""
+    """A forward pass on a GPU. Where possible, experts read rows in the order of arrival, without a sorted
+    copy.
+    """
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)
@@ -125,6 +127,8 @@ class CudaForward(_OnCuda, Forward):
     def _gathers(self, i: int, arrived: Tensor) -> bool:
         """Returns whether the experts can load the rows of chunk i unsorted, in their order of arrival.
 
+        The sorted copy is then not made: the first matrix product picks its rows by an index.
+
         i: number of the chunk.
         arrived: (N, M), the buffer from which the experts would load. The result is False for a buffer other
             than the one that received the rows of chunk i, such as a sorted copy.
@@ -136,7 +140,10 @@ class CudaForward(_OnCuda, Forward):
         return is_arrived and self._reads(arrived, arrived, regroup.numel(), 1)
 
     def local(self, j: int) -> None:
-        """Computes block j of the rows that stay on this rank. If possible, no copy of the tokens is made."""
+        """Computes block j of the rows that stay on this rank, because their experts are on it (task L).
+
+        If possible, experts read the tokens themselves, and no copy of the tokens is made.
+        """
         piece = self.pass_plan.pieces[j]
         out_NM = self.home_rows(j, piece.rows)
         if not self._reads_tokens(j, out_NM):
@@ -152,7 +159,7 @@ class CudaForward(_OnCuda, Forward):
     def _reads_tokens(self, j: int, out_NM: Tensor) -> bool:
         """Returns whether the experts can load the rows of block j directly from the tokens, without a copy.
 
-        The rows of the block stay on this rank.
+        The rows of the block stay on this rank, because their experts are on it.
 
         j: number of the block.
         out_NM: (N, M), memory for the results of the block's N rows, with M = d_model columns.
@@ -168,8 +175,8 @@ class CudaForward(_OnCuda, Forward):
 
         source: the tensor from which rows are picked.
         out_NM: (N, M), memory for the results, or memory with the same layout and alignment.
-        num_rows: N.
-        top_k: the number of rows that are copies of one row of ``source``.
+        num_rows: N, the number of rows.
+        top_k: how many of the rows are copies of one row of ``source``.
         """
         experts = self.experts
         if not isinstance(experts, LaunchedExperts):

@@ -127,17 +127,17 @@ class OffloadingForward(Forward):
     def _lies_in_a_slot(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a ring slot (a buffer in which chunks take turns).
 
-        All ring slots of a pass share one storage.
+        Other tensors need `hold_for`. All ring slots of a pass share one storage.
         """
         slot = next(iter(self.arena.buffers.values()), None)
         return slot is not None and slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class OffloadingBackward(Backward):
-    """A backward pass that copies T_DI or T_M from the place where forward kept them.
+    """A backward pass that copies T_DI or T_M to its own buffers, from where forward kept them.
 
-    T_DI is the experts' input, T_M their hidden activation. The place is host memory, or forward's chunks on
-    the device if backward has another number of chunks.
+    T_DI is the experts' input, T_M their hidden activation. Forward kept them in host memory, or on the
+    device in chunks that differ from backward's.
 
     compute_stream: the CUDA stream of the compute lane; None on the CPU.
     """
@@ -196,7 +196,8 @@ class OffloadingBackward(Backward):
         """Returns the hidden activation T_M of one task, copied from forward's chunks (`Experts.join`).
 
         saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent.
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
         """
         return self.plan.modules.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
@@ -227,7 +228,11 @@ def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
 def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
     """Keeps a freed tensor's memory from being reused before ``stream`` has finished its work with it.
 
-    Needed if another stream allocated the tensor (``record_stream``). Does nothing if stream is None.
+    Needed if another stream allocated the tensor, because torch's allocator knows only that stream. Does
+    nothing if stream is None.
+
+    stream: the stream whose work uses the tensor.
+    tensor: the tensor.
     """
     if stream is not None:
         tensor.record_stream(stream)

@@ -71,7 +71,7 @@ class PaddedRowCounts:
     def counts(
         self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool
     ) -> RankCounts:
-        """Returns the row counts of a call, in the record that an exchange of counts between ranks returns.
+        """Returns the row counts of a call, in the same type as an exchange of counts among ranks returns.
 
         With padding every rank sends every expert equally many rows, so no exchange is needed.
 
@@ -95,9 +95,9 @@ class PaddedRowCounts:
 class Padding:
     """The map between tokens and padded rows. Its methods copy values from one to the other.
 
-    A slot is a (token, choice) pair: T tokens have K choices each. `spread` goes from tokens to rows, and
-    `gather` from rows to tokens. They are transposes of each other, so each computes the gradient of the
-    other.
+    A slot is a (token, choice) pair: T tokens have K choices each. `spread` copies values from tokens to
+    rows, and `gather` sums values of rows for each token. As matrices, the two are transposes of each other,
+    so each computes the gradient of the other.
 
     slot_N: (N,) int64, the slot of each of the N padded rows, a number in 0 ... T * K - 1; T * K for an empty
         row.
@@ -115,7 +115,7 @@ class Padding:
         return _taken(tokens_TM, self.slot_N // self.position_TK.shape[1])
 
     def gather(self, rows_NM: Tensor) -> Tensor:
-        """Returns for each of T tokens the sum of its rows, (T, M), added in the order of its choices.
+        """Returns for each of T tokens the sum of its padded rows, (T, M), added in the order of its choices.
 
         rows_NM: (N, M), the N padded rows with M = d_model columns.
         """
@@ -124,7 +124,10 @@ class Padding:
         return rows_SM if top_k == 1 else rows_SM.unflatten(0, (-1, top_k)).sum(1)
 
     def spread_weights(self, weight_TK: Tensor) -> Tensor:
-        """Returns the routing weight of each of the N padded rows, (N, 1); zero for rows without a token."""
+        """Returns the routing weight of each of the N padded rows, (N, 1); zero for rows without a token.
+
+        weight_TK: (T, K), the routing weights of T tokens with K choices each.
+        """
         return _taken(weight_TK.reshape(-1), self.slot_N).unsqueeze(1)
 
     def gather_weights(self, weight_N1: Tensor) -> Tensor:
@@ -138,11 +141,11 @@ class Padding:
 def make_padding(expert_TK: Tensor, splits: PaddedRowCounts) -> tuple[Padding, Tensor]:
     """Returns the padding of a batch, and the number of rows that each of E experts keeps, (E,) int64.
 
-    expert_TK: (T, K) int64, the expert of each (token, choice) pair.
-    splits: the capacity, and the number of padded rows.
-
     Each expert keeps the first ``capacity`` rows in token order, as `pmoe.gates.capacity` does. The host does
     not wait for the device.
+
+    expert_TK: (T, K) int64, the expert of each (token, choice) pair, for T tokens with K choices each.
+    splits: the capacity, and the number of padded rows.
     """
     num_slots = expert_TK.numel()
     num_rows = splits.num_rows
@@ -179,10 +182,11 @@ def _taken(rows: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedCallKey:
-    """The values of a padded call that must be equal on all ranks, because no exchange would correct them.
+    """The values of a padded call that must be equal on all ranks.
 
-    A padded call is a call of a layer with ``pad_to_capacity``: row counts follow from the number of tokens
-    and are not exchanged. On a GPU the ranks compare the values only at the first call that has them.
+    A padded call is a call of a layer with ``pad_to_capacity``: every rank computes all row counts from its
+    own number of tokens, without an exchange. If the ranks differed, collectives would not match. On a GPU
+    the ranks compare the values only at the first call that has them.
 
     num_tokens: T, the number of tokens of a rank.
     needs_grad: whether backward may follow.
@@ -203,10 +207,11 @@ class PaddedCallKey:
         *,
         training: bool,
     ) -> CountsExchange:
-        """Starts to send these values to the other ranks. `check_same_calls` checks the result.
+        """Starts to send these values to the other ranks. `check_same_calls` checks what arrives.
 
         A collective. The host waits once, when the caller calls ``finish`` on the result.
 
+        grid: the layer's ranks.
         num_experts: E, the number of experts of all ranks.
         device: the device of the rows.
         fault: an error of this rank, which is to be raised on all ranks: a `Fault`, or its number as an int64
@@ -223,7 +228,9 @@ class PaddedCallKey:
 def check_same_calls(counts: RankCounts) -> None:
     """Raises ValueError on every rank if the ranks differ in their number of tokens or in `needs_grad`.
 
-    counts: the finished exchange of `PaddedCallKey.exchange`.
+    Calls with ``pad_to_capacity`` must have equal values on all ranks, because row counts are not exchanged.
+
+    counts: the result of `PaddedCallKey.exchange`, after ``finish``.
     """
     tokens, needs_grad = counts.recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:
@@ -242,7 +249,11 @@ def check_same_calls(counts: RankCounts) -> None:
 
 
 def _padded(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs of a call with padded rows, and one weight for each row, in place of tokens."""
+    """Returns the inputs of a call with padded rows in place of tokens, and with one weight for each row.
+
+    plan: the plan of the call, which has the map from tokens to padded rows.
+    inputs: the inputs with tokens.
+    """
     padding = plan.padding
     x_TM = inputs.x_TM
     assert padding is not None

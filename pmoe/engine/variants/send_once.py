@@ -9,8 +9,8 @@ pair:
     carrier            0        1        0         the slot whose row carries the token
     row                sent     sent     -         2 rows are sent instead of 3
 
-A routing weight is still sent for every slot. A number is sent with each weight. It says in which row the
-weight's token is, counted from 0 among the rows that go to the same rank in the same chunk.
+A routing weight is still sent for every slot. With each weight, a number is sent that says which row carries
+the weight's token. Rows are counted from 0 among those that go to the same rank in the same chunk.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 
     rank_TK: (T, K) int64, the rank of each slot's expert.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
-    carrier_TK: (T, K) int64, for each slot the first kept choice of its token with the same rank.
-    carries_TK: (T, K) bool, whether a slot is its own carrier, so that a row is sent for it. False if it is
-        dropped.
+
+    The results are:
+
+        carrier_TK   (T, K) int64, for each slot the first kept choice of its token with the same rank
+        carries_TK   (T, K) bool, whether a slot is its own carrier, so that a row is sent for it; False if
+                     the
+                     slot is dropped
 
     Example: ranks (2, 0, 2) of one token -> carriers (0, 1, 0), carries (True, True, False).
     """
@@ -74,7 +78,7 @@ class DeduplicatedSlots(SortedSlots):
     def count_once(self, bins: int) -> Tensor:
         """Returns the number of rows that go to each rank, (bins, ranks) int64.
 
-        bins: the number of equal ranges of tokens in which rows are counted.
+        bins: the number of bins: equal ranges of tokens in which rows are counted.
         """
         return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
 
@@ -89,6 +93,8 @@ class DeduplicatedSlots(SortedSlots):
         self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
     ) -> DeduplicatedRows:
         """Returns numbers by which a receiver finds the row of each routing weight.
+
+        Several weights may share a row, so their order alone does not tell the row.
 
         n: number of chunks.
         weights: the message of routing weights.
@@ -170,10 +176,10 @@ class OnceForward(_Once, Forward):
         return waited
 
     def sorted_weights(self) -> Tensor:
-        """Returns the N routing weights that arrived, (N,), sorted by chunk and expert.
+        """Returns the N routing weights that arrived, (N,), sorted by chunk and expert; also sets `regroup`.
 
-        Also computes `regroup` from the numbers that arrived with the weights: for each chunk, the index that
-        copies and sorts the received rows.
+        `regroup` is, for each chunk, the index that copies and sorts the received rows. It follows from the
+        numbers that arrived with the weights.
         """
         assert self.pass_plan.once is not None
         row = self.pass_plan.once.base + self.number.arrived

@@ -53,6 +53,7 @@ class _Sharded(Pass):
         arrived: the name of the buffer with this rank's rows.
         received: the name of the buffer for the rows of all ranks.
         copies: the name of a scratch buffer, from which rows are sent.
+        i: the number of the chunk.
         """
         chunk = self.pass_plan.chunks[i]
         self.sharing.all_gather(
@@ -113,8 +114,8 @@ class ShardedBackward(_Sharded, Backward):
     def share_weights(self, _: int) -> None:
         """Sums the gradients of routing weights over the ranks inside the node (task PG).
 
-        Such a gradient is an inner product over hidden columns. Each rank has some of these columns, and so a
-        part of the sum.
+        The gradient of a row's routing weight is an inner product over hidden columns. Each rank of the node
+        has some of these columns, and so a part of the sum.
         """
         leaving = self.grad_weight_leaving
         parts = self.grad_weight_parts

@@ -47,6 +47,8 @@ class _WithSharedExpert(Pass):
     def all_tokens(self, inputs: Inputs) -> ExpertRows:
         """Returns the argument for methods of the shared expert: all tokens, its parameters and new memory.
 
+        The new memory becomes `shared_TM`, to which the expert writes its results.
+
         inputs: the tensors of the call.
         """
         self.shared_TM = torch.empty_like(self.result_TM)
@@ -59,8 +61,8 @@ class SharedExpertForward(_WithSharedExpert, Forward):
     def shared(self, _chunk: int) -> None:
         """Computes the shared expert's output for all tokens (task X).
 
-        Raises RuntimeError if it is a user's module that changes its input in place, because the routed
-        experts read the same input.
+        Raises RuntimeError if the expert is a user's module that changes its input in place, because the
+        routed experts read the same input.
         """
         inputs = self.inputs
         expert = self.expert
@@ -95,7 +97,10 @@ class SharedExpertBackward(_WithSharedExpert, Backward):
     grad_shared_weight: Tensor
 
     def shared(self, _chunk: int) -> None:
-        """Computes the gradients of the shared expert's inputs and of the factors of its outputs (task X)."""
+        """Computes the gradients of the shared expert's inputs and of the factors of its outputs (task X).
+
+        The factors are one number for each token, by which forward has multiplied the output.
+        """
         inputs = self.saved.inputs
         hidden = self.kept[SHARED].hidden
         assert inputs.shared_weight_T is not None and hidden is not None

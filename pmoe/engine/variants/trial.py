@@ -1,7 +1,8 @@
 """Passes of a trial, which take part in every collective even if this rank runs out of memory.
 
-A trial times a choice of n and the restore pair (`pmoe.choose.trials`). Its memory may be too much for one
-rank, while the other ranks wait for that rank in an all-to-all. So the rank goes on:
+A trial times a choice: a number of chunks n, and how backward restores what it needs (`pmoe.choose.trials`).
+The choice may need too much memory on one rank, while the other ranks wait for that rank in an all-to-all. So
+the rank goes on with its tasks:
 
     task of computation or of a copy     does nothing
     task of communication                sends and receives rows without meaning, in memory that the pass has
@@ -63,6 +64,8 @@ class _OnTrial(Pass):
     ) -> dist.Work | None:
         """Runs a task. After a failed allocation, runs only tasks that send, with rows without meaning.
 
+        Returns the Work of the task's collective; None if it started none.
+
         action: the method that runs the task.
         sends: whether the task is a collective, for which the other ranks wait.
         chunk: the number of the task's chunk.
@@ -83,7 +86,7 @@ class _OnTrial(Pass):
         return super().temporary(name, i) if self.failure is None else self._any_memory(f"{name}.{i}")
 
     def _any_memory(self, key: str) -> Tensor:
-        """Returns memory of the shape of a buffer, with any content.
+        """Returns memory of the shape of a buffer, with any content, for a message that other ranks wait for.
 
         If the buffer has memory, the result is the buffer itself. Otherwise it is the memory of another
         buffer that is large enough; if there is none, new memory.
@@ -106,7 +109,10 @@ class TrialForward(_OnTrial, Forward):
 
     @property
     def taken_bytes(self) -> int:
-        """The bytes of the buffers that the pass has taken so far: its ring slots and its own buffers."""
+        """The bytes of the buffers that the pass has taken so far.
+
+        They are its ring slots (buffers in which chunks take turns), and the buffers of single chunks.
+        """
         tensors = [*self.own.values(), self.result_TM]
         if self.home is not None:
             tensors.append(self.home)

@@ -8,8 +8,8 @@ expert. The all-to-all (S) between them sends messages:
     T_I  -G-> rows, packed into send  -S-> T_DI, messages  -C-> T_DI_sorted, rows  -C-> T_DO
 
 A message is a row of bytes (`pmoe.comm.wire`), so any all-to-all can send it. Rows that stay on their rank
-are not packed. The experts' results are sent back as they are. If backward sends T_DI again, the same rows
-are packed into the same bytes as in forward.
+are not packed. The experts' results are sent back in their own dtype. If backward sends T_DI again, the same
+rows are packed into the same bytes as in forward.
 
 Packing rounds the rows. The gradient of this rounding is taken to be the identity.
 """
@@ -33,7 +33,7 @@ from pmoe.schedule.wire import MessageSizes, WireName, Wires
 
 
 class _Wired(Pass):
-    """A pass that sends rows to the experts as messages."""
+    """A pass that packs rows into shorter messages, for example in float8, before it dispatches them."""
 
     @functools.cached_property
     def wires(self) -> Wires:
@@ -51,9 +51,9 @@ class _Wired(Pass):
         self.gather_packed(self.wires.of(self.direction), self.source_TM, "send", i)
 
     def gather_packed(self, wire: WireName | None, source_TM: Tensor, name: str, i: int) -> None:
-        """Copies the rows that chunk i sends from the tokens to a buffer, and packs them.
+        """Copies the rows that chunk i sends from the tokens to a buffer, and packs them into messages.
 
-        wire: the format in which the rows are sent; None sends them as they are.
+        wire: the format in which the rows are sent; None sends them in their own dtype.
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         name: name of the buffer that the all-to-all will send.
         i: number of the chunk.
@@ -87,11 +87,11 @@ class _Wired(Pass):
 
 
 class WiredForward(_Wired, Forward):
-    """A forward pass that sends rows to the experts as messages."""
+    """A forward pass that packs rows into shorter messages before it sends them to the experts."""
 
 
 class WiredBackward(_Wired, Backward):
-    """A backward pass that sends gradients, and T_DI if it is sent again, to the experts as messages."""
+    """A backward pass that packs what it sends to the experts: gradients, and T_DI if it is sent again."""
 
     def gather_again(self, i: int) -> None:
         self.gather_packed(self.wires.rows, self.saved.inputs.x_TM, "send_again", i)
@@ -100,8 +100,8 @@ class WiredBackward(_Wired, Backward):
 def check_wired(modules: PassModules, wires: Wires) -> None:
     """Raises ValueError if a layer cannot send rows in these formats.
 
-    A format must suit the dtype of the experts' parameters. Callbacks with hooks inside the layer allow no
-    format, because they see and replace the rows that are sent.
+    A format must suit the dtype of the experts' parameters. With callbacks that have hooks inside the layer,
+    both formats must be None, because hooks see and replace the rows that are sent.
 
     modules: the layer's modules.
     wires: the formats for both passes.

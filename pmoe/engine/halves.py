@@ -81,7 +81,8 @@ class Later:
         ranks run the same program, so this is the case on all ranks or on none. Otherwise the values of both
         tensors are compared, and the ranks agree on the result by a collective.
 
-        grad_TM: (T, M), the output's gradient that autograd passes to the second half.
+        grad_TM: (T, M), the output's gradient that autograd passes to the second half, for T tokens with M =
+            d_model columns.
         ranks: the ranks of the layer.
         """
         if grad_TM is self.grad_TM and grad_TM._version == self.version:
@@ -100,8 +101,9 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
 
     ctx: the context of the call's autograd Function. If an earlier backward call was a first half, its
         attribute ``later`` has what that half kept for the second half.
-    grad_TM: (T, M), the gradient of the layer's output.
-    run: runs a backward pass, with all checks around it.
+    grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
+    run: function (ctx, grad_TM, backward) that runs the function ``backward``, and the checks that every
+        backward pass needs.
     """
     start = len(ctx.needs_input_grad) - len(ctx.inputs.all)
     asks_for_x, asks_for_parameters = asked(ctx)
@@ -175,14 +177,14 @@ def all_at_once(
     backward: function that runs the pass, a `pmoe.engine.autograd.BackwardFunction`.
     tensors: the saved tensors.
     wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
-    grad_TM: (T, M), the gradient of the output.
+    grad_TM: (T, M), the gradient of the output, for T tokens with M = d_model columns.
     """
     found = backward(tensors, wanted, grad_TM)
     return found, lambda: found[NUM_INPUTS:]
 
 
 class InputsFirst(Backward):
-    """A backward pass in two halves: `run` computes input gradients, later `parameter_gradients` the others.
+    """A backward pass in two halves: `run` computes gradients of inputs, `parameter_gradients` the others.
 
     wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
     all_tasks: the schedule of all tasks, of both halves.

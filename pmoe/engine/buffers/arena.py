@@ -203,8 +203,9 @@ def pool(device: torch.device | str = "cpu") -> Pool:
     device: for example "cpu", or "cuda" for the current GPU.
 
     The result has two pools: ``device`` for the buffers of passes, and ``host`` for tensors that are
-    offloaded to the host. Each has the numbers bytes_in_use, peak_bytes and kept_bytes. The attribute
-    ``host.limit_bytes`` may be set. The method ``trim()`` gives free memory back to the operating system.
+    offloaded to the host. Each has the numbers bytes_in_use, peak_bytes (the largest number that was in use)
+    and kept_bytes (free bytes that are kept for later passes). The attribute ``host.limit_bytes`` may be set.
+    The method ``trim()`` gives free memory back to the operating system.
     """
     if isinstance(device, torch.device) and device in _pools:
         return _pools[device]

@@ -139,7 +139,7 @@ def recording() -> Iterator[Journal]:
 
 
 def seen(schedule: Schedule, actions: Actions, device: torch.device, ranks: Ranks, of: object) -> TaskAction:
-    """Returns the function that runs a task while torch's profiler, or a `recording` block, is active.
+    """Returns a function that runs a task, and records it for torch's profiler or a `recording` block.
 
     In the profiler each task has a range, named by task, direction and layer.
 

@@ -22,7 +22,9 @@ COPIES = (Lane.COPY_OUT, Lane.COPY_IN)
 
 
 class ThreadLanes(CpuLanes):
-    """Lanes (queues of tasks) on the CPU, of which those that copy are threads, and if needed others too.
+    """Lanes (queues of tasks) on the CPU, some of which run in threads of their own.
+
+    Lanes that copy are always threads.
 
     in_steps: whether lanes that communicate are threads too. True if some communication tasks wait for a
         collective before they return. In a thread, they do not hold up computation in the calling thread.

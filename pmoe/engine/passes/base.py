@@ -220,8 +220,8 @@ class Pass:
     `actions` maps kinds of tasks to methods, for example G to `gather` and S to `dispatch`. Features that
     only some layers have are subclasses, each in a file of its own (`pmoe.runners.pipeline`). The module's
     docstring has a table of the buffers. A buffer may lie in a ring slot: memory of fixed size in which
-    chunks take turns. Each piece of this rank's own rows ("_L" in names) is computed in one task and not
-    sent.
+    chunks take turns. Names that end in "_L" are for rows that are not sent, because their experts are on
+    this rank.
 
     direction: "forward" or "backward".
     received: the name of the buffer that the experts read.

@@ -226,10 +226,10 @@ class HostedCopies:
         two lists with an entry for each interval, in order:
 
             bounds   expert * 2**32 + first position of the interval. These rise from entry to entry, so that
-                     a row
-                     at position u of expert e belongs to the last entry that is at most e * 2**32 + u
-            numbers  the number of the expert or copy that computes the interval's rows, as numbered in this
-                     call
+                     a
+                     row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
+            numbers  the number of the expert or copy that computes the interval's rows, in the numbering of
+                     `HostedCopies`
 
         num_experts: the number of experts of all ranks, without copies.
 

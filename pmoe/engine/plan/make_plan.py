@@ -455,9 +455,11 @@ def _are_several(come_nW: Tensor) -> Any:
 def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     """Returns the (N,) int64 index that sorts N rows from (source rank, group) to (group, source rank).
 
+    A group is the rows of one local expert, or those of one chunk for one local expert.
+
     counts_WG: (W, G) number of rows from each of W ranks in each of G groups, on the device of the rows.
-    rows_by_source: (W,) numbers of rows on the host; their sum is N. With N known on the host, no
-        synchronisation with the device is needed.
+    rows_by_source: (W,) numbers of rows on the host; their sum is N. Because the host knows N, it need not
+        wait for the device.
     """
     size, num_groups = counts_WG.shape
     group = torch.arange(num_groups, device=counts_WG.device).repeat(size)

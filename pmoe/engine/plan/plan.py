@@ -195,7 +195,8 @@ class PassPlan:
         """The number of rows of each buffer of the pass, for each chunk.
 
         Rows that stay on this rank are computed in blocks (`pieces`). If there are fewer blocks than chunks,
-        no buffer is divided in this way: the result's fields ``local`` and ``home`` are not to be read.
+        the fields ``local`` and ``home`` of the result mean nothing, because such rows do not belong to
+        single chunks. Nothing reads these fields then.
         """
         chunks = self.chunks
         n = len(self.chunks)

@@ -29,10 +29,10 @@ from pmoe.experts.expert_autograd import Graph, SavedTensorSlots, gradients, rec
 
 
 class _Hooked(Pass):
-    """A pass that runs the hooks of callbacks: before and after the all-to-all to the experts, and back.
+    """A pass that runs callbacks' hooks before and after each of the two all-to-alls of a chunk.
 
-    leaving_points: the points before and after the all-to-all to the experts.
-    returning_points: the points before and after the all-to-all back.
+    leaving_points: the names of the points before and after the all-to-all to the experts.
+    returning_points: the names of the points before and after the all-to-all back.
     """
 
     leaving_points: tuple[str, str]
@@ -241,7 +241,7 @@ class HookedBackward(_Hooked, Backward):
 
 @dataclass(frozen=True)
 class HookGraph:
-    """The autograd graph of a user's hooks at one point of a pass, for one chunk, until backward.
+    """The autograd graph of a user's hooks at one point of a pass, for one chunk, kept until backward.
 
     A point is, for example, the moment before the rows are sent.
 

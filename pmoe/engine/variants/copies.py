@@ -76,7 +76,7 @@ class _WithCopies(Pass):
 
     @functools.cached_property
     def expert_elements(self) -> int:
-        """P, the number of an expert's parameters."""
+        """P, how many numbers all parameters of one expert have together."""
         return sum(parameter[:1].numel() for parameter in self.parameters)
 
     def buffer_for(self, parts: Sequence[ExpertPart]) -> Tensor:
@@ -114,8 +114,7 @@ class _WithCopies(Pass):
         arrived: Tensor,
         recv_parts: Sequence[ExpertPart],
     ) -> dist.Work:
-        """Starts the all-to-all that sends parts of experts' weights, or of their gradients; returns its
-        Work.
+        """Starts the all-to-all that sends parts of experts' weights or gradients; returns its Work.
 
         Every rank must call it, even if it sends nothing.
 
@@ -210,8 +209,7 @@ class _WithCopies(Pass):
         )
 
     def complete_copies(self) -> None:
-        """Copies the weights that have arrived to the copies of busy experts, before a task computes with
-        them.
+        """Copies weights that have arrived to the copies of busy experts, before a task computes with them.
 
         Called on the compute lane. Only the first call does something.
         """
@@ -310,7 +308,8 @@ class CopiesBackward(_WithCopies, Backward):
         """Returns the hidden activation T_M of one task, copied from forward's chunks, also that of copies.
 
         saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent.
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
         """
         return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
@@ -345,8 +344,7 @@ class CopiesBackward(_WithCopies, Backward):
         return self.exchange_parts(self.relay_sent, hosted.completed, self.relay_arrived, hosted.relayed)
 
     def copy_gradients(self, _: int) -> dist.Work | None:
-        """Starts the all-to-all that sends the gradients of copies to the ranks that own the experts (task
-        VG).
+        """Starts the all-to-all that sends gradients of copies to the ranks that own the experts (task VG).
 
         If an expert has several copies, each host sends only its own part of the gradient, summed over all
         copies.

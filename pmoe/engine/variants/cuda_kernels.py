@@ -99,9 +99,7 @@ class _OnCuda(Pass):
 
 
 class CudaForward(_OnCuda, Forward):
-    """A forward pass on a GPU. Where possible, experts read rows in the order of arrival, without a sorted
-    copy.
-    """
+    """A forward pass on a GPU. Where possible, experts read rows as they arrived, without a sorted copy."""
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)

@@ -41,13 +41,10 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 
     rank_TK: (T, K) int64, the rank of each slot's expert.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
-
-    The results are:
-
-        carrier_TK   (T, K) int64, for each slot the first kept choice of its token with the same rank
-        carries_TK   (T, K) bool, whether a slot is its own carrier, so that a row is sent for it; False if
-                     the
-                     slot is dropped
+    carrier_TK: the first result, (T, K) int64: for each slot the first kept choice of its token with the same
+        rank.
+    carries_TK: the second result, (T, K) bool: whether a slot is its own carrier, so that a row is sent for
+        it; False if the slot is dropped.
 
     Example: ranks (2, 0, 2) of one token -> carriers (0, 1, 0), carries (True, True, False).
     """

@@ -64,7 +64,9 @@ FEW_ROWS = 1024
 
 
 def fresh(like: Tensor) -> Allocate:
-    """Returns an `Allocate` that makes new memory at every call, of the dtype and device of ``like``.
+    """Returns a function (name, rows, columns) that allocates new memory at every call (an `Allocate`).
+
+    The memory has the dtype and device of ``like``.
 
     like: a tensor of any shape.
     """
@@ -75,8 +77,9 @@ def fresh(like: Tensor) -> Allocate:
 class ExpertRows:
     """The rows of one chunk (micro-batch), and the parameters and memory that experts compute them with.
 
-    rows_NM: (N, M), the N rows that the experts received for this chunk (T_DI), sorted by expert. With
-        ``slots`` the tokens (T, M), of which the rows are copies.
+    rows_NM: (N, M), the N rows that the experts received for this chunk (T_DI), sorted by expert, with M =
+        d_model columns. If ``slots`` is given, it is (T, M) instead: the T tokens, of which the rows are
+        copies.
     groups: where each expert's rows begin and end.
     parameters: the tensors that `Experts.operands` returned, of any shape, or under autocast copies of them
         in autocast's dtype. The engine passes them in, because gradients reach the parameters only through
@@ -85,8 +88,8 @@ class ExpertRows:
     out: (N, M), memory for the result; None takes memory from ``space``.
     grad_weight_N: (N,) of the routing weights' dtype, memory for their gradient, which `input_gradient` may
         use for its result; None lets it allocate the result.
-    slots: the (token, choice) pair of each of the N rows, if `compute` is to read the rows from the tokens;
-        else None. Only `pmoe.experts.launched.LaunchedExperts` gets it.
+    slots: for each of the N rows its (token, choice) pair, if `compute` must read the rows directly from the
+        tokens; None if rows_NM has the rows. Only `pmoe.experts.launched.LaunchedExperts` gets it.
     """
 
     rows_NM: Tensor
@@ -101,7 +104,8 @@ class ExpertRows:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.
 
         name: what the memory is for: "T_M", "dT_M", "active", "T_DO", "dT_DI", "scratch" or "products".
-        num_rows: None is N, the number of rows of the chunk.
+        columns: number of columns.
+        num_rows: number of rows; None means the number of rows of the chunk.
         """
         space = fresh(self.rows_NM) if self.space is None else self.space
         return space(name, self.groups.num_rows if num_rows is None else num_rows, columns)
@@ -264,7 +268,7 @@ class Experts(nn.Module, abc.ABC):
         return []
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
-        """Returns, by parameter name, the dimension along which the parameter is split over "esp" ranks.
+        """Returns, by parameter name, the dimension along which the parameter may be split over ranks.
 
         If each expert's hidden columns are split over ranks (mesh dimension "esp"), each rank holds a part of
         the parameter along this dimension. None stands for a parameter that every rank holds whole. Dimension
@@ -278,7 +282,7 @@ class Experts(nn.Module, abc.ABC):
     def keep(self, experts: slice, shard: Shard) -> None:
         """Drops all experts but a range of them, and all hidden columns but those of ``shard``.
 
-        experts: the local experts that stay.
+        experts: the range of local experts that stay.
         shard: the part of their hidden columns that stays. Before the call, the experts must have all
             columns, or be on the meta device.
 
@@ -398,7 +402,7 @@ class Experts(nn.Module, abc.ABC):
         return self
 
     def columns(self, device_type: str) -> HiddenColumns:
-        """Returns how many columns of memory the experts need for each row, by what the memory is for.
+        """Returns how many columns of memory the experts need for each row, for each kind of buffer.
 
         The engine sizes its buffers by these numbers, and the memory model predicts bytes from them. This
         default has 0 everywhere: the class does not say what it needs, so its memory cannot be predicted.
@@ -410,12 +414,13 @@ class Experts(nn.Module, abc.ABC):
     def use_ranks(
         self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int, first_expert: int
     ) -> None:
-        """Stores the ranks over which the experts are spread, for parameters that all experts share.
+        """Stores how to sum gradients over the ranks of the experts, for parameters that all experts share.
 
-        This default does nothing, because there are none (`replicated_names`).
+        This default does nothing, because there are no such parameters (`replicated_names`).
 
-        sum_shared: sums gradients, of any shape, over these ranks, in place; a collective.
-        num_ranks: the number of ranks.
+        sum_shared: sums gradients, of any shape, over the ranks over which the experts are spread, in place;
+            a collective.
+        num_ranks: the number of these ranks.
         first_expert: the number of this rank's first expert among all experts.
         """
 

@@ -1,9 +1,9 @@
-"""Experts whose results for a row have the same bits beside any other rows.
+"""Experts whose results for a row have the same bits for any other rows beside it.
 
-The rows of each expert are copied into tiles of R rows, and a row goes through all of its expert in one
-tile: both products, the nonlinearity and the routing weight. Every tile has the same shape, so the libraries
-compute every tile in the same way (`pmoe.kernels.fixed_tiles`). The last tile of an expert has rows of older
-tiles at its end, whose results are not used.
+The rows of each expert are copied into tiles of R rows, and a row goes through all of its expert in one tile:
+both products, the nonlinearity and the routing weight. Every tile has the same shape, so the libraries
+compute every tile in the same way (`pmoe.kernels.fixed_tiles`). The last tile of an expert may have fewer
+than R rows. Its other rows are left from older tiles, and their results are not used.
 
     rows of expert 0: a b c d e     tiles of R = 4 rows:  a b c d | e . . .
 
@@ -30,7 +30,7 @@ from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
 class _ExpertsInTiles(StackedExperts):
-    """Stacked experts that compute their rows in tiles of a fixed number of rows."""
+    """Stacked experts that compute in tiles of a fixed number of rows, so that results repeat bit by bit."""
 
     is_batch_invariant = True
 
@@ -72,7 +72,9 @@ class _ExpertsInTiles(StackedExperts):
         )
 
     def tile_rows(self, parameters: Sequence[Tensor]) -> int:
-        """Returns R, the number of rows of a tile, which the first call of a kind checks.
+        """Returns R, the number of rows of a tile. The first call for experts of these shapes tests it.
+
+        The test checks that a row's results in a tile of R rows do not depend on the other rows.
 
         parameters: the tensors to compute with, of which only shapes, dtype and device are read.
         """
@@ -82,9 +84,11 @@ class _ExpertsInTiles(StackedExperts):
         return rows_of_tile(key, lambda tile_RM: self._results(tile_RM, shapes), self.d_model, like)
 
     def _results(self, tile_RM: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Returns all results of a tile that one expert with random parameters computes, for the check.
+        """Returns all results of a tile that one expert with random parameters computes, for the test of
+        tiles.
 
-        tile_RM: (R, M). Its columns also give the routing weights and, in reverse order, the gradients.
+        tile_RM: (R, M), R rows with M = d_model columns. Its columns also give the routing weights and, in
+            reverse order, the gradients.
         shapes: the shapes of an expert's parameters.
         """
         generator = torch.Generator().manual_seed(0)
@@ -106,8 +110,14 @@ class _ExpertsInTiles(StackedExperts):
     def _computed(
         self, expert_rows: ExpertRows, weight_N: Tensor, keep: bool, num_rows: int
     ) -> tuple[Tensor, Hidden | None]:
-        """Computes `compute` in tiles.
+        """Computes a chunk's rows in tiles of a fixed number of rows, as `Experts.compute` specifies.
 
+        Returns the outputs, (N, M) for N rows with M = d_model columns, and the hidden activation if
+        ``keep``.
+
+        expert_rows: the chunk's rows, with the parameters and memory to compute with.
+        weight_N: (N,), the routing weight of each row.
+        keep: whether backward will need the hidden activation.
         num_rows: R, the number of rows of a tile.
         """
         rows_NM = expert_rows.rows_NM
@@ -137,10 +147,15 @@ class _ExpertsInTiles(StackedExperts):
     def _differentiated(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden, num_rows: int
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Computes `Experts.input_gradient` in tiles: groups of R rows of one expert.
+        """Computes gradients in tiles of a fixed number of rows, as `Experts.input_gradient` specifies.
 
-        The other arguments and the result are those of `Experts.input_gradient`.
+        Returns the gradients of the N rows (N, M) with M = d_model columns, those of the routing weights
+        (N,), and the tensors that `weight_gradient` needs.
 
+        grad_NM: (N, M), the gradient of the outputs.
+        expert_rows: the chunk's rows, with the parameters and memory to compute with.
+        weight_N: (N,), the routing weight of each row.
+        hidden: the hidden activation, and whether it may be overwritten.
         num_rows: R, the number of rows of a tile.
         """
         (hidden_NG,) = hidden.tensors
@@ -185,9 +200,9 @@ class _ExpertsInTiles(StackedExperts):
 
 
 class _Product:
-    """The product of one expert's weight with tiles, and its gradient.
+    """The product of tiles of rows with one expert's weight, and the gradient of the rows.
 
-    weight_EOI: (E, O, I), the weights of E experts.
+    weight_EOI: (E, O, I), the weights of E experts, with O output and I input features.
     bias_EO: (E, O), or None.
     expert: the expert's number on this rank.
     """
@@ -197,21 +212,29 @@ class _Product:
         self.bias_O = None if bias_EO is None else with_alignment(bias_EO[expert])
 
     def compute(self, tile_RI: Tensor, out_RO: Tensor) -> None:
-        """Writes tile @ weight^T + bias to out_RO, (R, O)."""
+        """Writes tile @ weight^T + bias to out_RO.
+
+        tile_RI: (R, I), a tile of R rows with I input features.
+        out_RO: (R, O), O output features.
+        """
         if self.bias_O is None:
             torch.mm(tile_RI, self._weight_OI.t(), out=out_RO)
         else:
             torch.addmm(self.bias_O, tile_RI, self._weight_OI.t(), out=out_RO)
 
     def differentiate(self, grad_RO: Tensor, out_RI: Tensor) -> None:
-        """Writes grad @ weight, the gradient of the tile's rows, to out_RI, (R, I)."""
+        """Writes grad @ weight, the gradient of a tile's rows, to out_RI.
+
+        grad_RO: (R, O), the gradient of the results of R rows, with O output features.
+        out_RI: (R, I), I input features.
+        """
         torch.mm(grad_RO, self._weight_OI, out=out_RI)
 
 
 def _tiles(groups: RowGroups, num_rows: int) -> Iterator[tuple[int, Iterator[tuple[slice, slice]]]]:
-    """Yields (expert, tiles) for each expert with rows.
+    """Yields (expert, its tiles) for each expert that has rows.
 
-    A tile is (slice of the chunk's rows, slice of the tile's rows that have them).
+    A tile is a pair: (which of the chunk's rows it has, at which rows of the tile they are), both slices.
 
     groups: where each expert's rows begin and end.
     num_rows: R, the number of rows of a tile.
@@ -227,8 +250,8 @@ def _tiles(groups: RowGroups, num_rows: int) -> Iterator[tuple[int, Iterator[tup
 
 
 class BatchInvariantFFN(_ExpertsInTiles, FFNExperts):
-    """Feed-forward experts whose results for a row do not depend on the rows beside it."""
+    """Feed-forward experts whose results for a row do not depend on the rows beside it, bit by bit."""
 
 
 class BatchInvariantSwiGLU(_ExpertsInTiles, SwiGLUExperts):
-    """Gated experts whose results for a row do not depend on the rows beside it."""
+    """Gated experts whose results for a row do not depend on the rows beside it, bit by bit."""

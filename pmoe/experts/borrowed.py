@@ -50,7 +50,7 @@ class Stacks:
     w1: (E, G, M), or (E, M, G) if transposed.
     w2: (E, M, H), or (E, H, M) if transposed.
     b1, b2: (E, G) and (E, M); None without biases.
-    transposed: whether weights have the dimensions (in, out) and not (out, in).
+    transposed: whether a weight has the dimensions (E, in, out), not (E, out, in).
     activation: name of a nonlinearity of pmoe, or the module's own function from the hidden activation T_M
         (N, G) to its output (N, H). The function must compute each row independently of the others.
     norm: a module that normalizes the rows (N, M) of the experts' output; None if there is none.
@@ -128,9 +128,10 @@ class BorrowedExperts(StackedExperts):
         return self.stacks.b1 is not None
 
     def operands(self) -> list[Tensor]:
-        """Returns the module's own tensors, (E, out, in) or (E, in, out) for weights and (E, out) for biases.
+        """Returns the module's own tensors: w1, w2, and the biases b1 and b2 if there are any.
 
-        The caller has checked them.
+        For E experts, a weight is (E, out, in) or (E, in, out), and a bias (E, out). The caller has checked
+        them.
         """
         return list(self.stacks.named.values())
 
@@ -182,11 +183,11 @@ class BorrowedActivation(BorrowedExperts):
 
     @property
     def fused_activation(self) -> str | None:
-        """Always None: pmoe's kernels do not know the function."""
+        """Always None: pmoe's kernels cannot compute the other module's function."""
         return None
 
     def columns(self, device_type: str) -> HiddenColumns:
-        """Returns how many numbers of memory the experts need for each row, by what the memory is for.
+        """Returns how many columns of memory the experts need for each row, for each kind of buffer.
 
         They include the tensors that autograd keeps while it differentiates the activation function.
 
@@ -206,7 +207,7 @@ class BorrowedActivation(BorrowedExperts):
         return max(super()._scratch_rows(device_type) // (GRAPH * self.hidden_factor * wide), 16)
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
-        """Applies the activation function to hidden_NG, a block of rows at a time, and writes to active_NH.
+        """Applies the activation function, a block of rows at a time, and writes the result to active_NH.
 
         hidden_NG: (N, G), the hidden activation: N rows, G = H, or 2H for gated experts.
         active_NH: (N, H), where H = d_hidden.
@@ -216,11 +217,13 @@ class BorrowedActivation(BorrowedExperts):
             active.copy_(self._activated(hidden))
 
     def _activated(self, hidden_NG: Tensor) -> Tensor:
-        """Returns the activation function's result (N, H) for hidden_NG (N, G), which stays unchanged.
+        """Returns the activation function's result, (N, H) for N rows. Its argument stays unchanged.
 
-        N rows, H = d_hidden, G = H, or 2H for gated experts. A function that writes to its argument, such as
-        ``nn.SiLU(inplace=True)``, gets a copy, for two reasons: hidden_NG is needed again; and in backward it
-        is a leaf that requires a gradient, which autograd does not allow to be changed in place.
+        A function that writes to its argument, such as ``nn.SiLU(inplace=True)``, gets a copy, for two
+        reasons: the argument is needed again; and in backward it is a leaf that requires a gradient, which
+        autograd does not allow to be changed in place.
+
+        hidden_NG: (N, G), the hidden activation; H = d_hidden, and G is H, or 2H for gated experts.
         """
         if self._writes_over is None:
             # A call with one row of zeros shows it. Tensors made under inference_mode have no version number
@@ -283,7 +286,11 @@ class NormedExperts(ModuleExperts):
             yield from self.stacks.norm.named_parameters(prefix="norm")
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
-        """Returns one expert's normalized output (N, M) for its rows rows_NM (N, M): N rows, M = d_model."""
+        """Returns one expert's normalized output, (N, M), for its N rows with M = d_model columns.
+
+        expert: the expert's number on this rank.
+        rows_NM: (N, M), the rows.
+        """
         weights = {name: parts[expert] for name, parts in self.views.items()}
         w1, w2 = (weights[name].t() if self.stacks.transposed else weights[name] for name in ("w1", "w2"))
         active_NH = self.stacks.activation(F.linear(rows_NM, w1, weights.get("b1")))

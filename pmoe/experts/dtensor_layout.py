@@ -1,12 +1,12 @@
 """Expert parameters as DTensors on a device mesh, made by `pmoe.parallelize`.
 
-From a parameter to the tensor that a call computes with:
+The steps from a parameter to the tensor that a call computes with:
 
     parameter        a DTensor over the ranks of the mesh
     `local_values`   redistributes a value, if its placements differ from the parameter's
     `Local`          takes this rank's part; its backward reduces the gradients of all parameters together
 
-`replace_parameter` puts a new Parameter in a module, and makes optimizers that hold the old one raise.
+`replace_parameter` puts a new Parameter in a module. Optimizers that hold the old one then raise an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     """Replaces a module's parameter ``name`` by a new Parameter that holds ``value``.
 
     An optimizer that was made before still has the old parameter, and would train it without any effect on
-    the model. The optimizer's next step therefore raises ValueError.
+    the model. So the next step of such an optimizer raises ValueError.
     """
     old = module.get_parameter(name)
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
@@ -122,8 +122,9 @@ def local_values(
 class Local(torch.autograd.Function):
     """Takes this rank's part of each parameter, in one autograd function for all of them.
 
-    Its backward runs once the gradients of all parameters are complete. So they are reduced together and in
-    the same order on every rank, before they are added to the gradients of earlier backward passes.
+    Its backward runs once the gradients of all parameters are complete. So the gradients are reduced over
+    ranks together and in the same order on every rank, before they are added to those of earlier backward
+    passes.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 The graph is kept without the tensors that autograd saves for it. Forward (`record`) returns these tensors to
 the caller, who keeps them or copies them to the host. Backward (`gradients`) gets them back. While autograd
-writes or reads them, they are in a `SavedTensorSlots`, the graph's saved_slots:
+writes or reads the tensors, a `SavedTensorSlots` holds them, the graph's saved_slots:
 
     forward    saved_slots.open -> put, put, ... -> seal -> close     close returns the tensors
     backward   saved_slots.tensors = ..., saved_slots.rows = ... -> get, get, ... -> close
@@ -116,9 +116,11 @@ class SavedTensorSlots:
     def put(self, tensor: Tensor) -> int | _InRows | _Own:
         """Stores one tensor that autograd saves, of any shape. Returns the key under which `get` finds it.
 
-        `_Own`      for a parameter or buffer, or a view of one, which is in memory anyway
-        `_InRows`   for a view of the input rows (T_DI), which the caller keeps or restores
-        int         for any other tensor, which is stored: its index in ``tensors``
+        The key is one of three:
+
+            `_Own`      for a parameter or buffer, or a view of one, which is in memory anyway
+            `_InRows`   for a view of the input rows (T_DI), which the caller keeps or restores
+            int         for any other tensor, which is stored: its index in ``tensors``
         """
         rows = self.rows
         assert rows is not None
@@ -198,7 +200,7 @@ class Graph:
     rows: the autograd edge of the input rows, at which their gradient is read.
     output: the autograd edge of the output, where differentiation starts; None if nothing in the graph needs
         a gradient.
-    saved_output: the index of the output (T_DO) among the saved tensors; -1 if the output was not saved.
+    saved_output: the key of the output (T_DO) in saved_slots; -1 if the output was not saved.
     """
 
     chunk_rows: slice
@@ -210,9 +212,9 @@ class Graph:
 
 
 class _Enter(torch.autograd.Function):
-    """Makes the input rows the beginning of a graph, which does not keep the rows in memory.
+    """Makes the input rows the beginning of an autograd graph, without keeping the rows in memory.
 
-    With a leaf tensor as the beginning, the graph would keep the rows until backward.
+    If a leaf tensor were the beginning, the graph would keep the rows until backward.
 
     anchor: an empty tensor that requires a gradient, so that everything computed from the rows requires one.
     """
@@ -243,12 +245,10 @@ def record(
     rows: (rows, columns), the rows of the chunk (micro-batch) that ``run`` gets.
     chunk_rows: which of the chunk's rows these are.
     saved_slots: an empty `SavedTensorSlots`.
-    own_rows: who keeps the input rows until backward.
-        False, for experts: the engine has the rows (T_DI) anyway. Views of them are not stored, and the
-        caller must set ``saved_slots.rows`` before backward. The output is stored, because experts need it in
-        backward.
-        True, for callbacks: nobody else has the rows. Views of them are stored like any other saved tensor,
-        and the output is not stored.
+    own_rows: whether the graph must keep its input rows. False for experts: the engine keeps or restores the
+        rows (T_DI), so views of them are not stored, and the caller must set ``saved_slots.rows`` before
+        backward. The output is stored, because experts need it in backward. True for callbacks: nobody else
+        has the rows, so views of them are stored like any other saved tensor. The output is not stored.
     """
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
     saved_slots.checks_own = saves_plainly()
@@ -275,9 +275,7 @@ def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Se
 
     The gradient is None for a tensor that requires none, or that the graph does not use.
 
-    graph: the graph. ``graph.saved_slots`` (a `SavedTensorSlots`) must hold the tensors that autograd saved
-    for the
-        graph. The tensors stay in it.
+    graph: the graph. Its ``saved_slots`` must hold the tensors that autograd saved; they stay in it.
     wanted: the parameters, of any shape.
     grad_output: the gradient of the graph's output, of the same shape.
     """

@@ -1,8 +1,8 @@
-"""Computes the experts of a call with few rows, without gradients, on one rank: a decoding step of inference.
+"""Computes the experts of a call with few rows, without gradients, on one rank.
 
-In such a call, the work of the host takes longer than the matrix products. So the functions here call a few
-PyTorch operators directly, without a plan, chunks or a schedule: they compute the rows of each expert that
-has any, and sum the results of each token.
+An example is a decoding step of inference. In such a call, the work of the host takes longer than the matrix
+products. So the functions here call a few PyTorch operators directly, without a plan, chunks or a schedule:
+they compute the rows of each expert that has any, and sum the results of each token.
 
 Letters: T tokens, K experts of a token, N rows, E experts, M = d_model, H = d_hidden, G columns of T_M, the
 hidden activation before the nonlinearity (G = H, or 2H for gated experts).
@@ -21,7 +21,10 @@ from pmoe.experts.borrowed import Stacks
 
 
 def _swiglu(hidden_NG: Tensor) -> Tensor:
-    """Returns the SwiGLU activation (N, H) of hidden_NG (N, 2H): silu(first half of a row) * second half."""
+    """Returns the SwiGLU activation, (N, H), for N rows: silu(first half of a row) * second half.
+
+    hidden_NG: (N, 2H), the hidden activation before the nonlinearity, for H hidden columns.
+    """
     gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
     return F.silu(gate_NH).mul_(up_NH)  # the result of silu is contiguous, as matrix products need it
 
@@ -41,8 +44,8 @@ def is_short(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> bool:
     The result is also False if the shapes or dtypes do not fit together. The layer, which then runs the call,
     raises the error that names the mistake.
 
-    x: (T, M), the tokens.
-    index, weights: (T, K), the experts of each token and their routing weights.
+    x: (T, M), the T tokens with M = d_model columns.
+    index, weights: (T, K), the K experts of each token and their routing weights.
     stacks: the experts' weights.
     """
     w1 = stacks.w1
@@ -61,12 +64,12 @@ def is_short(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> bool:
 def few_rows_output(x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor, stacks: Stacks) -> Tensor | None:
     """Returns each token's weighted sum of its experts' outputs, (T, M).
 
-    Returns None if an expert's number is not in 0 ... E - 1. The caller then runs the call in another way,
-    which allows E for "no expert", and raises an error for other numbers.
+    Returns None if an expert's number is not in 0 ... E - 1, for E experts. The caller then runs the call in
+    another way, which allows the number E for "no expert", and raises an error for other numbers.
 
-    x_TM: (T, M), the tokens.
-    index_TK, weight_TK: (T, K), the experts of each token and their routing weights.
-    stacks: the weights of E experts.
+    x_TM: (T, M), the T tokens with M = d_model columns.
+    index_TK, weight_TK: (T, K), the K experts of each token and their routing weights.
+    stacks: the weights of the experts.
     """
     num_experts = stacks.w1.shape[0]
     top_k = index_TK.shape[1]
@@ -102,8 +105,10 @@ def _outputs(
 ) -> Tensor:
     """Returns the experts' outputs, (N, M), computed by a loop over the experts that have rows.
 
+    There are N rows with M = d_model columns.
+
     rows: for each of ``experts`` its rows, (count, M).
-    x_TM: (T, M), a tensor with the dtype and device of the rows.
+    x_TM: a tensor with the dtype and device of the rows.
     experts, counts: the experts that have rows, and how many rows each of them has.
     stacks: the weights of all experts.
     """
@@ -120,9 +125,9 @@ def _outputs(
 def _outputs_of_many(rows_NM: Tensor, experts: list[int], counts: list[int], stacks: Stacks) -> Tensor:
     """Returns the experts' outputs, (N, M), computed by ``torch.nn.functional.grouped_mm``.
 
-    It is called if `_are_grouped` returns True.
+    It is called if `_are_grouped` returns True: if many experts have rows, grouped_mm is faster than a loop.
 
-    rows_NM: (N, M), the rows, sorted by expert.
+    rows_NM: (N, M), the N rows with M = d_model columns, sorted by expert.
     experts, counts: the experts that have rows, and how many rows each of them has.
     stacks: the weights of all experts.
     """
@@ -140,9 +145,10 @@ def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
     """Returns whether torch's ``grouped_mm`` can compute the experts, and is faster than a loop in Python.
 
     It is faster if more than a third of the experts have rows, because it loops in C++ over all experts. It
-    can compute numbers of 4 and 2 bytes, without biases, if rows are multiples of 16 bytes.
+    can compute with dtypes of 4 and 2 bytes, without biases, if each row of a matrix is a multiple of 16
+    bytes.
 
-    rows_NM: (N, M), the rows, sorted by expert.
+    rows_NM: (N, M), the N rows with M = d_model columns, sorted by expert.
     num_with_rows: the number of experts that have rows.
     stacks: the weights of all experts.
     """
@@ -157,7 +163,11 @@ def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
 
 
 def _activated(hidden_NG: Tensor, stacks: Stacks) -> Tensor:
-    """Applies the activation to hidden_NG (N, G), which it may overwrite. Returns (N, H)."""
+    """Returns the activation of N rows, (N, H) for H hidden columns. It may overwrite its argument.
+
+    hidden_NG: (N, G), the hidden activation before the nonlinearity; G is H, or 2H for gated experts.
+    stacks: the experts' weights and their activation function.
+    """
     activation = stacks.activation
     active_NH: Tensor = (ACTIVATIONS[activation] if isinstance(activation, str) else activation)(hidden_NG)
     return active_NH

@@ -1,7 +1,7 @@
-"""Feed-forward experts, act(x w1^T + b1) w2^T + b2. Also the nonlinearities and their gradients in place.
+"""Feed-forward experts, act(x w1^T + b1) w2^T + b2 for a row x, and their nonlinearities.
 
-For backward, only T_M = x w1^T + b1 is kept, the value before the nonlinearity. The value after it is
-computed again, which costs no matrix product.
+The nonlinearities and their gradients are computed in place. For backward, only T_M = x w1^T + b1 is kept,
+the value before the nonlinearity. The value after it is computed again, which costs no matrix product.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     On the CPU, oneDNN compiles a gelu for each shape and keeps it. Row counts differ from call to call, so
     without the split the memory of these kernels would grow with every call. On CUDA nothing is split.
 
-    tensors: of the same number of rows, (rows, ...). The rest has fewer than 16 rows.
+    tensors: tensors with the same number of rows, (rows, ...). The rest has fewer than 16 rows.
 
     Yields, for each block, a tuple with the same rows of every tensor.
 
@@ -90,10 +90,10 @@ def find_activation(name: str) -> Activation:
 
 
 class FFNExperts(StackedExperts):
-    """Feed-forward experts of one rank: act(x w1^T + b1) w2^T + b2 with relu, gelu (exact) or silu.
+    """Feed-forward experts of one rank: act(x w1^T + b1) w2^T + b2 for a row x, with relu, gelu or silu.
 
-    One tensor holds a weight of all E_local experts. T_M, the hidden activation before the nonlinearity, is
-    (N, H) for N rows and H hidden columns.
+    The gelu is the exact one. One tensor holds a weight of all E_local experts. T_M, the hidden activation
+    before the nonlinearity, is (N, H) for N rows and H hidden columns.
     """
 
     hidden_factor = 1

@@ -45,8 +45,8 @@ from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest
 class PreparedProduct:
     """A matrix product of all experts, prepared for many launches in one pass. Only the rows change.
 
-    All arguments that do not depend on the rows have been checked. It must be launched on the stream that was
-    current when it was made.
+    All arguments that do not depend on the rows have been checked. The product must be launched on the stream
+    that was current when this object was made.
 
     request: a function from a number of rows to the `ProductRequest` by which an implementation is chosen.
     device: the device that computes.
@@ -65,9 +65,9 @@ class PreparedProduct:
     def takes(self, num_rows: int, *rows: Tensor) -> bool:
         """Returns whether pmoe's kernel should compute the product of N rows; False if there are none.
 
-        The kernel must be the fastest implementation for this number of rows, and able to read the tensors.
+        It should if it is the fastest implementation for this number of rows, and able to read the tensors.
 
-        num_rows: N.
+        num_rows: N, the number of rows.
         rows: the tensors (rows, columns) that the kernel would read and write.
         """
         # The implementation is chosen once for all numbers of rows up to the same power of two.
@@ -82,7 +82,7 @@ class PreparedProduct:
     def launch(self, num_rows: int, groups: RowGroups, **fields: int) -> None:
         """Launches the product of N rows, for which `takes` must have returned True.
 
-        num_rows: N.
+        num_rows: N, the number of rows.
         groups: where each expert's rows begin and end.
         fields: the arguments of the launch that depend on the rows, by their names in
             cuda/grouped_gemm/bind.cpp.
@@ -141,7 +141,8 @@ class LaunchedExperts:
     ) -> PreparedProduct:
         """Prepares one of the matrix products of this pass for launches.
 
-        form: "forward" for rows times weight, "input" for a gradient of rows, "weight" for one of a weight.
+        form: "forward" for rows times weight, "input" for the gradient of rows, "weight" for the gradient of
+            a weight.
         in_features, out_features: columns and rows of the weight, or of the gradient of the weight.
         bias: the bias that is added to the product; None if it has none.
         epilogue: code of what the kernel computes with the product before it writes the result.
@@ -168,7 +169,10 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _hidden(self) -> PreparedProduct:
-        """Forward's first product: T_M = rows @ w1^T + b1, and the nonlinearity of T_M."""
+        """Forward's first product, T_M = rows @ w1^T + b1, together with the nonlinearity.
+
+        T_M is the hidden activation before the nonlinearity.
+        """
         w1, _, b1, _ = self._weights
         model = w1.shape[2]
         return self._product(
@@ -179,7 +183,10 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _again(self) -> PreparedProduct:
-        """The first product without the nonlinearity, with which backward computes T_M again."""
+        """The product with which backward computes the hidden activation T_M again: rows @ w1^T + b1.
+
+        It is forward's first product without the nonlinearity.
+        """
         w1, _, b1, _ = self._weights
         model = w1.shape[2]
         return self._product(
@@ -199,7 +206,12 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _hidden_gradient(self) -> PreparedProduct:
-        """Backward's first product: the gradients of T_M and of the routing weights, and the activation."""
+        """Backward's first product: the gradients of T_M and of the routing weights, and the activation
+        again.
+
+        T_M is the hidden activation before the nonlinearity. The activation after it is needed for w2's
+        gradient.
+        """
         _, w2, _, _ = self._weights
         hidden = self._num_hidden
         width = self._width
@@ -222,7 +234,9 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _of_w1(self) -> PreparedProduct:
-        """The gradient of w1."""
+        """The product that computes the gradient of w1: gradient of T_M, transposed, times rows, for each
+        expert.
+        """
         hidden = self._num_hidden
         model = self._weights[0].shape[2]
         return self._product(
@@ -231,7 +245,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _of_w2(self) -> PreparedProduct:
-        """The gradient of w2."""
+        """The product that computes the gradient of w2: output's gradient, transposed, times activation."""
         width = self._width
         model = self._weights[1].shape[1]
         return self._product(
@@ -277,9 +291,9 @@ class LaunchedExperts:
         It should if the kernels can, and if this is faster. Each row is then loaded from the token that
         ``ExpertRows.slots`` names for it.
 
-        tokens_TM: (T, M), the tokens of which the rows are copies.
+        tokens_TM: (T, M), the T tokens of which the rows are copies, with M = d_model columns.
         out_NM: (N, M), memory for the results.
-        num_rows: N.
+        num_rows: N, the number of rows.
         top_k: K, the number of choices of a token.
         """
         takes = self._hidden.takes(num_rows, tokens_TM) and self._output.takes(num_rows, out_NM)
@@ -397,7 +411,7 @@ def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> La
 
     experts: the layer's experts.
     parameters: the tensors to compute with (`Experts.operands`).
-    rows: a tensor (..., M) with the columns, dtype and device of the pass's rows.
+    rows: a tensor (..., M) with the columns, dtype and device of the pass's rows, M = d_model.
     """
     if not isinstance(experts, StackedExperts) or experts.fused_activation is None:
         return None

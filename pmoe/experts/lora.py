@@ -1,8 +1,8 @@
-"""Computes low-rank adapters of stacked experts (LoRA, arXiv 2106.09685) inside each chunk.
+"""Low-rank adapters of stacked experts (LoRA, arXiv 2106.09685), computed chunk by chunk.
 
 An adapter of rank R changes a weight of expert e by a product of two small matrices. Only these are trained:
 
-    weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R
+    weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R, with a constant alpha
 
 The product B @ A is never made. Rows go through A and then through B, beside the large product:
 
@@ -46,8 +46,8 @@ ADAPTERS = "adapters."
 class Adapter(nn.Module):
     """One adapter of a layer's experts: the matrices A and B of each weight that it changes.
 
-    ``w1_A`` and ``w1_B`` belong to the weight w1, (E, O, I) for E experts of this rank with O output and I
-    input features:
+    It adds (alpha / R) * B @ A to a weight. ``w1_A`` and ``w1_B`` belong to the weight w1, (E, O, I) for E
+    experts of this rank with O output and I input features:
 
         for each expert     w1_A (E, R, I)    w1_B (E, O, R)
         shared by all       w1_A (R, I)       w1_B (O, R)
@@ -56,12 +56,12 @@ class Adapter(nn.Module):
 
     shapes: (E, O, I) of each weight that gets an adapter, by name.
     rank: R, the number of rows of A.
-    alpha: the factor of B @ A is alpha / rank.
+    alpha: the factor of B @ A is alpha / R.
     shared: whether all experts of all ranks share one adapter.
     device, dtype: of the parameters.
-
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
+    targets: the names of the weights that get an adapter.
     """
 
     num_ranks: int = 1
@@ -92,7 +92,7 @@ class Adapter(nn.Module):
 
     @property
     def scale(self) -> float:
-        """The factor of B @ A."""
+        """The factor of the product B @ A: alpha / rank."""
         return self.alpha / self.rank
 
     @property
@@ -101,7 +101,10 @@ class Adapter(nn.Module):
         return not any(hasattr(parameter, "to_local") for parameter in self.parameters())
 
     def of(self, weight: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """Returns A and B of the weight "w1" or "w2"."""
+        """Returns the adapter's matrices A and B of one weight.
+
+        weight: "w1" or "w2".
+        """
         return self.get_parameter(f"{weight}_A"), self.get_parameter(f"{weight}_B")
 
     @torch.no_grad()
@@ -121,10 +124,11 @@ class Adapter(nn.Module):
             own_up.zero_()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Returns what a state dict must have beside the matrices.
+        """Returns the values that a state dict needs in addition to the matrices, by name.
 
-        experts: the numbers of the experts whose matrices it has; None if all experts share one adapter, or
-        if the matrices are DTensors, which know their place.
+        They are ``alpha``, ``rank``, ``shared`` and ``experts``. ``experts`` is [number of this rank's first
+        expert, number behind its last one]. It is None if all experts share one adapter, or if the matrices
+        are DTensors, which know which part of all experts they are.
         """
         down, _ = self.of(self.targets[0])
         is_whole = self.shared or not self.is_plain
@@ -132,9 +136,10 @@ class Adapter(nn.Module):
         return {"alpha": self.alpha, "rank": self.rank, "shared": self.shared, "experts": experts}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes alpha from a state dict, because the matrices were trained with it.
+        """Takes alpha from a state dict, because the matrices in it were trained with this alpha.
 
-        Raises ValueError if the state dict has an adapter of another rank, or of other experts.
+        Raises ValueError if the state dict has an adapter of another rank (number of rows of A), or of other
+        experts.
         """
         own = self.get_extra_state()
         for name in ("rank", "shared"):
@@ -162,8 +167,8 @@ class Adapter(nn.Module):
 class AdaptedWeight:
     """A weight of all experts with its adapter. The matrix of expert e is base[e] + up[e] @ down[e].
 
-    base: (E, O, I), E matrices with O output and I input features.
-    down: A, (E, R, I), or (R, I) if all experts share it.
+    base: (E, O, I), a matrix for each of E experts, with O output and I input features.
+    down: A, (E, R, I) with the adapter's rank R, or (R, I) if all experts share it.
     up: scale * B, (E, O, R), or (O, R) if all experts share it.
     """
 
@@ -173,17 +178,26 @@ class AdaptedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """(E, O, I), the shape of the weight."""
+        """(E, O, I), the shape of the weight: E experts, O output and I input features."""
         return self.base.shape
 
     def lowered(self, rows_NI: Tensor, groups: RowGroups) -> Tensor:
-        """Returns rows @ A^T, (N, R), for rows (N, I) that are sorted by expert."""
+        """Returns rows @ A^T, (N, R): N rows multiplied by the first matrix of a rank-R adapter.
+
+        rows_NI: (N, I), the rows of I input features, sorted by expert.
+        groups: where each expert's rows begin and end.
+        """
         if self.down.dim() == 2:
             return rows_NI @ self.down.t()
         return expert_product(rows_NI, self.down, groups)
 
     def lowered_gradient(self, grad_NO: Tensor, groups: RowGroups) -> Tensor:
-        """Returns scale * grad @ B, (N, R), for the gradient (N, O) of results that are sorted by expert."""
+        """Returns scale * grad @ B, (N, R): the gradient of the product of N rows and A, for a rank-R
+        adapter.
+
+        grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+        groups: where each expert's rows begin and end.
+        """
         if self.up.dim() == 2:
             return grad_NO @ self.up
         return expert_input_gradient(grad_NO, self.up, groups)
@@ -196,11 +210,12 @@ class AdaptedWeight:
         of_down: GradientSum | None,
         of_up: GradientSum | None,
     ) -> None:
-        """Adds the gradients of ``down`` and ``up`` from some rows; None for one that needs no gradient.
+        """Adds the gradients of ``down`` (A) and ``up`` (scale * B) from some rows to their sums.
 
         grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
         rows_NI: (N, I), the rows of I input features that the results were computed from.
         groups: where each expert's rows begin and end.
+        of_down, of_up: the sums of both gradients; None for a matrix that needs no gradient.
         """
         if of_up is not None:
             _add_weight(of_up, grad_NO, self.lowered(rows_NI, groups), groups)
@@ -209,7 +224,13 @@ class AdaptedWeight:
 
 
 def _add_weight(total: GradientSum, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> None:
-    """Adds grad^T @ rows to the sum of a gradient: for each expert, or over all rows if experts share it."""
+    """Adds grad^T @ rows to the gradient of a matrix: for each expert, or over all rows if experts share it.
+
+    total: the sum of the matrix's gradient.
+    grad_NO: (N, O), the gradient of N results of O columns, sorted by expert.
+    rows_NI: (N, I), the rows of I columns that the results were computed from.
+    groups: where each expert's rows begin and end.
+    """
     if total.total.dim() == 2:
         total.add(grad_NO.t() @ rows_NI)
     else:
@@ -219,9 +240,10 @@ def _add_weight(total: GradientSum, grad_NO: Tensor, rows_NI: Tensor, groups: Ro
 def _add_product(out_NO: Tensor, rows_NR: Tensor, matrix: Tensor, groups: RowGroups) -> None:
     """Adds rows @ matrix[e] to ``out``, for the rows of each expert e.
 
-    out_NO: (N, O), changed in place.
-    rows_NR: (N, R), sorted by expert.
-    matrix: (E, R, O), or (R, O) if all experts share it.
+    out_NO: (N, O), changed in place: N rows of O columns.
+    rows_NR: (N, R), the rows that are multiplied, sorted by expert; R is the adapter's rank.
+    matrix: (E, R, O) for E experts, or (R, O) if all experts share it.
+    groups: where each expert's rows begin and end.
     """
     if matrix.dim() == 2:
         out_NO.addmm_(rows_NR, matrix)
@@ -242,7 +264,17 @@ def adapted_product(
     out: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> Tensor:
-    """Returns what `expert_product` does, for a weight that may have an adapter."""
+    """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O).
+
+    It is `expert_product` for a weight that may have an adapter.
+
+    rows_NI: (N, I), N rows of I input features, sorted by expert.
+    weight: the matrices of E experts, (E, O, I) with O output features, alone or with an adapter.
+    groups: where each expert's rows begin and end.
+    bias_EO: (E, O); None adds nothing.
+    out: (N, O), memory for the result; None allocates it.
+    scale_N: (N,), a factor for each row; None is 1.
+    """
     if isinstance(weight, Tensor):
         return expert_product(rows_NI, weight, groups, bias_EO, out, scale_N)
     out = expert_product(rows_NI, weight.base, groups, bias_EO, out)
@@ -253,7 +285,15 @@ def adapted_product(
 def adapted_input_gradient(
     grad_NO: Tensor, weight: Tensor | AdaptedWeight, groups: RowGroups, out: Tensor | None = None
 ) -> Tensor:
-    """Returns what `expert_input_gradient` does, for a weight that may have an adapter."""
+    """Returns grad @ weight[e] for the rows of each expert e: the gradient of the rows, (N, I).
+
+    It is `expert_input_gradient` for a weight that may have an adapter.
+
+    grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+    weight: the matrices of E experts, (E, O, I) with I input features, alone or with an adapter.
+    groups: where each expert's rows begin and end.
+    out: (N, I), memory for the result; None allocates it.
+    """
     if isinstance(weight, Tensor):
         return expert_input_gradient(grad_NO, weight, groups, out)
     out = expert_input_gradient(grad_NO, weight.base, groups, out)
@@ -264,12 +304,13 @@ def adapted_input_gradient(
 class LoraExperts(StackedExperts):
     """Stacked experts with low-rank adapters, of which at most one is active.
 
-    A call's tensors are the weights, the biases, and then A and scale * B of w1 and of w2. A weight without
-    an adapter has matrices of rank 0. With no adapter active, there are only the weights and biases.
+    A call computes with a list of tensors (`operands`): the weights, the biases and then, if an adapter is
+    active, its A and scale * B for w1 and for w2. A weight that the adapter does not change has matrices of
+    rank 0 in the list.
 
     adapters: the adapters by name.
     active: the name of the adapter that calls use; "" for none.
-    setting: the active adapter in words, which ranks compare.
+    setting: a text that describes the active adapter, by which ranks check that they use the same one.
     sum_shared: a function that sums gradients over the ranks that the experts are spread over, in place. It
         is a collective, for the gradients of a shared adapter.
     num_ranks: the number of these ranks.
@@ -287,7 +328,7 @@ class LoraExperts(StackedExperts):
 
     @property
     def fused_activation(self) -> str | None:
-        """None: pmoe's fused products have no place for an adapter."""
+        """None: pmoe's kernels that compute a product and the nonlinearity together cannot add an adapter."""
         return None
 
     def adapter(self, name: str) -> Adapter:
@@ -297,14 +338,17 @@ class LoraExperts(StackedExperts):
         return adapter
 
     def activate_adapter(self, name: str) -> None:
-        """Makes calls use the adapter called ``name``, or none if it is ""."""
+        """Makes later calls use the adapter called ``name``, or no adapter if it is ""."""
         self.active = name
         self.setting = f"{name}: {self.adapter(name).extra_repr()}" if name else "none"
         self.note_operands()
 
     @property
     def num_scaled(self) -> int:  # type: ignore[override]
-        """The number of elements of scale * B, which a call computes."""
+        """The number of elements of the matrices B, which a call copies to multiply them by a factor.
+
+        0 if no adapter is active, or if the adapter's factor is 1.
+        """
         if not self.active or self.adapter(self.active).scale == 1:
             return 0
         adapter = self.adapter(self.active)
@@ -328,13 +372,17 @@ class LoraExperts(StackedExperts):
 
     @property
     def call_names(self) -> tuple[str, ...]:
-        """The names of a call's tensors. A weight without an adapter has names of matrices of rank 0."""
+        """The names of the tensors with which a call computes, in the order of `operands`.
+
+        If an adapter is active, each of w1 and w2 has two matrices in the list, even if the adapter does not
+        change the weight: the matrices then have rank 0.
+        """
         matrices = [f"{ADAPTERS}{self.active}.{weight}_{letter}" for weight in WEIGHTS for letter in "AB"]
         return (*self.operand_names[: self.num_own], *(matrices if self.active else ()))
 
     @property
     def num_own(self) -> int:
-        """The number of weights and biases, which are the first of a call's tensors."""
+        """The number of weights and biases, which come first among the tensors with which a call computes."""
         return sum(not name.startswith(ADAPTERS) for name in self.operand_names)
 
     def operands(self) -> list[Tensor]:
@@ -422,7 +470,11 @@ class LoraExperts(StackedExperts):
         return replace(super().columns(device_type), adapter=rank)
 
     def weights(self, parameters: Sequence[Tensor]) -> Any:
-        """Returns (w1, w2, b1, b2). w1 and w2 are `AdaptedWeight` if the call has adapters of them."""
+        """Returns (w1, w2, b1, b2) from the result of `operands`; None for missing biases.
+
+        A weight with an adapter is an `AdaptedWeight`; any other is a tensor (E, O, I) for E experts with O
+        output and I input features.
+        """
         w1, w2, b1, b2 = super().weights(parameters[: self.num_own])
         matrices = parameters[self.num_own :]
         if not matrices:
@@ -472,12 +524,15 @@ CLASSES: dict[type[StackedExperts], type[LoraExperts]] = {
 
 
 def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight:
-    """Returns a weight with its adapter, or the weight alone if the adapter has rank 0."""
+    """Returns a weight together with its adapter, or the weight alone if the adapter has rank 0."""
     return AdaptedWeight(weight, down, up) if down.shape[-2] else weight
 
 
 def check_not_split(shard: Shard) -> None:
-    """Raises ValueError if each expert is split over ranks: gradients of A and B would be partial sums."""
+    """Raises ValueError if each expert is split over ranks, because adapters do not support that.
+
+    The gradients of the adapter's matrices A and B would be partial sums.
+    """
     if shard.count > 1:
         raise ValueError(
             f'mesh (with {shard.count} ranks along "esp") must not split experts that have adapters: spread '
@@ -486,9 +541,11 @@ def check_not_split(shard: Shard) -> None:
 
 
 def check_no_adapters(experts: Experts, what: str) -> None:
-    """Raises ValueError if experts have adapters, which a function that reads the weights alone would drop.
+    """Raises ValueError if experts have adapters, for a function that reads the weights alone.
 
-    what: the function's argument, for the message.
+    The adapters would be lost without a message.
+
+    what: the function's argument that has the experts, for the message.
     """
     if isinstance(experts, LoraExperts):
         raise ValueError(
@@ -498,7 +555,10 @@ def check_no_adapters(experts: Experts, what: str) -> None:
 
 
 def with_adapters(experts: Experts) -> LoraExperts:
-    """Returns the experts, which now can have adapters. Their class is replaced; nothing else changes."""
+    """Turns experts, in place, into experts that can have adapters, and returns them.
+
+    Only their class is replaced; parameters stay the same.
+    """
     if isinstance(experts, LoraExperts):
         return experts
     assert isinstance(experts, StackedExperts)
@@ -512,7 +572,7 @@ def with_adapters(experts: Experts) -> LoraExperts:
 
 
 def without_adapters(experts: LoraExperts) -> None:
-    """Gives experts their own class back, after their last adapter was removed."""
+    """Gives experts their original class back, after their last adapter was removed."""
     for name in ("adapters", "sum_shared", "num_ranks", "_first_expert", "active", "setting"):
         delattr(experts, name)
     experts.replicated_names = ()
@@ -525,8 +585,8 @@ class SumOverRanks(torch.autograd.Function):
     """Returns matrices that all ranks share; its backward sums their gradients over the ranks.
 
     Every rank computes the rows of its own experts, so each has a part of the gradient of a shared adapter.
-    All outputs ask for gradients, even if a rank has frozen the adapter, because ``anchor`` does: an empty
-    tensor that requires a gradient. So every rank starts the same collectives.
+    ``anchor`` is an empty tensor that requires a gradient. So the outputs require gradients even on a rank
+    that has frozen the adapter, and every rank starts the same collectives.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ STACKED = re.compile(r"(parametrizations\.)?(w1|w2|b1|b2)(_orig|\..*)?")
 def mark_stacked(experts: nn.Module) -> None:
     """Sets ``stacked = True`` on the experts' parameters whose dimension 0 counts experts: w1, w2, b1, b2.
 
-    It must be called again whenever tools make new Parameter objects, because these have no marks.
+    Call it again whenever tools make new Parameter objects, because these have no such attribute.
     """
     for name, parameter in experts.named_parameters():
         if STACKED.fullmatch(name):
@@ -33,7 +33,7 @@ def mark_stacked(experts: nn.Module) -> None:
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Returns whether dimension 0 of a parameter counts experts, as `mark_stacked` has marked it.
+    """Returns whether `mark_stacked` has marked a parameter: its dimension 0 counts experts.
 
     parameter: of any shape.
     """
@@ -43,7 +43,7 @@ def is_stacked(parameter: Tensor) -> bool:
 def num_dims(parameter: Tensor) -> int:
     """Returns the number of dimensions of a parameter, without dimension 0 if that counts experts.
 
-    So a matrix of each expert has 2 dimensions, and a bias of each expert has 1.
+    So the result is 2 for a weight, which is a matrix for each expert, and 1 for a bias.
 
     parameter: of any shape.
     """

@@ -46,6 +46,7 @@ from pmoe.experts.products import GradientSum, RowGroups
 class Recipe:
     """The random state and autocast settings under which a chunk was computed, to compute it again.
 
+    device: the device of the chunk's rows.
     random: state of the CPU's default generator.
     device_random: state of the CUDA device's generator; None on the CPU.
     autocast, autocast_dtype: whether autocast was on for the device type, and its dtype.
@@ -64,7 +65,7 @@ class Recipe:
     def current(device: torch.device) -> Recipe:
         """Returns the random state and autocast settings of this moment, for rows on ``device``.
 
-        Its ``buffers`` are empty.
+        The record has no buffers.
         """
         return Recipe(
             device=device,
@@ -162,8 +163,11 @@ class ModuleExperts(Experts):
     def _graphs(self, rows_NM: Tensor, groups: RowGroups) -> Iterator[tuple[Graph, Tensor]]:
         """Runs each expert that has rows, and yields its autograd graph and its output.
 
-        The caller must take the tensors that autograd saved (``graph.saved_slots.close()``) before the next
-        pair.
+        Before the caller asks for the next pair, it must take the tensors that autograd saved
+        (``graph.saved_slots.close()``).
+
+        rows_NM: (N, M), the N rows of a chunk, sorted by expert, with M = d_model columns.
+        groups: where each expert's rows begin and end.
         """
         own_storages = frozenset(
             tensor.untyped_storage().data_ptr()
@@ -196,7 +200,7 @@ class ModuleExperts(Experts):
     def recompute(self, expert_rows: ExpertRows, recipe: Recipe | None) -> Hidden:
         """Runs each module again on its rows, and returns the tensors that autograd saves.
 
-        They take the place of the hidden activation (T_M) of other experts.
+        These tensors take the place of the hidden activation (T_M) of other experts.
 
         expert_rows: the chunk's rows (N, M), N of them, and the memory to compute with.
         recipe: the random state and autocast settings of forward; None if the rank had no rows in forward.
@@ -269,7 +273,10 @@ class ModuleExperts(Experts):
         return Hidden(tensors=tensors, graph=graphs)
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
-        """Runs one expert on its N rows, (N, M), and returns its output.
+        """Runs one expert on its rows, and returns its output.
+
+        expert: the expert's number on this rank.
+        rows_NM: (N, M), its N rows, with M = d_model columns. The output has the same shape.
 
         Raises TypeError or ValueError if the output is no tensor of the rows' shape.
         """
@@ -322,7 +329,7 @@ class ModuleExperts(Experts):
 
 
 def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) -> Callable[[], nn.Module]:
-    """Returns a function without arguments that builds one expert, made from the user's ``build``.
+    """Returns a function without arguments that builds one expert by calling the user's ``build``.
 
     It calls build(d_model, d_hidden) if ``build`` accepts two arguments, else build().
 
@@ -417,6 +424,7 @@ def shared_experts(
     shared: number of its hidden columns, or a module.
     kind, activation, bias: "ffn" or "swiglu", the nonlinearity, and whether it has biases. Used only if
         ``shared`` is a number.
+    d_model: the number of columns of a token.
     first_expert: a number that no routed expert has, so that the shared expert's random seed is its own.
     options: device and dtype. A module stays as it is.
 

@@ -38,9 +38,10 @@ def value_names(module: nn.Module) -> list[str]:
 
 
 def _value_name(module: nn.Module, name: str) -> str:
-    """Returns the name of the attribute that is computed from the parameter ``name``, or is this parameter.
+    """Returns the name of the attribute with whose value a module computes, given a parameter's name.
 
-    Example: "parametrizations.w1.original0" -> "w1", and of a pruned module "w1_orig" -> "w1".
+    The attribute is the parameter itself, or is computed from it. Example: "parametrizations.w1.original0" ->
+    "w1", and of a pruned module "w1_orig" -> "w1".
     """
     path, _, attribute = name.rpartition(".")
     owner, marker, parametrized = f".{path}".partition(".parametrizations.")
@@ -87,6 +88,7 @@ def dense_value(value: Tensor, name: str) -> Tensor:
 
     Sparse and quantised tensors are converted.
 
+    value: the tensor.
     name: the value's name in errors.
 
     Raises ValueError for a tensor subclass that offers no conversion.
@@ -134,9 +136,9 @@ def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's local tensor of a DTensor, without an autograd graph. Shapes may be any.
+    """Returns this rank's local tensor of a DTensor, of any shape, without an autograd graph.
 
-    A tensor that is not a DTensor is returned as it is.
+    A tensor that is not a DTensor is returned unchanged.
     """
     # Asks for the method and not isinstance: DTensor's module is slow to import and rarely needed.
     to_local = getattr(tensor, "to_local", None)

@@ -2,7 +2,7 @@
 
 On CUDA `pmoe.kernels.registry` picks for each product one of three implementations: pmoe's own kernels, one
 launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop, unless an
-implementation is forced. All take the same `RowGroups`. An expert without rows costs nothing.
+implementation is forced. All of them take the same `RowGroups`. An expert without rows costs nothing.
 
 Letters: N rows, E experts of this rank, I input features and O output features of an expert's matrix.
 """
@@ -42,9 +42,9 @@ class RowGroups:
 
     @functools.cached_property
     def ends_E(self) -> Tensor:
-        """The ends of the experts' rows, (E,) int32 for E experts: the running sum of the counts.
+        """The end of each expert's rows, (E,) int32 for E experts: the running sum of the counts.
 
-        It is ``ends``, on the rows' device, if that was given, and otherwise a new tensor on the CPU.
+        It is ``ends``, on the rows' device, if the record has it; otherwise a new tensor on the CPU.
         """
         return torch.tensor(self.counts).cumsum(0).int() if self.ends is None else self.ends
 
@@ -69,11 +69,11 @@ class RowGroups:
     def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
         """Returns the rows of each expert that has rows (`with_rows`), as views of ``rows``.
 
-        rows: (N, ...) for N rows in all, or another order of dimensions.
-        dim: the dimension of the rows.
-
         The tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
         expert would keep the host busy while the GPU waits for the next product.
+
+        rows: (N, ...) for N rows in all, or another order of dimensions.
+        dim: the dimension of the rows.
         """
         if len(self.with_rows) < 2:
             return [rows] * len(self.with_rows)
@@ -93,10 +93,10 @@ def choice(
     form, first, second: which product, and its two factors, for N rows, E experts, I input and O output
         features:
 
-            form      product                           first             second
-            forward   rows times experts' matrices      rows (N, I)       matrices (E, O, I)
-            input     gradient of the rows              gradient (N, O)   matrices (E, O, I)
-            weight    gradient of experts' matrices     gradient (N, O)   rows (N, I)
+        form      product                           first             second
+        forward   rows times experts' matrices      rows (N, I)       matrices (E, O, I)
+        input     gradient of the rows              gradient (N, O)   matrices (E, O, I)
+        weight    gradient of experts' matrices     gradient (N, O)   rows (N, I)
 
     groups: where each expert's rows begin and end.
     bias: (E, O), or None.
@@ -158,9 +158,12 @@ def expert_product(
 
 
 def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
-    """Returns the N rows' routing weights, (N,), in the form that kernels read.
+    """Returns the N rows' routing weights, (N,), converted to what kernels read.
 
     The result is contiguous and in float32, or in the dtype of ``rows`` if that is wider.
+
+    weight_N: (N,), the routing weights.
+    rows: a tensor with the dtype of the rows.
     """
     return weight_N.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
 
@@ -199,8 +202,8 @@ class GradientSum:
     total: the sum so far, of the parameter's shape.
     is_empty: whether nothing has been added yet.
 
-    The first addition overwrites uninitialised memory. So ``total`` need not be set to zero first, unless an
-    expert has no rows.
+    The first addition overwrites uninitialised memory. So ``total`` is not set to zero first. Only the parts
+    of experts without rows are, because nothing overwrites these.
     """
 
     total: Tensor
@@ -219,7 +222,9 @@ class GradientSum:
     def add_weight(
         self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, method: str | None = None
     ) -> None:
-        """Adds the weights' gradient of some rows: for each expert e, grad[of e]^T @ rows[of e] to total[e].
+        """Adds the gradient of the experts' matrices from some rows: total[e] += grad[e]^T @ rows[e].
+
+        grad[e] and rows[e] are the rows of expert e.
 
         grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
         rows_NI: (N, I), the rows of I input features that the results were computed from.
@@ -252,7 +257,7 @@ class GradientSum:
         self.is_empty = False
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
-        """Adds the gradient of the biases: for each expert e, the sum of grad over the rows of e to total[e].
+        """Adds the gradient of the experts' biases: total[e] += the sum of grad over the rows of expert e.
 
         grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
         groups: where each expert's rows begin and end.
@@ -282,7 +287,7 @@ class GradientSum:
         self.is_empty = False
 
     def _zero_without_rows(self, groups: RowGroups) -> None:
-        """Sets the sums of experts without rows to zero, which no product overwrites."""
+        """Sets the sums of experts without rows to zero, because no product overwrites them."""
         for expert, count in enumerate(groups.counts):
             if count == 0:
                 self.total[expert].zero_()
@@ -326,7 +331,9 @@ def _sums_by_expert(grad_NO: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _weight_gradient(method: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> Tensor:
-    """Returns grad[rows of e]^T @ rows[rows of e] for each expert e, (E, O, I), from one kernel launch.
+    """Returns grad[e]^T @ rows[e] for each expert e, (E, O, I), from one kernel launch.
+
+    grad[e] and rows[e] are the rows of expert e, one of E experts.
 
     method: PMOE for pmoe's kernel, anything else for torch's grouped_mm.
     grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.

@@ -59,15 +59,15 @@ class StackedExperts(Experts):
     A subclass defines how T_M (N, G) becomes the activated hidden (N, H): `activate` and
     `activation_gradient`.
 
-    The output T_DO is never saved. If dy is the gradient of a row of T_DO, the gradient of the row's routing
-    weight is
+    The output T_DO is never saved. If dy is the gradient of a row of T_DO, and e the row's expert, the
+    gradient of the row's routing weight is
 
         <activated hidden, dy w2[e]> + <dy, b2[e]>
 
-    If each expert's hidden columns are split over ranks (FSMoE's ESP), H counts the columns of this rank. A
-    gated expert's rank has the same columns of both halves of w1. T_DO and the gradients of rows and routing
-    weights are then partial sums, which the engine adds up over these ranks. Each of the ranks holds the
-    whole b2 and gets the same gradient for it, but only the first one adds b2 to the output.
+    If each expert's hidden columns are split over ranks (FSMoE's ESP), H counts the columns of this rank. If
+    experts are gated, w1 has two halves, and a rank has the same columns of both. T_DO and the gradients of
+    rows and routing weights are then partial sums, which the engine adds up over these ranks. Each of the
+    ranks holds the whole b2 and gets the same gradient for it, but only the first one adds b2 to the output.
     """
 
     hidden_factor: int
@@ -218,7 +218,10 @@ class StackedExperts(Experts):
         keep_part(self, experts, shard)
 
     def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Returns the weights and biases of the experts themselves as pairs (name, parameter)."""
+        """Returns the experts' weights and biases as pairs (name, parameter).
+
+        Subclasses leave out parameters that they add, such as adapters.
+        """
         return self.named_parameters()
 
     @torch.no_grad()
@@ -257,7 +260,7 @@ class StackedExperts(Experts):
 
     @abc.abstractmethod
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
-        """Computes the gradient of the nonlinearity: overwrites the gradient of its result with that of T_M.
+        """Overwrites the gradient of the nonlinearity's result with the gradient of its input, T_M.
 
         The nonlinearity maps T_M, (N, G), to the activated hidden, (N, H). There are N rows and H hidden
         columns; G is H, or 2H for gated experts.
@@ -287,9 +290,11 @@ class StackedExperts(Experts):
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns how many rows `input_gradient` processes at a time.
+        """Returns how many rows `input_gradient` processes at a time, at least 16.
 
-        They take at most `SCRATCH_BYTES` of temporary memory, but are at least 16.
+        So many rows need at most `SCRATCH_BYTES` of temporary memory, unless even 16 rows need more.
+
+        device_type: "cpu" or "cuda".
         """
         row_bytes = self.num_hidden * self.element_size
         return max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16)
@@ -297,8 +302,10 @@ class StackedExperts(Experts):
     def _activates_in_place(self, device_type: str) -> bool:
         """Returns whether the nonlinearity may write its result, H columns, over the first H columns of T_M.
 
-        T_M has 2H columns for gated experts. The result would then have gaps between its rows, and the CUDA
-        kernels of grouped products refuse such rows.
+        T_M is the hidden activation before the nonlinearity. For gated experts it has 2H columns. The result
+        would then have gaps between its rows, and the CUDA kernels of grouped products refuse such rows.
+
+        device_type: "cpu" or "cuda".
         """
         return self.hidden_factor == 1 or device_type == "cpu"
 
@@ -342,7 +349,7 @@ class StackedExperts(Experts):
         form: "forward" for rows times w1, "input" for the gradient of the output times w2.
         rows, weight: the two factors: (N, ...) for N rows, and a matrix for each of the rank's experts.
         groups: where each expert's rows begin and end.
-        bias: of the product, for each expert; None if there is none.
+        bias: the product's bias for each expert; None if there is none.
         """
         fused = self.fused_activation
         if fused is None or choice(form, rows, weight, groups, bias) != PMOE:
@@ -376,11 +383,11 @@ class StackedExperts(Experts):
 
         Returns these two, and as a third result the tensors that `weight_gradient` needs.
 
-        The activation after the nonlinearity is computed again from T_M (the activation before it). If T_M
-        may be overwritten, the result is written over T_M, block of rows by block. A chunk then needs only
-        two buffers of T_M's size: T_M itself and its gradient dT_M.
+        The activation after the nonlinearity is computed again from T_M, the activation before it. If T_M may
+        be overwritten, each block of rows of the result is written over the same block of T_M. A chunk then
+        needs only two buffers of T_M's size: T_M itself and its gradient dT_M.
 
-        grad_NM: (N, M), the gradient of the output. It may be overwritten.
+        grad_NM: (N, M), the gradient of the output, with M = d_model columns. It may be overwritten.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         hidden: T_M, and whether it may be overwritten.
@@ -460,8 +467,8 @@ class StackedExperts(Experts):
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Returns (w1, w2, b1, b2) from the result of `operands`; None for missing biases.
 
-        The weights are (E, O, I): E experts, O output features, I input features. A subclass that stores them
-        in another way overrides this method.
+        A weight is (E, O, I): E experts, O output features, I input features. A subclass that stores the
+        weights in another way overrides this method.
         """
         return split_parameters(parameters)
 
@@ -496,7 +503,7 @@ def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
     """Keeps a range of the experts and one part of their hidden columns; drops all other values.
 
     stacked: the experts, with all hidden columns. One tensor holds a weight of all of them.
-    experts: the local experts to keep.
+    experts: the range of local experts to keep.
     shard: the part of the hidden columns to keep.
 
     A gated w1 holds two halves, gate and up. The part takes the same columns of both halves. Example for 6

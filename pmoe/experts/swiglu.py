@@ -1,4 +1,4 @@
-"""SwiGLU experts (arXiv 2002.05202): (silu(x wg^T) * (x wu^T)) w2^T, where w1 = [wg; wu]."""
+"""SwiGLU experts (arXiv 2002.05202): (silu(x wg^T) * (x wu^T)) w2^T for a row x, where w1 = [wg; wu]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pmoe.experts.stacked import StackedExperts
 
 
 class SwiGLUExperts(StackedExperts):
-    """Gated experts of one rank: (silu(x wg^T) * (x wu^T)) w2^T.
+    """Gated experts of one rank: (silu(x wg^T) * (x wu^T)) w2^T for a row x, where w1 = [wg; wu].
 
     One tensor holds a weight of all E_local experts. T_M, the hidden activation before the nonlinearity, is
     (N, 2H) for N rows and H hidden columns: x wg^T (the gate), then x wu^T.

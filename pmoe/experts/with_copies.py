@@ -39,7 +39,8 @@ class _Part(NamedTuple):
 class ExpertsWithCopies:
     """A rank's own experts and its copies of other ranks' experts, behind the interface of `Experts`.
 
-    It has those methods of `Experts` that a forward or backward pass calls. They compute the rows of both.
+    It has those methods of `Experts` that a forward or backward pass calls. They compute the rows of both own
+    experts and copies.
 
     experts: the rank's own experts.
     copies: the copies' parameters, in the order of `Experts.operands`; each is (C, ...) for the C copies of
@@ -61,8 +62,8 @@ class ExpertsWithCopies:
     def _own_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each of this rank's own experts has, without the copies.
 
-        groups: where the rows of each own expert begin and end. For rows that other ranks have sent, the rows
-            of each copy follow.
+        groups: the rows of each own expert and, for rows that other ranks have sent, of each copy behind
+            them.
         """
         count = self._experts.num_local_experts
         if len(groups.counts) == count:
@@ -74,8 +75,8 @@ class ExpertsWithCopies:
     def _copied_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each copy has, without the own experts.
 
-        groups: where the rows of each own expert and of each copy begin and end. It may have entries, all
-            empty, for more copies than this rank has, because all ranks count the same number of copies.
+        groups: the rows of each own expert, then those of each copy. It has as many entries for copies as the
+            rank with most copies, so the last ones may belong to no copy and are 0.
         """
         count = self._experts.num_local_experts
         own = sum(groups.counts[:count])
@@ -121,10 +122,15 @@ class ExpertsWithCopies:
     def compute(
         self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        """Computes the outputs of a chunk's rows by own experts and copies, with the routing weights applied.
+        """Computes the outputs of a chunk's rows by own experts and copies, multiplied by the routing
+        weights.
 
-        Returns the outputs (N, M), and the saved hidden activations if ``keep``. The arguments are those of
-        `Experts.compute`.
+        Returns the outputs, (N, M) for N rows with M = d_model columns, and the saved hidden activations if
+        ``keep``.
+
+        expert_rows: the chunk's rows, with the parameters of own experts, and memory for all rows.
+        weight_N: (N,), the routing weight of each row.
+        keep: whether backward will need the hidden activations.
         """
         parts = self._parts(expert_rows)
         saved: list[Hidden | None] = [None, None]
@@ -138,7 +144,8 @@ class ExpertsWithCopies:
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
         """Computes a chunk's hidden activations again, by own experts and copies, for backward.
 
-        The arguments are those of `Experts.recompute`.
+        expert_rows: the chunk's rows, with the parameters of own experts, and memory for all rows.
+        recipe: the result of `Experts.recipe` before forward computed the rows.
         """
         return _joined(
             [
@@ -150,7 +157,12 @@ class ExpertsWithCopies:
     def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate) -> Hidden:
         """Assembles the hidden activation of a backward chunk from those of forward chunks.
 
-        See `Experts.join`. In the chunks of both passes, the rows of own experts come first.
+        In the chunks of both passes, the rows of own experts come first, then those of copies.
+
+        parts: for each forward chunk with rows of this backward chunk: its hidden activation, and the pairs
+            (slice of the forward chunk's rows, slice of the backward chunk's rows) to copy.
+        num_rows: number of rows of the backward chunk.
+        space: gives memory for the result.
         """
         separated: list[tuple[Hidden | None, Hidden | None, Runs]] = []
         for hidden, runs in parts:
@@ -183,9 +195,14 @@ class ExpertsWithCopies:
     ) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
         """Computes the gradients of a chunk's rows and of their routing weights.
 
-        Returns the gradient of the rows (N, M), that of the routing weights (N,), and a pair of operands for
-        the parameter gradients: the first for `weight_gradient`, the second for `copy_gradient`. The
-        arguments are those of `Experts.input_gradient`.
+        There are N rows with M = d_model columns. Returns the gradient of the rows (N, M), that of the
+        routing weights (N,), and a pair of operands for the parameter gradients: the first for
+        `weight_gradient`, the second for `copy_gradient`.
+
+        grad_NM: (N, M), the gradient of the outputs.
+        expert_rows: the chunk's rows, with the parameters of own experts, and memory for all rows.
+        weight_N: (N,), the routing weight of each row.
+        hidden: the hidden activations of all rows.
         """
         pending: list[Any] = [None, None]
         grad_weight_N = expert_rows.grad_weight_N
@@ -229,12 +246,12 @@ class ExpertsWithCopies:
 
 
 class _SharedSpace:
-    """The memory for all rows of a chunk. The rows of own experts and those of copies use slices of it.
+    """The memory for all rows of a chunk. Own experts and copies use different slices of it.
 
     space: function that allocates memory by name, rows and columns.
     num_rows: the number of all rows of the chunk.
-    block_rows: the number of rows for which the memory "scratch" is used at a time. Both parts use the same
-        scratch memory, one after the other.
+    block_rows: the number of rows for which the memory "scratch" is used at a time. Own experts and copies
+        use the same scratch memory, one after the other.
     """
 
     def __init__(self, space: Allocate, num_rows: int, block_rows: int) -> None:
@@ -268,11 +285,18 @@ def _num_rows(hidden: Hidden | None) -> int:
 
 
 def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tuple[slice, slice]]:
-    """Returns the part of ``runs`` that reads the rows from ``start`` to ``stop`` of a forward chunk.
+    """Restricts a map from forward rows to backward rows to a range of the forward rows.
 
-    The rows are counted from these bounds, and the rows of the backward chunk from ``target_start``.
+    The chunk's rows consist of two parts, those of own experts and those of copies. The result maps one part,
+    whose rows are counted from 0 in both chunks.
 
-    Example: rows 4 to 9 of forward are rows 0 to 5 of backward; from 6 to 20, target 2 -> (0 to 3, 0 to 3).
+    runs: pairs (slice of a forward chunk's rows, slice of a backward chunk's rows) of the same rows.
+    start, stop: the range of forward rows to keep. In the result, forward rows are counted from ``start``.
+    target_start: where the part begins in the backward chunk. In the result, backward rows are counted from
+        it.
+
+    Example: forward rows 4 to 9 are backward rows 0 to 5. With start 6, stop 20 and target_start 2, the
+    result has forward rows 0 to 3, which are backward rows 0 to 3.
     """
     within = []
     for forward, backward in runs:
@@ -287,10 +311,10 @@ def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tu
 def _joined(parts: Sequence[Hidden | None]) -> Hidden:
     """Joins the records that own experts and copies saved in forward to one record. `_separated` undoes it.
 
-    The ``graph`` of the result is a list with an entry for each part: (number of its tensors, its own
-    ``graph``), or None for a part without rows.
+    The ``graph`` of the result is a list with an entry for own experts and one for copies: (number of its
+    tensors, its own ``graph``), or None if it has no rows.
 
-    parts: the records of own experts and of copies; None for a part without rows.
+    parts: the records of own experts and of copies; None for one without rows.
     """
     saved = [part for part in parts if part is not None]
     return Hidden(
@@ -301,7 +325,10 @@ def _joined(parts: Sequence[Hidden | None]) -> Hidden:
 
 
 def _separated(hidden: Hidden) -> list[Hidden | None]:
-    """Returns the records of own experts and of copies from the record into which `_joined` joined them."""
+    """Returns the records of own experts and of copies from the record into which `_joined` joined them.
+
+    None stands for own experts, or copies, without rows.
+    """
     parts: list[Hidden | None] = []
     first = 0
     for part in hidden.graph:

@@ -41,6 +41,7 @@ COPIED = (
 def check_wrapped(experts: Experts, own: set[int]) -> None:
     """Raises ValueError on every rank if a data-parallel wrapper would mix different ranks' experts.
 
+    experts: the layer's experts.
     own: the global ranks over which the layer's experts are spread.
 
     A wrapper is refused if it spans more than one of these ranks, because they hold different experts. If the
@@ -66,12 +67,13 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
 
 
 def check_peft(experts_module: nn.Module) -> None:
-    """Raises ValueError if PEFT adapts stacked weights (``target_parameters``) of experts on several ranks.
+    """Raises ValueError if PEFT adapts stacked weights of experts that are spread over several ranks.
 
-    PEFT's adapter would hold the matrices of this rank's experts only, under the same name on every rank. So
-    PEFT would save those of one rank, and could not load them on another number of ranks.
+    PEFT does so with its argument ``target_parameters``. Its adapter would hold the matrices of this rank's
+    experts only, under the same name on every rank. So PEFT would save those of one rank, and could not load
+    them on another number of ranks.
 
-    experts_module: the module in the place of the layer's experts.
+    experts_module: the module that the layer has as its experts, which PEFT may have wrapped.
     """
     for module in experts_module.modules():
         kind = type(module)
@@ -109,7 +111,7 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
 def sampled(experts: Experts) -> str:
     """Returns a digest of the first 8 values of each parameter, as bfloat16; "" on the meta device.
 
-    Ranks compare the digests to notice equal experts.
+    Ranks compare their digests to notice that experts, which should differ, are equal.
     """
     local_tensors = [local_part(tensor) for tensor in experts.parameters()]
     if not all(map(has_values, local_tensors)):

@@ -436,11 +436,12 @@ class Experts(nn.Module, abc.ABC):
     ) -> tuple[Tensor, Hidden | None]:
         """Computes a chunk's N rows. Returns the output T_DO (N, M), and what backward needs (T_M).
 
-        The output is already multiplied by weight_N.
+        M = d_model. T_M is the hidden activation before the nonlinearity. The output is already multiplied by
+        weight_N.
 
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
-        keep: False returns None in place of the hidden activation T_M.
+        keep: whether backward may follow; if False, the second result is None.
         """
 
     def recipe(self, device: torch.device) -> Any:
@@ -492,8 +493,9 @@ class Experts(nn.Module, abc.ABC):
 
         Returns these two, and as a third result the tensors that `weight_gradient` needs.
 
-        grad_NM: (N, M), the gradient of the output T_DO. This method may overwrite it. The third result may
-            refer to it, so the caller must not change this memory until `weight_gradient` has run.
+        grad_NM: (N, M), the gradient of the output T_DO, with M = d_model columns. This method may overwrite
+            it. The third result may refer to it, so the caller must not change this memory until
+            `weight_gradient` has run.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         hidden: the result of `compute`, `recompute` or `join`.

@@ -234,7 +234,7 @@ class _Product:
 def _tiles(groups: RowGroups, num_rows: int) -> Iterator[tuple[int, Iterator[tuple[slice, slice]]]]:
     """Yields (expert, its tiles) for each expert that has rows.
 
-    A tile is a pair: (which of the chunk's rows it has, at which rows of the tile they are), both slices.
+    A tile is a pair: (slice of the chunk's rows, slice of the tile's rows to which they are copied).
 
     groups: where each expert's rows begin and end.
     num_rows: R, the number of rows of a tile.

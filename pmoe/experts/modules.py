@@ -202,7 +202,7 @@ class ModuleExperts(Experts):
 
         These tensors take the place of the hidden activation (T_M) of other experts.
 
-        expert_rows: the chunk's rows (N, M), N of them, and the memory to compute with.
+        expert_rows: the chunk's N rows, (N, M) with M = d_model columns, and the memory to compute with.
         recipe: the random state and autocast settings of forward; None if the rank had no rows in forward.
 
         Raises RuntimeError if a gradient needs a buffer that was changed in place since forward, unless the

@@ -72,7 +72,7 @@ class RowGroups:
         The tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
         expert would keep the host busy while the GPU waits for the next product.
 
-        rows: (N, ...) for N rows in all, or another order of dimensions.
+        rows: (N, ...), N rows of all experts. The rows may also be another dimension than the first.
         dim: the dimension of the rows.
         """
         if len(self.with_rows) < 2:

@@ -1,4 +1,4 @@
-"""Tells tensors that hold numbers from meta and fake tensors, which hold none."""
+"""Distinguishes tensors that hold numbers from meta and fake tensors, which hold none."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pmoe.arguments import check_count, check_flag, check_int, check_not_negativ
 class Mix:
     """Weights of a routing whose rows are mixtures of tokens, as in SoftMoE.
 
-    There are T tokens x_t, and S rows with an expert's output y_s each.
+    There are T tokens x_t, and S rows. Each row goes to one expert, whose output for row s is y_s.
 
     dispatch: (T, S), row s is sum_t dispatch[t, s] x_t.
     combine: (T, S), the result of token t is sum_s combine[t, s] y_s.
@@ -189,16 +189,17 @@ class Gate(nn.Module, abc.ABC):
     def num_rows(self, num_tokens: int) -> int:
         """Returns S, the number of lines of the `Routing` for this number of tokens, to predict memory.
 
-        It is only called if the gate `picks_tokens`.
+        It is only called if the gate `picks_tokens`; other gates have one line for each token.
         """
         return num_tokens
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) that the gate gives to stated experts, from the scores of its call.
+        """Returns the weights, (T, K), that the gate gives to the experts in expert_TK in a past call.
 
-        `pmoe.replay_routing` needs this method: it replaces the choices of a call by recorded ones. Gradients
-        flow from the weights to the scores, so also to experts that the gate would not have chosen. For the
-        gate's own choices the result has the bits of ``routing.weight``.
+        They follow from the scores of the call. `pmoe.replay_routing` needs this method: it replaces the
+        choices of a call by recorded ones. Gradients flow from the weights to the scores, so also to experts
+        that the gate would not have chosen. For the gate's own choices the result has the bits of
+        ``routing.weight``.
 
         routing: what `forward` returned, with the scores in ``logits``.
         expert_TK: (T, K) int64, K experts for each of T tokens.
@@ -208,10 +209,11 @@ class Gate(nn.Module, abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no weights_of")
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns what a balance loss is computed from: shares (T, E) with a gradient, and choices (T, K).
+        """Returns what a balance loss is computed from: the experts' shares, and the choices.
 
-        `pmoe.BalanceLoss` needs this method. The shares of a token are its scores, scaled to a sum of 1. The
-        choices are the int64 experts that count as load.
+        The shares, (T, E), are the scores of each of T tokens for E experts, scaled to a sum of 1, with a
+        gradient. The choices, (T, K) int64, are the K experts of each token that count as load.
+        `pmoe.BalanceLoss` needs this method.
 
         routing: what `forward` returned, with the scores in ``logits``.
 
@@ -235,7 +237,7 @@ class Gate(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, x_TM: Tensor, *args: Any, **kwargs: Any) -> Routing:
-        """Routes the tokens x_TM (T, d_model). T may be 0.
+        """Routes the T tokens x_TM, (T, d_model). T may be 0.
 
         If the gate `needs_token_ids`, the tokens' ids (T,) int64 are the second argument; other gates take no
         other argument.
@@ -286,12 +288,15 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def scaled(weight_TK: Tensor) -> Tensor:
-    """Returns the weights (T, K) of T tokens, each token's K weights divided by their sum."""
+    """Returns the routing weights divided by their sum for each token, (T, K).
+
+    weight_TK: (T, K), the K weights of each of T tokens.
+    """
     return weight_TK / weight_TK.sum(-1, keepdim=True)
 
 
 class TopKRouter(Gate):
-    """Base class of gates with a single weight (E, M): the logits of a token x are x weight^T.
+    """Base class of gates with a single weight matrix (E, M): the logits of a token x are x weight^T.
 
     E is the number of experts, M = d_model.
 
@@ -342,7 +347,10 @@ class TopKRouter(Gate):
         """Raises ValueError for options that a subclass does not support. The base class supports all."""
 
     def make_parameters(self, weight: nn.Parameter) -> None:
-        """Stores the router's weight (E, M). Subclasses override it to add parameters of their own."""
+        """Stores the router's weight, (E, M) for E experts and M = d_model.
+
+        Subclasses override it to add parameters of their own.
+        """
         self.weight = weight
 
     def reset_parameters(self) -> None:

@@ -1,8 +1,8 @@
-"""Gates that route a token by the same bits in every batch.
+"""Gates whose routing of a token has the same bits in every batch.
 
 A gate's operations run on tiles of R tokens (`pmoe.kernels.fixed_tiles`), forward and backward: the logits,
-the choices and the weights. The auxiliary loss is computed from all tokens. It depends on the batch by
-definition.
+the choices and the weights. Only the auxiliary loss is computed from all tokens, because it depends on the
+batch by definition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pmoe.kernels.route import top_indices
 
 
 class _GateInTiles(TopKRouter):
-    """A gate that routes tiles of a fixed number of tokens."""
+    """A gate that routes tiles of a fixed number of tokens, so that results repeat bit by bit."""
 
     def forward(self, x_TM: Tensor) -> Routing:
         with without_autocast(x_TM.device.type):
@@ -40,7 +40,10 @@ class _GateInTiles(TopKRouter):
             return replace(routing, l_aux=self.loss(routing))
 
     def choose(self, logits_RE: Tensor) -> Tensor:
-        """Returns the experts of each token, (R, K) int64, by the logits (R, E) of R tokens."""
+        """Returns the experts of each token, (R, K) int64, from the logits of a tile.
+
+        logits_RE: (R, E), the logits of R tokens for E experts; K is the number of choices of a token.
+        """
         return top_indices(logits_RE, self.top_k)
 
     def loss(self, routing: Routing) -> Tensor:
@@ -52,9 +55,11 @@ class _GateInTiles(TopKRouter):
         return router_loss(*self.balance_terms(routing), routing.logits, self.z_loss_weight)
 
     def tile_rows(self, x_TM: Tensor) -> int:
-        """Returns R, the number of tokens of a tile, which the first call of a kind checks.
+        """Returns R, the number of tokens of a tile. The first call for tokens of this kind tests it.
 
-        x_TM: (T, M), of which only dtype, columns and device are read.
+        The test checks that a token's routing in a tile of R tokens does not depend on the other tokens.
+
+        x_TM: (T, M), T tokens with M = d_model columns, of which only dtype, columns and device are read.
         """
         weight = self.weight
         options = (self.top_k, self.normalize)
@@ -62,14 +67,21 @@ class _GateInTiles(TopKRouter):
         return rows_of_tile(key, self._results, x_TM.shape[1], x_TM)
 
     def _routed(self, tile_RM: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the logits (R, E), experts (R, K) and routing weights (R, K) of a tile of R tokens."""
+        """Returns the logits (R, E), experts (R, K) and routing weights (R, K) of a tile of R tokens.
+
+        tile_RM: (R, M), the tokens with M = d_model columns.
+        weight_EM: (E, M), the router's weight for E experts; K is the number of choices of a token.
+        """
         logits_RE = router_logits(tile_RM, with_alignment(weight_EM))
         expert_RK = self.choose(logits_RE)
         routing = Routing(expert=expert_RK, weight=logits_RE, l_aux=logits_RE, logits=logits_RE)
         return logits_RE, expert_RK, self.weights_of(routing, expert_RK)
 
     def _results(self, tile_RM: Tensor) -> list[Tensor]:
-        """Returns all results of a tile, and the gradient of its rows, for the check of tiles."""
+        """Returns all results of a tile and the gradient of its rows, for the test of the size of tiles.
+
+        tile_RM: (R, M), R tokens with M = d_model columns.
+        """
         generator = torch.Generator().manual_seed(0)
         shape = self.weight.shape
         weight_EM = torch.randn(shape, generator=generator).to(self.weight.device, self.weight.dtype)
@@ -81,7 +93,13 @@ class _GateInTiles(TopKRouter):
 
 
 def _tiles(x_TM: Tensor, num_rows: int) -> Iterator[Tensor]:
-    """Yields tiles of num_rows rows of x_TM, the last one with rows of zeros at its end; one if T is 0."""
+    """Yields the tokens in tiles of ``num_rows`` tokens each. The last tile is filled up with zeros.
+
+    Without tokens, one tile of zeros is yielded.
+
+    x_TM: (T, M), T tokens with M = d_model columns.
+    num_rows: the number of tokens of a tile.
+    """
     num_tokens = x_TM.shape[0]
     for start in range(0, max(num_tokens, 1), num_rows):
         tile_RM = x_TM[start : start + num_rows]
@@ -90,19 +108,19 @@ def _tiles(x_TM: Tensor, num_rows: int) -> Iterator[Tensor]:
 
 
 class BatchInvariantTopK(_GateInTiles, TopKGate):
-    """`TopKGate` that routes a token by the same bits in every batch."""
+    """A `TopKGate` whose routing of a token has the same bits in every batch."""
 
 
 class BatchInvariantSwitch(_GateInTiles, SwitchGate):
-    """`SwitchGate` that routes a token by the same bits in every batch."""
+    """A `SwitchGate` whose routing of a token has the same bits in every batch."""
 
 
 class BatchInvariantSigmoid(_GateInTiles, SigmoidGate):
-    """`SigmoidGate` that routes a token by the same bits in every batch."""
+    """A `SigmoidGate` whose routing of a token has the same bits in every batch."""
 
 
 class BatchInvariantDeepSeek(_GateInTiles, DeepSeekGate):
-    """`DeepSeekGate` that routes a token by the same bits in every batch."""
+    """A `DeepSeekGate` whose routing of a token has the same bits in every batch."""
 
     def forward(self, x_TM: Tensor) -> Routing:
         routing = super().forward(x_TM)

@@ -77,14 +77,15 @@ class BatchPrioritisedGate(TopKGate):
 
 
 def keep_by_priority(expert_TK: Tensor, priority_T: Tensor, capacity: int, num_experts: int) -> Tensor:
-    """Returns which choices are kept, (T, K) bool: the first ``capacity`` choices of each expert (Algorithm
-    2).
+    """Returns which choices are kept, (T, K) bool: the first ``capacity`` choices of each expert.
 
-    Choices are ordered by k (first choices before second ones), then by priority from the highest, then by
-    token.
+    It is the paper's Algorithm 2. Choices are ordered by k (first choices before second ones), then by
+    priority from the highest, then by token.
 
     expert_TK: (T, K) int64, the K choices of T tokens.
     priority_T: (T,), each token's priority.
+    capacity: the most choices that an expert keeps.
+    num_experts: the number of experts.
     """
     order_T = priority_T.argsort(descending=True, stable=True)
     queue = expert_TK[order_T].t().reshape(-1)  # (K * T): all first choices come before the second ones

@@ -11,7 +11,10 @@ from torch import Tensor
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Returns ceil(factor * T * K / E), the most rows that each of E experts takes from this rank.
 
-    factor: the capacity factor. num_tokens is T, top_k is K, num_experts is E.
+    factor: the capacity factor.
+    num_tokens: T, the number of tokens of this rank.
+    top_k: K, the number of experts of a token.
+    num_experts: E.
 
     Example: (1.25, 16, 2, 8) -> 5.
     """

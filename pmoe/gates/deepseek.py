@@ -24,8 +24,9 @@ from pmoe.kernels.route import top_indices
 class DeepSeekGate(TopKRouter):
     """Chooses the top_k experts with the largest sigmoid(x . w_e) + b_e. Ties go to the lowest expert index.
 
-    The weights are the sigmoids of the chosen experts without b_e, divided by their sum and multiplied by
-    ``routed_scaling`` (Eq. 13-16). There are E experts.
+    x is a token, w_e the row of the gate's weight for expert e, and b_e the expert's bias. The weights are
+    the sigmoids of the chosen experts without b_e, divided by their sum and multiplied by ``routed_scaling``
+    (Eq. 13-16). There are E experts.
 
     weight: parameter (E, M), the rows w_e. M = d_model.
     bias: buffer (E,) float32, the b_e, part of the state dict. It stays float32 if the module is cast.
@@ -37,7 +38,7 @@ class DeepSeekGate(TopKRouter):
             goes to experts of its ``top_groups`` best groups. The score of a group is the sum of its two
             largest sigmoid(x . w_e) + b_e.
         routed_scaling: the sum of a token's weights; 2.5 is usual with this gate.
-        update_speed: gamma, by which `update_bias` increases or decreases each bias.
+        update_speed: gamma in the paper: how much `update_bias` increases or decreases each bias.
         sequence_length: number of consecutive tokens in x that form a sequence. The last sequence may be
             shorter. None means that the whole batch is one sequence.
         normalize: False does not divide the sigmoids by their sum. None means True if top_k is above 1, as in
@@ -129,20 +130,29 @@ class DeepSeekGate(TopKRouter):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of stated experts: their sigmoids without the bias, scaled."""
+        """Returns the weights of the experts in expert_TK: their sigmoids without the bias, scaled.
+
+        routing: the result of the call, with its logits.
+        expert_TK: (T, K) int64, K experts for each of T tokens. The result has the same shape.
+        """
         assert routing.logits is not None
         return self._weights(routing.logits, expert_TK)
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns a token's sigmoids divided by their sum (T, E), and the best experts (T, K).
+        """Returns a token's sigmoids divided by their sum, (T, E), and its best experts, (T, K).
 
-        As in l_aux, these are the experts that would be chosen without bias and groups.
+        There are T tokens with K choices each, and E experts. As in l_aux, the best experts are those that
+        would be chosen without bias and groups.
         """
         assert routing.logits is not None
         return sigmoid_shares(routing.logits), top_indices(routing.logits, self.top_k)
 
     def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of the experts expert_TK, from the scores logits_TE of T tokens."""
+        """Returns the routing weights of the experts in expert_TK, (T, K): scaled sigmoids without the bias.
+
+        logits_TE: (T, E), the logits of T tokens for E experts.
+        expert_TK: (T, K) int64, K experts of each token.
+        """
         chosen_TK = logits_TE.gather(-1, expert_TK)
         weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
         return weight_TK * self.routed_scaling
@@ -169,7 +179,9 @@ class DeepSeekGate(TopKRouter):
     def _biased(self, score_TE: Tensor) -> Tensor:
         """Returns score + bias, (T, E), for T tokens and E experts.
 
-        It is negative infinity for experts outside a token's best groups.
+        It is negative infinity for experts outside a token's best groups, so that they are not chosen.
+
+        score_TE: (T, E), the sigmoids.
         """
         biased_TE = score_TE + self.bias
         if self.top_groups == self.num_groups:
@@ -204,9 +216,13 @@ def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: 
 
 
 def sequence_losses(share_TE: Tensor, expert_TK: Tensor, sequence_T: Tensor, lengths_B: Tensor) -> Tensor:
-    """Returns E * sum_e f_e P_e of each sequence, (B,), as in `sequence_balance_loss`.
+    """Returns E * sum_e f_e P_e of each sequence, (B,) for B sequences: see `sequence_balance_loss`.
 
-    share_TE, expert_TK: (T, E) and (T, K), as there.
+    f_e is the share of a sequence's choices that fell on expert e, and P_e the mean of share_TE[:, e] over
+    the sequence.
+
+    share_TE: (T, E), the scores of T tokens for E experts, each token's divided by their sum.
+    expert_TK: (T, K) int64, the K choices of each token.
     sequence_T: (T,) int64, the number of each token's sequence, from 0 to B - 1.
     lengths_B: (B,) int64, the number of tokens of each sequence, at least 1.
     """

@@ -118,7 +118,6 @@ def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
 
     score_TE: (T, E), scores of T tokens for E experts. Ties go to the lowest token index. NaN counts as
         infinity.
-
     rows: number of tokens that each expert takes.
 
     Let s be an expert's rows-th largest score. The expert takes all tokens with scores above s, then the

@@ -49,7 +49,7 @@ class ExternalGate(Gate):
             self._given = None
 
     def forward(self, x_TM: Tensor) -> Routing:
-        """Returns the routing of the surrounding `routing` block, for the tokens x_TM (T, M).
+        """Returns the routing of the surrounding `routing` block, for the T tokens x_TM, (T, M). M = d_model.
 
         Raises RuntimeError outside a block.
         """

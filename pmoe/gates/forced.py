@@ -1,4 +1,4 @@
-"""A gate that forces balance, or skew by a stated amount: for benchmarks and tests."""
+"""A gate that forces balance, or a chosen amount of skew: for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FINEST = 10**6
 
 
 class ForcedGate(OverridingGate):
-    """Replaces the choices of another gate, so that stated experts get a stated share of the rows.
+    """Replaces the choices of another gate, so that the experts in ``busy`` get a given share of the rows.
 
     Without ``busy`` every expert gets equally many rows: forced balance. With it, the busy experts get
     ``share`` of the rows, each equally many, and the other experts get the rest, each equally many. Numbers
     of rows are exact up to rounding on each rank, and in each part of a batch, because the choices of
     successive tokens alternate. They do not depend on the tokens' values.
 
-    `OverridingGate` says what remains of the inner gate.
+    The routing weights and l_aux are those of the inner gate (`OverridingGate`).
 
     Args:
         gate: the inner gate.
@@ -72,12 +72,12 @@ class ForcedGate(OverridingGate):
 
     @classmethod
     def of_ratio(cls, gate: nn.Module, num_experts: int, num_ranks: int, ratio: float) -> ForcedGate:
-        """Returns the gate with which rank 0 gets ``ratio`` times as many rows as a rank gets in the mean.
+        """Returns the gate with which rank 0 gets ``ratio`` times as many rows as the mean of all ranks.
 
         Experts are spread over the ranks in order, so the busy experts are the first num_experts / num_ranks.
         The other ranks get equally many rows. ratio = 1 is forced balance.
 
-        gate, num_experts: as for the class.
+        gate, num_experts: the inner gate, and the number of experts of all ranks.
         num_ranks: number of ranks that the experts are on. It divides num_experts.
         ratio: rows of the busiest rank over the mean of the ranks, from 1 to num_ranks.
 
@@ -92,10 +92,13 @@ class ForcedGate(OverridingGate):
         return cls(gate, num_experts, busy=range(num_experts // num_ranks), share=ratio / num_ranks)
 
     def choices(self, expert_TK: Tensor) -> Tensor:
-        """Returns the forced choices, (T, K) int64.
+        """Returns the forced choices, (T, K) int64, for T tokens with K choices each.
 
-        The first t tokens have floor(t K share) busy choices together. Busy choices take the busy experts in
-        turn, and the others take the other experts in turn. K successive turns are distinct.
+        The first t tokens together have floor(t * K * share) busy choices. Busy choices go through the list
+        of busy experts round and round, and the other choices through the list of other experts. So the
+        experts of a token are distinct.
+
+        expert_TK: (T, K) int64, the inner gate's choices, of which only the shape is read.
 
         Raises ValueError if a token would need the same expert twice.
         """
@@ -117,7 +120,10 @@ class ForcedGate(OverridingGate):
         return torch.where(choice_K < num_busy_T1, busy_TK, other_TK)
 
     def _check(self, top_k: int) -> None:
-        """Raises ValueError if a token with top_k distinct experts cannot have the share of busy ones."""
+        """Raises ValueError if the share of busy experts is not possible with top_k experts of a token.
+
+        The experts of a token are distinct, so it may not find enough busy experts, or enough others.
+        """
         most_busy = -(-top_k * self.share.numerator // self.share.denominator)
         most_others = top_k - top_k * self.share.numerator // self.share.denominator
         if most_busy > len(self.busy) or most_others > self.num_experts - len(self.busy):

@@ -52,7 +52,7 @@ class HashGate(DrawnGate):
         self.seed = int(seed)
 
     def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:
-        """Routes the tokens x_TM (T, M) by their ids.
+        """Routes the T tokens x_TM, (T, M), by their ids. M = d_model.
 
         token_ids_T: (T,) int64, on the same device.
 
@@ -71,9 +71,11 @@ class HashGate(DrawnGate):
 def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
     """Returns pseudo-random numbers for each id, (T, draws) int64, each with 63 random bits.
 
-    They come from SplitMix64, started from seed and id.
+    They come from the generator SplitMix64, whose first state is computed from seed and id.
 
-    id_T: (T,) int64.
+    id_T: (T,) int64, the ids of T tokens.
+    seed: any int.
+    draws: how many numbers each id gets.
     """
     first = (seed + INCREMENT + WORD // 2) % WORD - WORD // 2  # wrapped around to int64
     state_T = _mixed(id_T ^ _mixed(torch.tensor(first, device="cpu")))
@@ -82,7 +84,7 @@ def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """Returns 64-bit words, each with its bits mixed as SplitMix64 does.
+    """Returns 64-bit words of the same shape, each with its bits mixed as SplitMix64 does.
 
     SplitMix64 needs products and sums modulo 2**64. int64 tensors compute them, because they wrap around.
     """

@@ -33,7 +33,7 @@ def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 class Logits(torch.autograd.Function):
-    """The autograd function x weight^T, in float32 for tokens of a narrower dtype.
+    """The autograd function x weight^T, which computes in float32 for tokens x of a narrower dtype.
 
     Only the tokens in their own dtype are saved for backward, not a float32 copy.
     """
@@ -102,10 +102,11 @@ def _load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 
 
 def router_loss(probability_TE: Tensor, expert_TK: Tensor, logits_TE: Tensor, z_loss_weight: float) -> Tensor:
-    """Returns `load_balance_loss` + z_loss_weight * `router_z_loss`, a scalar: a gate's auxiliary loss.
+    """Returns a gate's auxiliary loss, a scalar: `load_balance_loss` + z_loss_weight * `router_z_loss`.
 
-    probability_TE, logits_TE: (T, E), for T tokens and E experts.
+    probability_TE, logits_TE: (T, E), the probabilities and the logits of T tokens for E experts.
     expert_TK: (T, K) int64, the K choices of each token.
+    z_loss_weight: the factor of the second loss.
     """
     balance = _load_balance_loss(probability_TE, expert_TK)
     return balance + z_loss_weight * router_z_loss(logits_TE) if z_loss_weight else balance

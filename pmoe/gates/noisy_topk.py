@@ -17,8 +17,9 @@ from pmoe.kernels.route import top_indices
 class NoisyTopKGate(TopKRouter):
     """Chooses the top_k experts with the largest noisy logits H. Ties go to the lowest expert index.
 
-    H = x weight^T + N(0, 1) * softplus(x noise_weight^T), where N(0, 1) is drawn for each token and expert,
-    in training mode only. The weights are Softmax(KeepTopK(H, top_k)), a softmax over the top_k largest.
+    For a token x, H = x weight^T + N(0, 1) * softplus(x noise_weight^T). N(0, 1) is drawn for each token and
+    expert, in training mode only. The weights are Softmax(KeepTopK(H, top_k)), a softmax over the top_k
+    largest.
 
     weight: parameter (E, M), for E experts. M = d_model.
     noise_weight: parameter (E, M). It starts at 0, as is usual. The standard deviation of the noise is then
@@ -63,14 +64,21 @@ class NoisyTopKGate(TopKRouter):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of stated experts, from the noisy logits of the call."""
+        """Returns the weights of the experts in expert_TK, from the noisy logits of the call.
+
+        routing: the result of the call, with its logits.
+        expert_TK: (T, K) int64, K experts for each of T tokens. The result has the same shape.
+        """
         assert routing.logits is not None
         if self.normalize:
             return routing.logits.gather(-1, expert_TK).softmax(-1)
         return routing.logits.softmax(-1).gather(-1, expert_TK)
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns the probabilities (T, E) of experts, with the noise of the call, and the choices (T, K)."""
+        """Returns the experts' probabilities, (T, E), with the noise of the call, and the choices, (T, K).
+
+        There are T tokens with K choices each, and E experts.
+        """
         assert routing.logits is not None
         return routing.logits.softmax(-1), routing.expert
 

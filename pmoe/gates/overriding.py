@@ -16,9 +16,10 @@ class OverridingGate(Gate):
 
     The inner gate runs in full and gives the routing weights and l_aux. So a call takes as long as with the
     inner gate alone, and the inner gate's parameters get gradients. l_aux is the loss of the inner gate's own
-    choices. The k-th weight of a token belongs to the k-th expert that replaces the choices.
+    choices. Of a token's weights, the k-th becomes the weight of the k-th new expert.
 
-    A layer with a ``capacity_factor`` drops rows of the new choices.
+    If the layer has a ``capacity_factor``, it drops rows of the new choices that are beyond an expert's
+    capacity.
 
     gate: the inner gate, a module that gives each token top_k experts.
 
@@ -52,7 +53,10 @@ class OverridingGate(Gate):
         """
 
     def forward(self, x_TM: Tensor, *args: Tensor) -> Routing:
-        """Routes the tokens x_TM (T, M). ``args`` holds their ids if the inner gate needs them."""
+        """Routes the T tokens x_TM, (T, M), by the inner gate, and then replaces its choices. M = d_model.
+
+        args: the tokens' ids, (T,), if the inner gate needs them.
+        """
         routing = self.gate(x_TM, *args)
         check_kind(Routing, "a module that returns a pmoe.Routing", gate=routing)
         decided: Routing = routing

@@ -1,4 +1,4 @@
-"""A gate that repeats recorded choices: to run a benchmark with the routing of a real training."""
+"""A gate that repeats recorded choices, to run a benchmark with the routing of a real training run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from pmoe.gates.overriding import OverridingGate
 class ReplayGate(OverridingGate):
     """Replaces the choices of another gate by recorded ones, call by call.
 
-    The choices usually come from `pmoe.read_routing`. After those of the last call, the first follow again.
-    `OverridingGate` says what remains of the inner gate.
+    The choices usually come from `pmoe.read_routing`. After the choices of the last recorded call, those of
+    the first call follow. The routing weights and l_aux are those of the inner gate (`OverridingGate`).
 
     Args:
         gate: the inner gate.
-        calls: for each call the experts of its tokens, (T, K) int64 on any device.
+        calls: for each call the experts of its tokens, (T, K) int64 on any device, for T tokens with K
+        experts
+            each.
 
     Attributes:
         next_call: the number of the call whose choices come next. It may be set, for example to 0 before each
@@ -44,9 +46,9 @@ class ReplayGate(OverridingGate):
         self.next_call = 0
 
     def choices(self, expert_TK: Tensor) -> Tensor:
-        """Returns the recorded choices of the next call, (T, K) int64.
+        """Returns the recorded choices of the next call, (T, K) int64 for T tokens with K choices each.
 
-        Raises ValueError if they have another shape than expert_TK.
+        Raises ValueError if they have another shape than expert_TK, the inner gate's choices.
         """
         at = self.next_call % len(self.calls)
         recorded_TK = self.calls[at]

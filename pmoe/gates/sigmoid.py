@@ -18,15 +18,18 @@ def sigmoid_shares(logits_TE: Tensor) -> Tensor:
     """Returns the sigmoid of each logit, divided by the sum over experts: (..., E), like the logits.
 
     It is also correct if all sigmoids are so small that they would be rounded to 0.
+
+    logits_TE: (..., E), for E experts.
     """
     return F.logsigmoid(logits_TE).softmax(-1)
 
 
 class SigmoidGate(TopKRouter):
-    """Chooses the top_k experts with the largest x . w_e, with the weights sigmoid(x . w_e).
+    """Chooses for a token x the top_k experts with the largest x . w_e. The weights are sigmoid(x . w_e).
 
-    This is FSMoE's formula (section 2.1). Ties go to the lowest expert index. Experts are compared by x . w_e
-    and not by its sigmoid, because the sigmoids of large numbers are all rounded to 1.
+    w_e is the row of the gate's weight for expert e. This is FSMoE's formula (section 2.1). Ties go to the
+    lowest expert index. Experts are compared by x . w_e and not by its sigmoid, because the sigmoids of large
+    numbers are all rounded to 1.
 
     weight: parameter (E, M), the rows w_e of E experts. M = d_model.
 
@@ -51,16 +54,27 @@ class SigmoidGate(TopKRouter):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the sigmoids of stated experts (T, K), divided by a token's sum if ``normalize``."""
+        """Returns the sigmoids of the experts in expert_TK, divided by a token's sum if ``normalize``.
+
+        routing: the result of the call, with its logits.
+        expert_TK: (T, K) int64, K experts for each of T tokens. The result has the same shape.
+        """
         assert routing.logits is not None
         return self._weights(routing.logits, expert_TK)
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns a token's sigmoids divided by their sum (T, E), and the choices (T, K)."""
+        """Returns a token's sigmoids divided by their sum, (T, E), and the choices of each token, (T, K).
+
+        There are T tokens with K choices each, and E experts.
+        """
         assert routing.logits is not None
         return sigmoid_shares(routing.logits), routing.expert
 
     def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of the experts expert_TK, from the scores logits_TE of T tokens."""
+        """Returns the routing weights of the chosen experts, (T, K), from the gate's logits.
+
+        logits_TE: (T, E), the logits of T tokens for E experts.
+        expert_TK: (T, K) int64, the K chosen experts of each token.
+        """
         chosen_TK = logits_TE.gather(-1, expert_TK)
         return sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()

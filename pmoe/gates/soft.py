@@ -1,6 +1,7 @@
 """The gate of SoftMoE (arXiv 2308.00951, sections 2.1 and 2.3): experts get mixtures of all tokens.
 
-Letters: P slots of an expert, S = E * P slots. A slot is a mixture of tokens, which its expert gets as a row.
+Letters: E experts, P slots of an expert, S = E * P slots in all. A slot is a mixture of tokens, which its
+expert gets as a row.
 """
 
 from __future__ import annotations
@@ -102,10 +103,12 @@ class SoftGate(Gate):
         return self.weight.shape[0] * self.weight.shape[1]
 
     def _logits(self, x_TM: Tensor) -> Tensor:
-        """Returns the logits of T tokens for S slots, (T, S).
+        """Returns the logits of T tokens for S slots (mixtures of tokens), (T, S).
 
-        The products (T, S) are divided by the lengths of tokens and of phi's rows. This reads less memory
-        than to divide the tokens (T, M) before, if S is below M.
+        The products (T, S) are divided by the lengths of tokens and of phi's rows. Dividing the tokens (T, M)
+        instead would read more memory if M = d_model is above S.
+
+        x_TM: (T, M), the tokens.
         """
         phi_SM = self.weight.flatten(0, 1)
         product_TS = router_logits(x_TM, phi_SM)
@@ -118,6 +121,8 @@ def inverse_length(vectors: Tensor) -> Tensor:
 
     For rows shorter than `SHORTEST` it is 0, without a gradient. Dividing by a length of 0 would give NaN,
     and adding a small constant to the length would make gradients huge.
+
+    vectors: (..., M), with any number M of columns.
     """
     wide = torch.promote_types(vectors.dtype, torch.float32)
     length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=wide)

@@ -12,8 +12,8 @@ from pmoe.kernels.route import top_indices
 class TopKGate(TopKRouter):
     """Chooses the top_k experts with the largest logits x weight^T, with softmax probabilities as weights.
 
-    The softmax is over all experts. Ties go to the lowest expert index. Experts are compared by logits and
-    not by probabilities, because different logits may have the same probability after rounding.
+    x is a token. The softmax is over all experts. Ties go to the lowest expert index. Experts are compared by
+    logits and not by probabilities, because different logits may have the same probability after rounding.
 
     weight: parameter (E, M), for E experts. M = d_model.
 
@@ -37,12 +37,19 @@ class TopKGate(TopKRouter):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the probabilities of stated experts (T, K), divided by a token's sum if ``normalize``."""
+        """Returns the probabilities of the experts in expert_TK, divided by a token's sum if ``normalize``.
+
+        routing: the result of the call, with its logits.
+        expert_TK: (T, K) int64, K experts for each of T tokens. The result has the same shape.
+        """
         assert routing.logits is not None
         weight_TK = routing.logits.softmax(-1).gather(-1, expert_TK)
         return scaled(weight_TK) if self.normalize else weight_TK
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns the probabilities (T, E) of the experts, and the choices (T, K)."""
+        """Returns the experts' probabilities for each token, (T, E), and the choices of each token, (T, K).
+
+        There are T tokens with K choices each, and E experts.
+        """
         assert routing.logits is not None
         return routing.logits.softmax(-1), routing.expert

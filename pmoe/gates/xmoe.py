@@ -2,7 +2,7 @@
 
 With cosines, training does not pull tokens towards the embeddings of their experts.
 
-Letters: P = d_proj.
+Letters: P = d_proj, the number of these dimensions.
 """
 
 from __future__ import annotations
@@ -121,18 +121,29 @@ class XMoEGate(Gate):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the scores of stated experts (T, K), divided by a token's sum if ``normalize``."""
+        """Returns the weights of the experts in expert_TK, divided by a token's sum if ``normalize``.
+
+        routing: the result of the call, with its logits.
+        expert_TK: (T, K) int64, K experts for each of T tokens. The result has the same shape.
+        """
         assert routing.logits is not None
         return self._weights(routing.logits, expert_TK)
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns softmax(cosines / initial temperature) of the experts (T, E), and the choices (T, K)."""
+        """Returns softmax(cosines / initial temperature), (T, E), and the choices of each token, (T, K).
+
+        There are T tokens with K choices each, and E experts.
+        """
         assert routing.logits is not None
         cosine_TE = routing.logits * self.log_temperature.to(routing.logits.dtype).exp()
         return (cosine_TE / self.first_temperature).softmax(-1), routing.expert
 
     def _weights(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of the experts expert_TK, from cosine / temperature of T tokens."""
+        """Returns the routing weights of the experts in expert_TK, (T, K).
+
+        logits_TE: (T, E), cosine / temperature of T tokens and E experts.
+        expert_TK: (T, K) int64, K experts of each token.
+        """
         if self.score == "softmax":
             weight_TK = logits_TE.softmax(-1).gather(-1, expert_TK)
         else:
@@ -140,8 +151,11 @@ class XMoEGate(Gate):
         return scaled(weight_TK) if self.normalize else weight_TK
 
     def _cosine(self, x_TM: Tensor) -> Tensor:
-        """Returns the cosines of T tokens with E experts, (T, E). Rounding may put them slightly outside
-        -1..1.
+        """Returns the cosines of T tokens with E experts, (T, E).
+
+        Rounding may put them slightly outside -1..1.
+
+        x_TM: (T, M), the tokens with M = d_model columns.
         """
         projected_TP = router_logits(x_TM, self.projection)
         embedding_EP = self.weight.to(projected_TP.dtype)

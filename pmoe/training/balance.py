@@ -80,7 +80,8 @@ class StepTotals:
 class _LayerSums:
     """Sums over the calls of one layer since the last loss. Gradients flow through share, sequences and z.
 
-    share: (E,), each expert's share in a token's scores, summed over tokens. None before the first call.
+    share: (E,), each expert's share in a token's scores, summed over tokens, for E experts. None before the
+        first call.
     sequences: scalar, the sum of the losses of sequences; None unless the loss is over sequences.
     z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
     counts: (E,) int64, how many choices chose each expert.
@@ -95,7 +96,9 @@ class _LayerSums:
     num_sequences: int = 0
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
-        """Adds the sums of one call. The arguments have the shapes of the attributes with the same names."""
+        """Adds the sums of one call. Each argument has the meaning and shape of the attribute of the same
+        name.
+        """
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts
         if sequences is not None:
@@ -332,7 +335,10 @@ class BalanceLoss:
     # ---- the calls
 
     def _hook(self, name: str) -> Any:
-        """Returns the forward hook of a layer's gate, which adds each call to the layer's `_LayerSums`."""
+        """Returns a forward hook for a layer's gate, which adds each call to the layer's `_LayerSums`.
+
+        name: the name of the layer.
+        """
 
         def collect(gate: nn.Module, inputs: Any, routing: Routing) -> None:
             if is_second_pass() or is_shape_run():
@@ -451,9 +457,13 @@ class BalanceLoss:
                 )
 
     def _counts(self, name: str, totals: StepTotals) -> Tensor:
-        """Returns how many choices chose each expert, (E,), in the step or in the window of steps.
+        """Returns how many choices chose each of a layer's E experts, (E,), in the step or the window.
 
-        The fractions f_e of a layer are computed from these counts. While the window is empty, all are 1.
+        The window is that of earlier steps, for over="window". The fractions f_e of the loss are computed
+        from these counts. While the window is empty, all are 1.
+
+        name: the name of the layer.
+        totals: the numbers of the whole step.
         """
         if self.over == "batch":
             assert totals.counts is not None

@@ -1,4 +1,4 @@
-"""`make_batch_invariant`: a model whose MoELayers compute a token by the same bits in every batch."""
+"""`make_batch_invariant`: makes a model's MoELayers give a token's results the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ ModelType = TypeVar("ModelType", bound=nn.Module)
 def make_batch_invariant(model: ModelType) -> ModelType:
     """Makes all MoELayers of a model batch-invariant, in place. Returns the model.
 
-    A token's output then has the same bits beside any other tokens of the call, at every place, and for
-    every n, restore pair and number of ranks. So does the gradient of a layer's input that comes from its
-    output. The gradients of parameters are sums over the tokens of a batch, so they are not invariant; they
-    are the same in two runs with the same batch and the same n.
+    A token's output then has the same bits beside any other tokens of the call, at every place, and for every
+    n (number of chunks), restore pair and number of ranks. So does the gradient of a layer's input that comes
+    from the token's output. The gradients of parameters are sums over the tokens of a batch, so they are not
+    invariant; they are the same in two runs with the same batch and the same n.
 
-    The promise is for one kind of machine, one version of torch and one number of threads. It is about the
-    layers only: other modules of the model are not changed. Parameters, state dicts and optimizers stay.
+    This holds for one kind of machine, one version of torch and one number of threads. It holds for the
+    layers only: other modules of the model are not changed. Parameters, state dicts and optimizers stay
+    valid.
 
     model: a model, or a single `pmoe.MoELayer`. Call it on every rank.
 
     Raises TypeError if ``model`` is no module. Raises ValueError, before anything is changed, if the model
-    has no MoELayer, or if a layer has an option or a module with which the promise cannot be kept. The
-    message names the layer and the reason.
+    has no MoELayer, or if a layer has an option or a module that cannot be batch-invariant. The message names
+    the layer and the reason.
     """
     check_kind(nn.Module, "a torch.nn.Module", model=model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

@@ -1,7 +1,7 @@
 """Checkpoints that load on any number of ranks and survive a kill at any moment.
 
 Requirements: all ranks see one file system, and every run saves to a folder of its own. `save_checkpoint`
-removes unfinished checkpoints from that folder, because it takes them for the remains of a killed run.
+    removes unfinished checkpoints from that folder, because it takes them for the remains of a killed run.
 
 `pmoe.parallelize` makes experts' parameters DTensors; each rank writes and reads its own part of them. The
 names of experts in the files are those that one process with all experts would use, so they do not depend on
@@ -232,13 +232,16 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors by their names in the checkpoint. DCP will read values into them.
+    """Returns the optimizers' state tensors by their names in the checkpoint, to be read into in place.
 
-    An optimizer that made no step yet has no state, so its state is created first. If the checkpoint does not
-    fit, the optimizers get back the state that they had before. Collective.
+    torch.distributed.checkpoint (DCP) reads the values. An optimizer that made no step yet has no state, so
+    its state is created first. If the checkpoint does not fit, the optimizers get back the state that they
+    had before. Collective.
 
+    ranks: the ranks that hold the model together.
     path: folder of the checkpoint, for the message.
     names: maps parameters to their names in the checkpoint.
+    optimizers: the optimizers.
     plain: the checkpoint's data that are not tensors.
     metadata: DCP's list of the saved tensors.
     """
@@ -271,11 +274,12 @@ def _check_fit(
 ) -> None:
     """Raises CheckpointError on every rank if, on any rank, the checkpoint does not fit ``tensors``.
 
+    ranks: the ranks that hold the model together.
     path: folder of the checkpoint, for the message.
     names: maps parameters to their names in the checkpoint.
     tensors: this rank's tensors by their names in the checkpoint, of any shape.
-    metadata: DCP's list of the saved tensors.
-    part: "model" or "optimizer": with which word the names of these tensors begin.
+    metadata: the list of the saved tensors that torch.distributed.checkpoint wrote.
+    part: "model" or "optimizer": the word with which the names of these tensors begin.
     more: further mismatches that this rank found, in words, for the message.
     """
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
@@ -321,13 +325,14 @@ def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
-    """Wraps a call of DCP (torch.distributed.checkpoint) and turns its errors into CheckpointError.
+    """Wraps a call of torch.distributed.checkpoint (DCP) and turns its errors into CheckpointError.
 
     Yields the arguments of a DCP function that say which ranks take part.
 
     If DCP fails on any rank, it raises a CheckpointException on all of them. That class derives from
     BaseException, so `except Exception` would not catch it.
 
+    ranks: the ranks that hold the model together.
     stage: what DCP does, for the message.
     """
     try:

@@ -62,13 +62,13 @@ class CheckpointError(ValueError):
 
 
 def new_folder(folder: Path, step: int) -> Path:
-    """Makes and returns the temporary folder, step_N.tmp, that a checkpoint is written to.
+    """Makes and returns the temporary folder, step_N.tmp, to which a checkpoint is written.
 
     Removes the unfinished folders that a killed run left in ``folder``. If the same step was saved before,
     the new folder's name gets a number: step_00000400-2.tmp.
 
     folder: folder of all checkpoints of the run.
-    step: number of the training step.
+    step: N, number of the training step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
@@ -103,7 +103,9 @@ def check_plain(plain: Mapping[str, Any]) -> None:
 
 
 def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
-    """Writes the files that DCP does not write: random states, checksums and, on rank 0, the plain data.
+    """Writes the files that torch.distributed.checkpoint does not write, each rank its own.
+
+    They have the random states, checksums and, on rank 0, the data that are not tensors.
 
     part: the temporary folder of the checkpoint.
     rank: this rank.
@@ -172,8 +174,8 @@ def find(folder: Path, step: int | None) -> str:
 def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadata, dict[str, Any] | None]:
     """Reads everything of a checkpoint except its tensors, and checks that all files are complete.
 
-    Returns (data in plain.pt, DCP's list of tensors, states of this rank's random generators). The states are
-    None if another number of ranks saved the checkpoint.
+    Returns (data in plain.pt, DCP's list of tensors, states of this rank's random generators). DCP is
+    torch.distributed.checkpoint. The states are None if another number of ranks saved the checkpoint.
 
     The checksums of all files are compared here, because torch compares none. The ranks share this work: rank
     r checks the files that are listed in sums_*.json number r, r + num_ranks, r + 2 * num_ranks, ...
@@ -237,7 +239,10 @@ def _complete(folder: Path) -> list[Path]:
 
 
 class _Records(pickle.Unpickler):
-    """Unpickles DCP's records and plain data only, because an arbitrary pickle could run any program."""
+    """Unpickles only plain data and the records of torch.distributed.checkpoint.
+
+    An arbitrary pickle could run any program.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PATHS:
@@ -248,7 +253,7 @@ class _Records(pickle.Unpickler):
 
 
 def _read_metadata(path: Path) -> Metadata:
-    """Reads DCP's list of the tensors in a checkpoint, from the file .metadata.
+    """Reads the list of a checkpoint's tensors from the file .metadata of torch.distributed.checkpoint.
 
     Raises ValueError if a file that the list names is shorter than the tensors in it.
 
@@ -265,9 +270,11 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _listed(file: IO[bytes]) -> tuple[Metadata, dict[str, int]]:
-    """Unpickles DCP's list of tensors.
+    """Unpickles the list of a checkpoint's tensors that torch.distributed.checkpoint has written.
 
     Returns the list, and for each data file the byte at which its last tensor ends.
+
+    file: the opened file .metadata.
     """
     tensor_list = _Records(file).load()
     ends = dict[str, int]()

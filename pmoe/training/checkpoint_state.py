@@ -80,8 +80,8 @@ class Names:
     def stored(self, name: str) -> str:
         """Returns the name in the checkpoint of a tensor that torch's get_model_state_dict calls ``name``.
 
-        Only tensors of experts that are a user's modules have another name, because each rank numbers its
-        modules from 0 and the checkpoint numbers all experts.
+        The two names differ only for tensors of experts that are a user's modules, because each rank numbers
+        its modules from 0 and the checkpoint numbers all experts.
 
         Example, on a rank whose first expert is 2: "experts.local.1.weight" -> "experts.local.3.weight".
         """
@@ -132,10 +132,11 @@ def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plai
 
 
 def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) -> None:
-    """Sets the extra states of a model's modules, after DCP has read the model's tensors in place.
+    """Sets the extra states of a model's modules, and runs the hooks for load_state_dict.
 
-    Also runs the hooks that modules have registered for load_state_dict.
+    Before it, torch.distributed.checkpoint must have read the model's tensors in place.
 
+    model: the model.
     names: maps parameters to their names in the checkpoint.
     plain: saved extra states, by their names in the checkpoint.
     """
@@ -149,13 +150,14 @@ def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) ->
 
 
 def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], Plain]:
-    """Returns (state tensors by name, plain data) of the parameters of optimizers.
+    """Returns the state tensors by name, and the plain data, of all parameters of some optimizers.
 
     The tensors, of any shape, have the names "optimizer.NAME.KEY", such as "optimizer.w.exp_avg". The plain
-    data are two dicts, each keyed by the parameter's name: "options" has the options of its parameter group,
-    "values" those of its optimizer states that are not tensors.
+    data are two dicts, each keyed by the parameter's name: "options" has the options of the parameter's
+    group, "values" has its optimizer states that are not tensors.
 
     names: maps parameters to their names in the checkpoint.
+    optimizers: the optimizers.
 
     Raises ValueError if a parameter of an optimizer is not the model's.
     """
@@ -176,13 +178,13 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict
 def set_optimizer_state(
     names: Names, optimizers: Sequence[Optimizer], plain: Plain, metadata: Metadata
 ) -> None:
-    """Sets the optimizers' options and the states that are not tensors.
+    """Sets the optimizers' options, and their states that are not tensors.
 
-    DCP must have read the states that are tensors before.
-
-    If no state was saved for a parameter, its state is removed from the optimizer.
+    Before it, torch.distributed.checkpoint (DCP) must have read the states that are tensors. If no state was
+    saved for a parameter, its state is removed from the optimizer.
 
     names: maps parameters to their names in the checkpoint.
+    optimizers: the optimizers.
     plain: the saved "options" and "values", by name of the parameter.
     metadata: DCP's list of the saved tensors.
     """
@@ -259,7 +261,7 @@ def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Ten
     A parameter that had no gradient yet when the checkpoint was saved had no state.
 
     tensors: the optimizer's state tensors, of any shape, by their names in the checkpoint.
-    metadata: DCP's list of the saved tensors.
+    metadata: the list of the saved tensors that torch.distributed.checkpoint wrote.
     """
     saved = _owners(metadata)
     return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in saved}
@@ -274,7 +276,7 @@ def problems_of(
 
     wanted: this rank's tensors by their names in the checkpoint, of any shape.
     all_names: names of the tensors of all ranks.
-    metadata: DCP's list of the saved tensors.
+    metadata: the list of the saved tensors that torch.distributed.checkpoint wrote.
     part: "model" or "optimizer": which saved tensors are compared.
     """
     saved = {
@@ -297,10 +299,10 @@ def problems_of(
 
 
 def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Describes the w1 and b1 of gated experts to DCP as two blocks ("boxes") each.
+    """Describes split w1 and b1 of gated experts to torch.distributed.checkpoint as two blocks each.
 
-    Gated experts are, for example, SwiGLU experts. Returns all tensors by name: the w1 and b1 of gated
-    experts as objects that describe the blocks, the others unchanged. Shapes may be any.
+    Gated experts are, for example, SwiGLU experts. Returns all tensors by name: those w1 and b1 as objects
+    that describe the blocks ("boxes"), the others unchanged. Shapes may be any.
 
     In the w1 and b1 of gated experts, the rows of the gate projection come first, then those of the up
     projection. If an expert's hidden columns are split over ranks (mesh dimension "esp"), each half is split.
@@ -310,20 +312,22 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rank 0 of 2   gate 0,           up 0
         rank 1 of 2            gate 1,         up 1
 
-    DCP assumes that a rank's part of a DTensor is one block. It would refuse to save these parts, because as
-    single blocks they overlap, and it would load wrong rows.
+    torch.distributed.checkpoint assumes that a rank's part of a DTensor is one block. It would refuse to save
+    these parts, because as single blocks they overlap, and it would load wrong rows.
     """
     return {name: _in_boxes(tensor) for name, tensor in tensors.items()}
 
 
 def _in_boxes(tensor: Tensor) -> Tensor:
-    """Describes one tensor to DCP as two blocks if it is a w1 or b1 of gated experts that is split.
+    """Describes a tensor to torch.distributed.checkpoint as two blocks if each of its two halves is split.
 
-    Such a tensor is recognised by its DTensor placement `_StridedShard`: each of its two halves is split over
-    ranks (picture in `in_boxes`). Any other tensor, of any shape, is returned unchanged.
+    Such tensors are the w1 and b1 of gated experts whose hidden columns are split over ranks (picture in
+    `in_boxes`). They are recognised by their DTensor placement `_StridedShard`. Any other tensor, of any
+    shape, is returned unchanged.
 
     FSDP2 uses the same placement for something else. It splits what an inner mesh dimension has split before,
-    for example transformers' experts over ("efsdp", "ep"). A rank's part is one block then, which DCP knows.
+    for example transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs no
+    description.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -409,9 +413,9 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer,
 def _owners(metadata: Metadata) -> set[str]:
     """Returns the names of all saved tensors without the part after the last dot.
 
-    For the saved optimizer states, "optimizer.NAME.KEY", these are the parameters that have one:
+    For the saved optimizer states, "optimizer.NAME.KEY", the results are the parameters that have a state:
     "optimizer.NAME".
 
-    metadata: DCP's list of the saved tensors.
+    metadata: the list of the saved tensors that torch.distributed.checkpoint wrote.
     """
     return {name.rpartition(".")[0] for name in metadata.state_dict_metadata}

@@ -104,11 +104,11 @@ def local_gradient(gradient: Tensor) -> Tensor:
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns, for each gradient, a tensor that stands in for its parameter: its ``grad`` is the gradient.
+    """Returns, for each gradient, a tensor that has it as ``grad``, in place of the gradient's parameter.
 
-    torch's functions that scale the gradients of parameters get these tensors in place of the parameters.
-    Each gradient is this rank's plain part of a DTensor or a plain tensor, so torch does not have to mix
-    DTensors of different meshes in one operation, which it cannot.
+    torch's functions that scale the gradients of parameters get these tensors instead of the parameters. Each
+    gradient is a plain tensor: that of a plain parameter, or this rank's part of a DTensor. So torch does not
+    have to mix DTensors of different meshes in one operation, which it cannot.
 
     gradients: plain tensors of any shape, which torch changes in place.
     """
@@ -125,7 +125,10 @@ def device_type_of(group: dist.ProcessGroup | None) -> str:
 
 
 def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """Returns (name, parameter) pairs of a model, or of parameters, which are named by their position."""
+    """Returns (name, parameter) pairs of a model, or of a list of parameters.
+
+    Parameters of a list are named by their position: "parameter 0".
+    """
     if isinstance(parameters, nn.Module):
         return list(parameters.named_parameters())
     listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
@@ -214,6 +217,8 @@ def _copies_of(name: str, parts: int, num_ranks: int) -> int:
         copies = num_ranks / parts
 
     name: name of the parameter or layer, for the error.
+    parts: the number of ranks over which one copy is split.
+    num_ranks: the number of ranks that hold the model together.
 
     Raises ValueError if the number of ranks is not a multiple of ``parts``.
     """
@@ -243,6 +248,8 @@ def _norm(
 
     gradients: this rank's gradients, by (device, dtype, number of ranks that hold each value).
     norm_type: order of the norm, positive or inf.
+    device: the device of the result.
+    ranks: the ranks that hold the model together.
     foreach: False computes the norm of each gradient in a launch of its own; True or None computes many norms
         in one launch.
     """

@@ -121,6 +121,7 @@ def _checked_layers(
 ) -> list[tuple[str, MoELayer]]:
     """Returns the (name, layer) pairs of the model's MoE layers, after all checks of `parallelize`.
 
+    model, reduce: the arguments of `parallelize`.
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
 
@@ -207,6 +208,9 @@ def parameter_groups(
 
 def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dict[str, Any]]:
     """Returns parameter groups of a model, one for each kind (matrices, embeddings, gates, biases).
+
+    model: the model.
+    lr, weight_decay: the learning rate and the weight decay; None leaves them to the optimizer.
 
     Raises TypeError or ValueError if ``model`` is not a module, or lr or weight_decay is negative or no
     number.
@@ -298,8 +302,9 @@ def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
-    """Raises ValueError or TypeError if `parallelize` cannot spread this layer over ``inner``.
+    """Raises ValueError or TypeError if `parallelize` cannot spread this layer over the mesh ``inner``.
 
+    layer: the layer.
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
     """
@@ -345,9 +350,11 @@ def take_first(experts: Experts, copies: Ranks, inside: Ranks, names: Collection
 
     DistributedDataParallel does the same for dense parameters.
 
+    experts: this rank's experts.
     copies: the ranks that hold copies of this rank's experts.
     inside: the ranks that share each expert's hidden columns. They hold the same values of parameters that
         are not split, such as b2.
+    names: the parameters and buffers that are made equal.
     """
     for ranks in (inside, copies):
         if ranks.size == 1:
@@ -367,6 +374,7 @@ def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
 
     Experts that are a user's modules are not changed.
 
+    experts: this rank's experts.
     mesh: the ranks over which experts, and the hidden columns of sharded experts, are spread.
     names: the names of the parameters that are replaced. A name may stand for a parameter that is split if
         experts are sharded (a key of `Experts.hidden_dims`), or for one that all experts have in common.

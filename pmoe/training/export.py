@@ -9,7 +9,7 @@ from the rank that holds them to all ranks, in parts of at most ``max_bytes``:
         the rank broadcasts as many experts as fit
         every rank yields them one by one
 
-Before each part, the ranks exchange whether any of them has stopped early, so that all stop together.
+Before each part, the ranks tell each other whether any of them has stopped early, so that all stop together.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def export_weights(
             ranks, before or after `pmoe.parallelize`.
         layout: the names and shapes of the tensors of MoE layers: a key of `pmoe.convert.LAYOUTS`. With names
             for each expert ("qwen-moe", "mixtral", "deepseek") each tensor is whole. With stacked names
-            ("qwen-moe-stacked", "gpt-oss") it is the part of the stated expert.
+            ("qwen-moe-stacked", "gpt-oss") each tensor is one expert's part of the stacked one.
         max_bytes: the most bytes of experts that are sent at a time, such as "512MiB".
         dtype: dtype to which floating-point tensors are cast before they are sent; None keeps each one's own.
         rename: a function from a name in the model, such as "model.layers.0.moe.experts.3.up_proj.weight", to
@@ -101,13 +101,17 @@ def export_weights(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of the dimensions of one expert's tensors, by the letters of `pmoe.convert.AXES`."""
+    """The size of each dimension of a layer's tensors, such as the number of experts and d_model.
+
+    by_axis: the sizes by the letters that `pmoe.convert.AXES` gives to dimensions, "M" for d_model for
+        example.
+    """
 
     by_axis: Mapping[str, int]
 
     @staticmethod
     def of(layer: MoELayer) -> _Sizes:
-        """Returns the sizes of a layer whose experts are stacked."""
+        """Returns the sizes of a layer with stacked experts (one tensor holds a weight of all of them)."""
         experts = layer.layer_modules.experts
         assert isinstance(experts, StackedExperts)
         hidden = 1
@@ -231,7 +235,7 @@ class _Export:
     def _described(self) -> Iterator[tuple[str, str, torch.Size]]:
         """Yields (name in the model, exported name, shape) of each tensor that the export will yield.
 
-        If a layout stacks the experts in one tensor, the tensor is described once, by its first expert.
+        If a layout stacks the experts in one tensor, only the tensor of the first expert is described.
         """
         for name, value in self._dense():
             yield name, self.renamed(name), value.shape
@@ -248,7 +252,7 @@ class _Export:
                         yield f"{name}.experts.{own}[{expert}]", self.renamed(key), part.shape
 
     def _has_names_of_experts(self, own: str) -> bool:
-        """Returns whether the layout has a tensor for each expert, not one for all experts.
+        """Returns whether the layout has one tensor for each expert, rather than one for all experts.
 
         own: pmoe's name of the tensor: "w1", "w2", "b1" or "b2".
         """
@@ -286,7 +290,7 @@ class _Export:
         }
 
     def _stacked(self, layer: MoELayer) -> dict[str, Tensor]:
-        """Returns this rank's values of w1, w2, b1 and b2, (E_local, ...): E_local experts of the rank."""
+        """Returns this rank's values of w1, w2, b1 and b2 by name, (E_local, ...) for its E_local experts."""
         experts = layer.layer_modules.experts
         assert isinstance(experts, StackedExperts)
         return {name: local_part(getattr(experts, name)).detach() for name in experts.hidden_dims() or {}}
@@ -354,9 +358,10 @@ class _Export:
         self.meet()
 
     def _of_experts(self, name: str, layer: MoELayer, own: str, value: Tensor) -> Iterator[Item]:
-        """Yields one weight or bias of all experts of a layer, expert by expert.
+        """Yields one weight or bias of all experts of a layer, expert by expert. A collective.
 
         name: the name of the layer.
+        layer: the layer.
         own: the name of the weight or bias: "w1", "w2", "b1" or "b2".
         value: (E_local, ...), this rank's part of it, for its E_local experts.
         """
@@ -376,9 +381,10 @@ class _Export:
     def _sent(self, layer: MoELayer, own: str, part: Tensor, owner: int, shape: torch.Size) -> Tensor:
         """Sends some experts of one rank to all ranks. Returns their tensors, (count, *shape). A collective.
 
+        layer: the layer.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".
-        part: (count, ...), the tensors of this rank's experts with the same local numbers. Only those of the
-            owner are sent. With "esp" they have only some of the hidden columns.
+        part: (count, ...), the tensor of ``count`` experts of this rank, at the same positions on every rank.
+            Only the owner's are sent. With expert sharding ("esp") they have only some of the hidden columns.
         owner: the number in the mesh dimension "ep" of the rank that holds the experts.
         shape: the shape of the tensor of one whole expert.
         """
@@ -407,7 +413,8 @@ class _Export:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     def meet(self, stops: bool = False) -> None:
-        """Exchanges with the other ranks whether any of them stops the export early. A collective.
+        """Tells the other ranks whether this rank stops the export early, and learns whether they do. A
+        collective.
 
         Raises RuntimeError if another rank stops and this rank does not.
 
@@ -478,7 +485,8 @@ def _joined(items: Iterator[Item], is_stacked: bool) -> Iterator[tuple[str, Tens
     """Yields (name, tensor) for each tensor of an export, with the experts' parts stacked if needed.
 
     items: the items of the export.
-    is_stacked: whether the layout has one tensor for all experts. The items of its experts are then stacked.
+    is_stacked: whether the layout has one tensor for all experts. Its parts, one for each expert, are then
+        stacked.
     """
     for (name, expert), group in itertools.groupby(items, lambda item: (item[0], item[1] is not None)):
         tensors = [tensor for _, _, tensor in group]
@@ -489,6 +497,10 @@ def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> N
     """Writes tensors to files with at most ``limit`` bytes of tensors each, and the index.
 
     The files are written to a temporary folder, which is renamed to ``folder`` when all are complete.
+
+    folder: the folder, which does not exist yet.
+    tensors: pairs (name, tensor).
+    limit: the most bytes of tensors in a file.
 
     Raises ValueError if a tensor has more than ``limit`` bytes, OSError if a file cannot be written.
     """
@@ -504,7 +516,10 @@ def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> N
 
 
 def _write_files(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Writes the files and the index into an empty folder (`_write`)."""
+    """Writes the files, and the index that says which tensor is in which file, into an empty folder.
+
+    The arguments are those of `_write`.
+    """
     from safetensors.torch import save_file
 
     places: dict[str, int] = {}

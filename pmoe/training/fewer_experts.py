@@ -73,7 +73,7 @@ def prune_experts(state: State, keep: Sequence[int]) -> tuple[dict[str, Tensor],
 
 
 def restore_experts(pruned: State, removed: State) -> dict[str, Tensor]:
-    """Puts the removed experts back: the inverse of `prune_experts`.
+    """Puts removed experts back into a layer's state dict: the inverse of `prune_experts`.
 
     Returns the state dict of the layer with all E experts. If the kept experts were trained since, the result
     has their new values.
@@ -111,7 +111,7 @@ def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[
 
     This is the grouping of M-SMoE (arXiv 2310.01334). The ``count`` experts with the most rows are leaders.
     Each other expert joins the group of the leader whose router row has the largest cosine with its own
-    router row; of leaders with equal cosines, the one with the lowest number.
+    router row. If several leaders have the same cosine, it joins the one with the lowest number.
 
     Returns a list of the numbers of experts for each group, in the order of the leaders' numbers. Each list
     begins with the leader.

@@ -1,8 +1,9 @@
 """Keeps some of a model's experts as they are while the others are trained.
 
 All experts of a rank share one tensor for a weight, so ``requires_grad`` cannot freeze some of them.
-`freeze_experts` sets their gradients to zero after each backward pass, and undoes what an optimizer's step
-changes in them nevertheless: weight decay and momentum change values whose gradient is zero.
+`freeze_experts` therefore does two things. After each backward pass it sets the gradients of frozen experts
+to zero. After each step of an optimizer it restores their values, because weight decay and momentum change
+values even if their gradient is zero.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class FrozenExperts:
     def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
         """Freezes some experts' part of a parameter, (E_local, ...) for the E_local experts of this rank.
 
-        experts: their numbers on this rank.
+        parameter: a weight or bias, which holds all experts of the rank.
+        experts: the numbers on this rank of the experts to freeze.
         """
         index = torch.tensor(experts, device=local_part(parameter).device)
         setattr(parameter, FROZEN_ROWS, index)
@@ -66,7 +68,7 @@ def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
 
     Returns an object whose method ``remove()`` lets the experts be trained again.
 
-    Raises ValueError or TypeError, before anything is changed, for a number that is no expert's, and for
+    Raises ValueError or TypeError, before anything is changed, for a number that no expert has, and for
     experts that are not stacked or have frozen experts already.
     """
     check_module(model=model)
@@ -92,7 +94,12 @@ def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
 
 
 def _check(name: str, layer: MoELayer, numbers: list[Any]) -> None:
-    """Raises ValueError or TypeError if experts of a layer cannot be frozen by these numbers."""
+    """Raises ValueError or TypeError if experts of a layer cannot be frozen.
+
+    name: the name of the layer, for the message.
+    layer: the layer.
+    numbers: the numbers of the experts to freeze, among all experts of the layer.
+    """
     experts = layer.layer_modules.experts
     if not isinstance(experts, StackedExperts) or not {"w1", "w2"} <= experts._parameters.keys():
         raise TypeError(
@@ -116,14 +123,21 @@ def _check(name: str, layer: MoELayer, numbers: list[Any]) -> None:
 
 @torch.no_grad()
 def _zero_frozen(parameter: Tensor) -> None:
-    """Sets the gradients of frozen experts to zero. It is a hook that runs after a gradient was added."""
+    """Sets the gradients of frozen experts to zero.
+
+    A hook that runs after backward has added to the gradient of a parameter.
+    """
     assert parameter.grad is not None
     local_part(parameter.grad)[getattr(parameter, FROZEN_ROWS)] = 0
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Makes every step of every optimizer of this process leave frozen experts as they are."""
+    """Makes every step of every optimizer of this process leave frozen experts unchanged, by two hooks.
+
+    They are registered once. One runs before each step and stores values, the other runs after it and writes
+    them back.
+    """
     register_optimizer_step_pre_hook(_remember)
     register_optimizer_step_post_hook(_put_back)
 
@@ -134,7 +148,7 @@ _before: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]] = wea
 
 @torch.no_grad()
 def _remember(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Stores the values of frozen experts before a step."""
+    """Stores the values of frozen experts. A hook that runs before each step of an optimizer."""
     parameters = (tensor for group in optimizer.param_groups for tensor in group["params"])
     frozen = [tensor for tensor in parameters if hasattr(tensor, FROZEN_ROWS)]
     if frozen:
@@ -143,6 +157,6 @@ def _remember(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def _put_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Puts the values of frozen experts back after a step."""
+    """Writes the stored values back to frozen experts. A hook that runs after each step of an optimizer."""
     for tensor, values in _before.pop(optimizer, ()):
         local_part(tensor)[getattr(tensor, FROZEN_ROWS)] = values

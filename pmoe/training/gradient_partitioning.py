@@ -1,9 +1,9 @@
 """FSMoE's adaptive gradient partitioning (Section 5): which bytes of gradients are all-reduced when.
 
 Dense gradients are all-reduced during the backward pass, at times when dense modules and experts compute and
-leave the link between nodes free:
+leave the link between nodes free. A "dense part" is all modules between two MoE layers. The steps are:
 
-1. The first step shows the order in which gradients are made, and the seconds of each dense part.
+1. The first training step shows the order in which gradients are made, and the seconds of each dense part.
 2. `find_partition` says how many bytes are sent beside each dense part and each MoE layer. The numbers come
    from `pmoe.planner.gradient_partition`, which needs these seconds and the cost of an all-reduce.
 3. `timetable_of` turns the numbers of bytes into ranges of `GradientBuffers`, the flat memory of all
@@ -91,8 +91,8 @@ class GradientBuffers:
     def part(self, begin: int, end: int) -> GradientRange:
         """Returns the range of gradients from byte ``begin`` to byte ``end`` of the buffer.
 
-        Both must be multiples of an element's bytes. All gradients must have one dtype and device, because
-        there must be only one buffer.
+        ``begin`` and ``end`` must be multiples of an element's bytes. All gradients must have one dtype and
+        device, because there must be only one buffer.
         """
         (memory,) = self.memories
         item = memory.element_size()
@@ -102,7 +102,7 @@ class GradientBuffers:
 
 
 class LayerBackward(NamedTuple):
-    """State of backward when the backward pass of one MoE layer began, recorded in the first training step.
+    """A record of the moment at which the backward pass of one MoE layer began, in the first training step.
 
     layer: index of the layer among the model's MoE layers.
     num_made: number of dense gradients that backward had made before.
@@ -119,7 +119,8 @@ class LayerBackward(NamedTuple):
 class Timetable:
     """The ranges of gradients to all-reduce during one backward pass of the model, and when to send them.
 
-    The backward passes of the MoE layers are numbered i = 0, 1, 2, ... in their order.
+    A dense part is all modules between two MoE layers. The backward passes of the MoE layers are numbered i =
+    0, 1, 2, ... in their order.
 
     inside: i -> range that is sent during MoE pass i, while its experts compute.
     beside: i -> range that is sent during dense part i, the dense modules before MoE pass i. The last dense
@@ -142,11 +143,12 @@ class Timetable:
 
 
 def timetable_of(partition: Partition, buffers: GradientBuffers) -> Timetable:
-    """Turns a partition (numbers of bytes) into ranges of the gradients' memory, each with its time.
+    """Turns numbers of bytes into ranges of the gradients' memory, and says when each range is sent.
 
     All gradients must have one dtype and device. The ends of ranges are rounded down to whole elements.
 
-    partition: the partition: number of bytes to send beside each dense part and each MoE layer, alternately.
+    partition: the number of bytes to send beside each dense part and each MoE layer, alternately. A dense
+        part is all modules between two MoE layers.
     buffers: the flat memory of all gradients.
     """
     item = buffers.memories[0].element_size()
@@ -168,7 +170,7 @@ PIECE_BYTES = 4 << 20
 
 
 def pieces_of(buffers: GradientBuffers) -> Timetable:
-    """Returns a timetable that sends gradients in the order of the buffers, `PIECE_BYTES` at a time.
+    """Returns a `Timetable` that sends gradients in the order of the buffers, `PIECE_BYTES` at a time.
 
     All gradients must have one dtype and device.
 
@@ -187,11 +189,11 @@ def find_partition(
 ) -> Partition:
     """Returns how many bytes of gradients to send beside each dense part and each MoE layer.
 
-    This is FSMoE's partition (Section 5.2). FSMoE's generalized layer is a dense part and an MoE layer
-    together. Here each of them is a generalized layer of its own, so that gradients of a dense part can be
-    sent during the MoE layer after it.
+    A dense part is all modules between two MoE layers. This is FSMoE's partition (Section 5.2). FSMoE's
+    generalized layer is a dense part and an MoE layer together. Here each of them is a generalized layer of
+    its own, so that gradients of a dense part can be sent during the MoE layer after it.
 
-    seen: the backward passes of MoE layers in the first step.
+    seen: a record of each backward pass of an MoE layer in the first training step.
     last_seconds: seconds of the dense part that backward runs after the last MoE layer.
     layers: the model's MoE layers; ``seen`` has indices into this list.
     buffers: the flat memory of all gradients.
@@ -212,9 +214,9 @@ def find_partition(
 
 
 def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
-    """Returns a generalized layer of FSMoE that consists of a dense part only, without an MoE layer.
+    """Returns a generalized layer of FSMoE that consists of dense modules only, without an MoE layer.
 
-    seconds: seconds of the dense part's backward pass.
+    seconds: seconds of the backward pass of these modules.
     gradient_bytes: bytes of the gradients that this backward pass makes.
     """
     nothing = (DegreeSeconds(1, 0.0, 0.0),)
@@ -224,13 +226,13 @@ def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     """Returns the predicted seconds of a layer's backward pass for each pipeline degree (number of chunks).
 
-    Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. Costs
-    are those of the solver of ``pipeline="solve"`` (`pmoe.choose.solve.step_costs`), for experts that are
-    modules, too.
+    Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. They
+    follow from the same costs as those of ``pipeline="solve"`` (`pmoe.choose.solve.step_costs`), also if
+    experts are a user's modules.
 
     The prediction is for the restore pair and the dtype of the layer's last call, and for the number of
-    tokens of the rank that had most. The first call of this function is collective, because it may measure
-    costs.
+    tokens of the rank that had most tokens. The first call of this function is collective, because it may
+    measure costs.
     """
     modules = layer.layer_modules
     options = modules.options

@@ -4,11 +4,11 @@
     use_lora        chooses which of several adapters calls use
     disable_lora    a context without adapters, for the reference model of DPO
     merge_lora      adds an adapter to the weights and removes it; the layers are plain again
-    unmerge_lora    takes it out of the weights
+    unmerge_lora    subtracts a merged adapter from the weights, and makes it an adapter again
     remove_lora     removes an adapter
     lora_adapters   the adapters as one module: for an optimizer, and for checkpoints of adapters alone
 
-`pmoe.experts.lora` computes with them.
+The computation of a layer with adapters is in `pmoe.experts.lora`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def add_lora(
 
 
 def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
-    """Makes the layers of a model use the adapter called ``name``, and makes it the one that is trained.
+    """Makes the layers of a model use the adapter called ``name``, which is then the one that is trained.
 
     All other adapters are frozen. Every rank must call it before the same call of the model.
 
@@ -121,9 +121,10 @@ def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
 
 @contextlib.contextmanager
 def disable_lora(model: nn.Module) -> Iterator[None]:
-    """A context in which a model computes without adapters: the reference model of DPO, without a copy.
+    """A context in which a model computes without adapters, for example as the reference model of DPO.
 
-    Layers without adapters are not changed. Every rank must enter it before the same call of the model.
+    No copy of the model is needed. Layers without adapters are not changed. Every rank must enter the context
+    before the same call of the model.
     """
     layers = [
         (layer, experts) for _, layer in _layers(model) if (experts := _lora_experts(layer)) is not None
@@ -140,7 +141,7 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MergedLora:
-    """The adapters that `merge_lora` has added to the weights. `unmerge_lora` takes them out again.
+    """The adapters that `merge_lora` has added to the weights. `unmerge_lora` subtracts them again.
 
     name: the name of the adapter.
     adapters: the adapter of each layer, by the layer's name in the model.
@@ -154,8 +155,9 @@ class MergedLora:
 def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     """Adds an adapter to the weights of the experts, and removes it: W[e] += scale * B[e] @ A[e].
 
-    A layer without further adapters is then a plain layer: fused kernels, exports and checkpoints take it.
-    The weights stay frozen. A sum is rounded to the dtype of the weights.
+    W[e] is a weight of expert e; A, B and scale are the adapter's. A layer without further adapters is then a
+    plain layer, which fused kernels, exports and checkpoints accept. The weights stay frozen. A sum is
+    rounded to the dtype of the weights.
 
     name: the name of the adapter; None merges the one that calls use.
 
@@ -176,7 +178,7 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
 
 @torch.no_grad()
 def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
-    """Undoes `merge_lora`: takes the adapters out of the weights, up to rounding, and uses them again.
+    """Undoes `merge_lora`: subtracts the adapters from the weights, up to rounding, and uses them again.
 
     merged: the result of `merge_lora` for this model.
 
@@ -270,9 +272,9 @@ def _lora_experts(layer: MoELayer) -> LoraExperts | None:
 
 
 def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
-    """Returns the experts of a layer, which must have the adapter called ``name``.
+    """Returns the experts of a layer that must have the adapter called ``name``.
 
-    Raises ValueError if they have not.
+    Raises ValueError if they have no such adapter.
     """
     experts = _lora_experts(layer)
     names = [] if experts is None else list(experts.adapters)
@@ -285,7 +287,7 @@ def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
 
 
 def _named(layer_name: str, layer: MoELayer, name: str | None) -> tuple[LoraExperts, str]:
-    """Returns the experts of a layer, and ``name``, or the name of the adapter in use if it is None.
+    """Returns the experts of a layer, and the name of an adapter: ``name``, or if it is None the one in use.
 
     Raises ValueError if the layer has no such adapter, or uses none and name is None.
     """
@@ -304,9 +306,9 @@ def _named(layer_name: str, layer: MoELayer, name: str | None) -> tuple[LoraExpe
 
 
 def _checked_targets(targets: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of weights in the order of `WEIGHTS`.
+    """Returns the names of the weights that get an adapter, in the order of `WEIGHTS`.
 
-    Raises ValueError or TypeError if there are none, or others.
+    Raises ValueError or TypeError if there are none, or other names than "w1" and "w2".
     """
     chosen = [targets] if isinstance(targets, str) else list_of("targets", targets)
     unknown = [target for target in chosen if target not in WEIGHTS]
@@ -319,7 +321,7 @@ def _checked_targets(targets: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check_name(name: object) -> None:
-    """Raises TypeError or ValueError if a name cannot be a part of parameters' names."""
+    """Raises TypeError or ValueError if an adapter's name cannot be a part of its parameters' names."""
     check_kind(str, "a string", name=name)
     if not str(name).isidentifier() or hasattr(nn.ModuleDict, str(name)):
         raise ValueError(
@@ -330,7 +332,14 @@ def _check_name(name: object) -> None:
 def _check_layer(
     layer_name: str, layer: MoELayer, rank: int, shared: bool, targets: Iterable[str], name: str
 ) -> None:
-    """Raises ValueError or TypeError if the experts of a layer cannot have an adapter with these settings."""
+    """Raises ValueError or TypeError if the experts of a layer cannot have an adapter with these settings.
+
+    layer_name, layer: the layer, and its name for the message.
+    rank: the number of rows of the adapter's matrix A.
+    shared: whether all experts would share the adapter.
+    targets: the weights that the adapter would change.
+    name: the name of the adapter.
+    """
     experts = layer.layer_modules.experts
     if not isinstance(experts, StackedExperts) or type(experts) not in (*CLASSES, *CLASSES.values()):
         raise TypeError(
@@ -380,7 +389,15 @@ def _check_same(ranks: Ranks, setting: str) -> None:
 
 
 def _add(layer: MoELayer, rank: int, alpha: float, targets: tuple[str, ...], shared: bool, name: str) -> None:
-    """Gives the experts of a layer a new adapter, and makes it the one in use. Collective."""
+    """Gives the experts of a layer a new adapter with random values, and makes calls use it. Collective.
+
+    layer: the layer.
+    rank: the number of rows of the adapter's matrix A.
+    alpha: the factor of the adapter is alpha / rank.
+    targets: the weights that the adapter changes.
+    shared: whether all experts share the adapter.
+    name: the name of the adapter.
+    """
     experts = with_adapters(layer.layer_modules.experts)
     like = local_part(experts.w1)
     shapes = experts.shapes()
@@ -396,10 +413,15 @@ def _add(layer: MoELayer, rank: int, alpha: float, targets: tuple[str, ...], sha
 
 
 def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) -> None:
-    """Puts an adapter with values into experts, and makes it the one in use.
+    """Puts an adapter that has its values into experts, and makes calls use it. Collective.
 
-    Its copies on other ranks get equal values. On a parallelized layer its parameters become DTensors on the
-    mesh of the weights. Collective.
+    Its copies on other ranks get equal values. If `pmoe.parallelize` has made the weights DTensors, the
+    adapter's parameters become DTensors on the same mesh.
+
+    layer: the layer.
+    experts: the layer's experts.
+    adapter: the adapter.
+    name: the name of the adapter.
     """
     experts.adapters[name] = adapter
     share_ranks(experts, layer.grid)
@@ -426,7 +448,7 @@ def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _activate(layer: MoELayer, experts: LoraExperts, name: str) -> None:
-    """Makes calls of a layer use an adapter, or none if ``name`` is ""."""
+    """Makes calls of a layer use the adapter called ``name``, or none if it is ""."""
     experts.activate_adapter(name)
     reduce = experts.reduce
     if isinstance(reduce, MeanOverRanks):
@@ -447,7 +469,10 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
-    """Adds sign * scale * B @ A to the weights of experts, in place."""
+    """Adds sign * scale * B @ A to the weights of experts, in place: a product of the adapter's matrices.
+
+    sign: 1 to merge the adapter into the weights, -1 to undo it.
+    """
     for weight in adapter.targets:
         down, up = (local_part(parameter) for parameter in adapter.of(weight))
         value = local_part(experts.get_parameter(weight))

@@ -47,14 +47,15 @@ class ExpertMuon(Optimizer):
         others = [group for group in groups if not (group["kind"] == "matrices" and group["stacked"])]
         experts = pmoe.ExpertMuon(model, lr=1e-3)  # trains w1 and w2; give ``others`` to other optimizers
 
-    A step on a matrix W with the gradient G, its momentum B, momentum mu, and learning rate lr:
+    A step on a matrix W with the gradient G, its momentum B, the momentum's factor mu, and learning rate lr:
 
         B = mu B + (1 - mu) G;  U = mu B + (1 - mu) G, or B without nesterov
         W = (1 - lr weight_decay) W - lr adjust(W) orthogonalized(U)
 
-    It trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1 (for the gate
-    and for the values) count as two matrices. Biases are not trained: give them to another optimizer. If
-    several ranks hold the same experts, their parameters stay equal, because their gradients are equal.
+    It trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1 (the gate
+    projection and the up projection) count as two matrices. Biases are not trained: give them to another
+    optimizer. If several ranks hold the same experts, their parameters stay equal, because their gradients
+    are equal.
 
     Args:
         model: a model with MoE layers, after `pmoe.parallelize`, or a single layer.
@@ -122,7 +123,8 @@ class ExpertMuon(Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Does a step of Muon for one parameter, which has a matrix for each expert.
 
-        parameter: w1, (E, fH, M), where f is 2 for gated experts and 1 for others, or w2, (E, M, H).
+        parameter: w1, (E, fH, M), or w2, (E, M, H), for E experts of this rank, H = d_hidden, M = d_model; f
+            is 2 for gated experts and 1 for others.
         group: the options of the parameter's group.
         """
         state = self.state[parameter]
@@ -163,9 +165,10 @@ def orthogonalized(matrices: Tensor, steps: int, dtype: torch.dtype = torch.bflo
 
 
 def _ratio(name: AdjustName, rows: int, columns: int) -> float:
-    """Returns the factor by which `torch.optim.Muon` multiplies the learning rate for this shape of matrix.
+    """Returns the factor of the learning rate that `torch.optim.Muon` takes for a matrix of this shape.
 
-    name: the rule, an argument of `ExpertMuon`.
+    name: the rule, the argument adjust_lr_fn of `ExpertMuon`.
+    rows, columns: the shape of the matrix.
     """
     if name == "original":
         return math.sqrt(max(1, rows / columns))

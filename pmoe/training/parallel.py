@@ -217,7 +217,8 @@ def _summand(
 
     The three values are:
 
-    - the group over which to sum: "all" (all ranks), "dp" or "edp";
+    - the group over which to sum: "all" (all ranks), "dp" (copies of the dense part) or "edp" (copies of the
+      experts);
     - a number by which the gradient must be divided before the sum: how many ranks of the group have the same
       gradient, which would otherwise be counted several times;
     - this rank's gradient, of any shape. It is the memory of ``parameter.grad``, which is summed in place.
@@ -225,6 +226,8 @@ def _summand(
     A gradient that is None is first replaced by zeros.
 
     name: the parameter's name, for errors.
+    parameter: the parameter.
+    meshes: the meshes of the dense part and of the experts.
     is_replicated: True if this is a plain dense parameter with the same whole gradient on every rank of "mp".
     """
     if parameter.grad is None:
@@ -259,7 +262,11 @@ def _summand(
 
 
 def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sums gradients (any shapes, one dtype) over the group, in place, in buckets of `BUCKET_BYTES`."""
+    """Sums gradients over the group, in place, in buckets of `BUCKET_BYTES`.
+
+    gradients: tensors of any shapes and one dtype.
+    group: the ranks whose gradients are summed.
+    """
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         with at_stage("reducing gradients", Ranks(group)):

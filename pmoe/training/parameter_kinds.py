@@ -4,7 +4,7 @@ The number of dimensions alone does not show the kind: the biases of all experts
 dimensions, (experts, columns). Such a tensor, whose dimension 0 counts experts, is called stacked.
 
     kind          parameters                                          weight decay
-    matrices      products' weights, of two or more dimensions        as the caller says
+    matrices      weights of products, of two or more dimensions      as the caller says
                   stacked: experts' w1, w2, a matrix for each expert
     embeddings    of torch.nn.Embedding and EmbeddingBag              as the caller says
     gates         of gates, and of the gates of shared experts        as the caller says; 0 for vectors and
@@ -51,6 +51,7 @@ def grouped_by_kind(
 
     Every parameter, of any shape, is in one group.
 
+    model: the model.
     lr: learning rate of all groups; None leaves it to the optimizer.
     weight_decay: weight decay of the groups to which it applies (`ParameterKind.decays`); None leaves it to
         the optimizer. The other groups get 0.
@@ -74,8 +75,8 @@ def grouped_by_kind(
 def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
     """Returns the kind of every parameter of a model: matrices, embeddings, gates or biases.
 
-    The parameters, of any shape, are in the model's order. If a gate or an embedding shares its parameter
-    with other modules, the parameter is of the gate's or the embedding's kind.
+    The parameters, of any shape, are in the order of the model. If a gate or an embedding shares its
+    parameter with other modules, the parameter is of the gate's or the embedding's kind.
     """
     gates, embeddings = set[Tensor](), set[Tensor]()
     for module in model.modules():

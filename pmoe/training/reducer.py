@@ -1,17 +1,17 @@
 """Data-parallel all-reduce of dense gradients during backward: FSMoE's gradient partitioning (Section 5).
 
-Gradients are sent at two kinds of places in the backward pass, where the link between nodes is idle:
+Gradients are sent at two kinds of moments in the backward pass, when the link between nodes is idle:
 
-- beside the dense parts of a model, where no all-to-all runs;
+- beside the dense parts of a model (the modules between MoE layers), where no all-to-all runs;
 - inside an MoE layer's backward pass, after its last dispatch, while the layer's experts compute.
 
-`pmoe.planner.gradient_partition` chooses how many bytes are sent at which place. The first step sends
-everything after backward. At its end all ranks agree on the partition
+`pmoe.planner.gradient_partition` chooses how many bytes are sent at each of these moments. The first training
+step sends everything after backward. At its end all ranks agree on the partition
 (`pmoe.training.gradient_partitioning`), which is used from the second step on.
 
-If the layers are in a graph of ``torch.compile(model, backend="pmoe")``, there are no such places. The plan
-of the graph then says when each gradient is made known (`pmoe.graph.reductions`), and gradients are sent as
-soon as a piece of them is complete.
+If the layers are in a graph of ``torch.compile(model, backend="pmoe")``, there are no such moments. The
+graph's plan then says when each gradient is complete (`pmoe.graph.reductions`). Gradients are sent in ranges
+of fixed size, each as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Makes backward passes in a ``with`` block accumulate gradients without any all-reduce of them."""
+        """Returns a with-block in which backward passes accumulate gradients and do not all-reduce them."""
         before = self._syncs
         self._syncs = False
         try:
@@ -141,7 +141,7 @@ class GradientReducer:
             self._syncs = before
 
     def finish(self) -> None:
-        """Sends the gradients that were not sent during backward, and waits for all. Collective.
+        """Sends the gradients that were not sent during backward, and waits for all all-reduces. Collective.
 
         Call it after each backward pass; when gradients are accumulated, after the last one. The first call
         also chooses the partition (which bytes are sent when), and raises ValueError if the caller's
@@ -241,8 +241,12 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 def _check_partition(partition: Partition, num_layers: int) -> None:
     """Raises ValueError if a partition does not fit a model with this number of MoE layers.
 
-    The partition must have a number of bytes for each dense part and each MoE layer, alternately. The number
-    of the dense part that backward runs first must be 0, because no gradient has been made before it.
+    The partition must have a number of bytes for each dense part (the modules between two MoE layers) and
+    each MoE layer, alternately. The number of the dense part that backward runs first must be 0, because no
+    gradient has been made before it.
+
+    partition: the numbers of bytes.
+    num_layers: the number of MoE layers.
     """
     num_parts = 2 * num_layers + 1
     if len(partition.shares) != num_parts:
@@ -259,16 +263,19 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
 
 
 class BackwardStep:
-    """Base class of one training step of a `GradientReducer`: methods that are called during backward.
+    """Base class of one training step of a `GradientReducer`: methods that hooks call during backward.
 
-    Hooks on parameters and `CarriedGradients` call the methods. In this class they do nothing.
+    Hooks on parameters call them, and the layers' backward passes, by way of `CarriedGradients`. In this
+    class the methods do nothing.
     """
 
     def gradient_is_ready(self, at: int) -> None:
         """Notes that backward has added a gradient to the ``grad`` of parameter number ``at``."""
 
     def layer_begins(self, layer: int) -> None:
-        """Notes that the backward pass of an MoE layer begins; a dense part of backward has ended.
+        """Notes that the backward pass of an MoE layer begins.
+
+        The backward pass of the dense modules before it has then ended.
 
         layer: index of the layer among the model's MoE layers.
         """
@@ -282,7 +289,7 @@ class BackwardStep:
         return None
 
     def layer_ends(self) -> None:
-        """Notes that the backward pass of an MoE layer has ended; a dense part of backward follows."""
+        """Notes that the backward pass of an MoE layer has ended. Dense modules follow in backward."""
 
 
 def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
@@ -304,7 +311,7 @@ class CarriedGradients:
     `GradientReducer` stores an object of this class in ``layer.gradients`` of each MoE layer. The layer's
     backward pass calls its methods, which call the methods of the reducer's current training step.
 
-    step: a function without arguments. It returns the object of the reducer's current training step: a
+    step: a function without arguments that returns the object of the reducer's current training step: a
         `FirstStep`, a `PartitionedStep`, or a `BackwardStep` that does nothing.
     at: index of the layer among the model's MoE layers.
     ranks: the ranks over which gradients are reduced.
@@ -344,12 +351,12 @@ class FirstStep(BackwardStep):
     """The first training step with a `GradientReducer`: sends nothing during backward, and records times.
 
     From the record the reducer computes its partition: how many bytes of gradients later steps send beside
-    each dense part and each MoE layer of backward.
+    each dense part (the modules between two MoE layers) and each MoE layer of backward.
 
     order: indices of parameters in the order in which backward made their gradients. Parameters without a
         gradient come last.
     layers: one record for each backward pass of an MoE layer.
-    last_seconds: seconds of the dense part of backward that follows the last of these passes.
+    last_seconds: seconds that backward spent in dense modules after the last of these passes.
     """
 
     last_seconds: float
@@ -387,7 +394,7 @@ class PartitionedStep(BackwardStep):
     """A training step after the first: all-reduces ranges of gradients during backward, by a `Timetable`.
 
     buffers: the flat memory of all gradients.
-    timetable: which ranges are sent at which point of backward.
+    timetable: which ranges are sent at which moment of backward.
     ranks: the ranks to reduce over.
     names: names of the parameters, for errors.
 

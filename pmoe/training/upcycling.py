@@ -120,8 +120,8 @@ def _into_stacked(
     """Returns pairs (target, value): the values to copy into the parameters of stacked experts.
 
     Stacked experts have one tensor for a weight of all experts of the rank. A target is this rank's part of
-    such a tensor, (E_local, ...) for E_local experts. A value has the same shape, or the shape without
-    E_local; it is then copied to every expert.
+    such a tensor, (E_local, ...) for E_local experts. A value has the shape of its target. Or it has the
+    shape of one expert's part, and is then copied to every expert.
 
     experts: the experts of this rank.
     dense: the dense network, or its tensors by name.
@@ -154,9 +154,7 @@ def _into_stacked(
 
 
 def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
-    """Returns this rank's hidden columns of a tensor of one expert.
-
-    Without expert sharding these are all columns.
+    """Returns this rank's hidden columns of a tensor of one expert; all columns without expert sharding.
 
     experts: the experts of this rank.
     name: the name of the tensor: "w1", "w2", "b1" or "b2".

@@ -1,16 +1,18 @@
 """Training a model with MoE layers.
 
-expert_parallel         parallelize: expert parallelism beside DistributedDataParallel or FSDP2 parallel
-                        device meshes for DP x MP x EP x ESP, and reduction of gradients after backward
-                        reducer                 GradientReducer: all-reduce of dense gradients during backward
-                        gradient_partitioning   which gradients the reducer sends when balance
-                        load-balance losses over sequences, batches, or several steps clipping
-                        gradient norm, clipping and loss scaling parameter_kinds         parameter groups for
-                        optimizers muon                    the Muon optimizer for stacked experts
-                        frozen_experts          freezes some experts of a layer lora
-                        low-rank adapters of experts checkpoint              checkpoints; their files are in
-                        checkpoint_files, their tensors in checkpoint_state export                  weights in
-                        the names and layout of other systems upcycling               experts that start as
-                        copies of a dense network fewer_experts           prunes or merges experts
-                        batch_invariant         results for a token with the same bits in every batch
+expert_parallel         parallelize: expert parallelism beside DistributedDataParallel or FSDP2
+parallel                device meshes for DP x MP x EP x ESP, and reduction of gradients after backward
+reducer                 GradientReducer: all-reduce of dense gradients during backward
+gradient_partitioning   which gradients the reducer sends when
+balance                 load-balance losses over sequences, batches, or several steps
+clipping                gradient norm, clipping and loss scaling
+parameter_kinds         parameter groups for optimizers
+muon                    the Muon optimizer for stacked experts
+frozen_experts          freezes some experts of a layer
+lora                    low-rank adapters of experts
+checkpoint              checkpoints; checkpoint_files and checkpoint_state have their files and tensors
+export                  weights in the names and layout of other systems
+upcycling               experts that start as copies of a dense network
+fewer_experts           prunes or merges experts
+batch_invariant         results for a token with the same bits in every batch
 """

@@ -1,7 +1,7 @@
 """Checkpoints that load on any number of ranks and survive a kill at any moment.
 
 Requirements: all ranks see one file system, and every run saves to a folder of its own. `save_checkpoint`
-    removes unfinished checkpoints from that folder, because it takes them for the remains of a killed run.
+removes unfinished checkpoints from that folder, because it takes them for the remains of a killed run.
 
 `pmoe.parallelize` makes experts' parameters DTensors; each rank writes and reads its own part of them. The
 names of experts in the files are those that one process with all experts would use, so they do not depend on
@@ -232,11 +232,12 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors by their names in the checkpoint, to be read into in place.
+    """Returns the optimizers' state tensors by their names in the checkpoint; saved values are read into
+    them.
 
-    torch.distributed.checkpoint (DCP) reads the values. An optimizer that made no step yet has no state, so
-    its state is created first. If the checkpoint does not fit, the optimizers get back the state that they
-    had before. Collective.
+    torch.distributed.checkpoint (DCP) reads the values later. An optimizer that made no step yet has no
+    state, so its state is created first. If the checkpoint does not fit, the optimizers get back the state
+    that they had before. Collective.
 
     ranks: the ranks that hold the model together.
     path: folder of the checkpoint, for the message.

@@ -104,7 +104,7 @@ def local_gradient(gradient: Tensor) -> Tensor:
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns, for each gradient, a tensor that has it as ``grad``, in place of the gradient's parameter.
+    """Returns a tensor for each gradient that has the gradient as its ``grad``, for torch's functions.
 
     torch's functions that scale the gradients of parameters get these tensors instead of the parameters. Each
     gradient is a plain tensor: that of a plain parameter, or this rank's part of a DTensor. So torch does not

@@ -413,8 +413,7 @@ class _Export:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     def meet(self, stops: bool = False) -> None:
-        """Tells the other ranks whether this rank stops the export early, and learns whether they do. A
-        collective.
+        """Exchanges with the other ranks whether any of them stops the export early. A collective.
 
         Raises RuntimeError if another rank stops and this rank does not.
 
@@ -516,9 +515,11 @@ def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> N
 
 
 def _write_files(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Writes the files, and the index that says which tensor is in which file, into an empty folder.
+    """Writes the files of an export, and the index that says which tensor is in which file.
 
-    The arguments are those of `_write`.
+    folder: an empty folder.
+    tensors: pairs (name, tensor).
+    limit: the most bytes of tensors in a file.
     """
     from safetensors.torch import save_file
 

@@ -155,9 +155,9 @@ class MergedLora:
 def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     """Adds an adapter to the weights of the experts, and removes it: W[e] += scale * B[e] @ A[e].
 
-    W[e] is a weight of expert e; A, B and scale are the adapter's. A layer without further adapters is then a
-    plain layer, which fused kernels, exports and checkpoints accept. The weights stay frozen. A sum is
-    rounded to the dtype of the weights.
+    W[e] is a weight of expert e; A and B are the matrices of the adapter, scale its factor. A layer without
+    further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. The weights
+    stay frozen. A sum is rounded to the dtype of the weights.
 
     name: the name of the adapter; None merges the one that calls use.
 
@@ -469,8 +469,12 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
-    """Adds sign * scale * B @ A to the weights of experts, in place: a product of the adapter's matrices.
+    """Adds sign * scale * B @ A to the weights of experts, in place.
 
+    B and A are the matrices of the adapter, scale is its factor.
+
+    experts: the experts of this rank.
+    adapter: the adapter.
     sign: 1 to merge the adapter into the weights, -1 to undo it.
     """
     for weight in adapter.targets:

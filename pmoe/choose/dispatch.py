@@ -63,7 +63,8 @@ def _by_profile(
     """Returns the name of the all-to-all that is fastest by this rank's stored profile, and the reason.
 
     The profile has the link speeds that `pmoe profile` measured. If there is no profile, or no comparison is
-    possible, the name is that of the flat all-to-all (`fastest_dispatch` lists the cases).
+    possible, the name is that of the flat all-to-all, in which each row is sent directly to its rank
+    (`fastest_dispatch` lists the cases).
 
     spec: the options of the layer.
     grid: the ranks of the layer.

@@ -131,9 +131,9 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """Returns the layer's `Chooser`: the object that chooses n and the restore pair by predicted seconds.
+    """Returns the layer's `Chooser`, which chooses the number of chunks n and the restore pair.
 
-    n is the number of chunks. A chooser remembers its choices by number of tokens, so that it chooses only
+    It chooses by predicted seconds, and remembers its choices by number of tokens, so that it chooses only
     once for batches of about the same size. The layer keeps one chooser for each set of options and dtype of
     rows.
     """
@@ -176,12 +176,12 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int, per_rank: int) -> int:
     """Returns the most copies of busy experts that a rank may host within the memory budget.
 
-    With so many copies and any routing, some n and restore pair stay within the budget, also if no host
-    memory is left to offload T_DI. The number of tokens is rounded up, so that similar batches share the
-    result.
+    With so many copies, and for any routing, some number of chunks and restore pair stay within the budget,
+    also if no host memory is left to offload the dispatched rows (T_DI). The number of tokens is rounded up,
+    so that similar batches share the result.
 
     modules: the modules and options of the layer, which has a budget.
-    rows_TM: (T, M), the rows, of which the dtype and the device count.
+    rows_TM: (T, M), T rows with M = d_model columns, of which only the dtype and the device are used.
     max_tokens: tokens of the rank with most tokens.
     per_rank: the most copies that the options allow. The result is not larger.
     """
@@ -195,8 +195,11 @@ def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int
 
 
 def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_rank: int) -> int:
-    """Returns the most copies that a rank may host within the budget (`copies_within_budget`).
+    """Returns the most copies of busy experts that a rank may host within the memory budget.
 
+    It computes the number for `copies_within_budget`, which remembers it.
+
+    modules: the modules and options of the layer, which has a budget.
     sizes: sizes of the layer.
     tokens: tokens of the rank with most tokens.
     per_rank: the most copies that the options allow.
@@ -222,8 +225,9 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     """Measures a step with the choice, warns if the predicted seconds differ much, and returns the choice.
 
     The prediction uses a profile: the measured rates of this machine. If the measured and the predicted
-    seconds are far apart (`WRONG`), rank 0 warns that the profile may be wrong. Nothing is measured if there
-    is no profile, if this profile was compared before, or if trials may not run. Collective.
+    seconds differ by more than the factor `WRONG`, rank 0 warns that the profile may be wrong. Nothing is
+    measured if there is no profile, if this profile was compared before, or if trials may not run.
+    Collective.
 
     batch: the routed batch, on which the step runs.
     choice: the numbers of chunks and the restore pair that were chosen.

@@ -177,13 +177,18 @@ def _choices_of_stage(
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
 ) -> dict[Choice, PassTimes]:
-    """Measures choices by trials in little memory. Returns the seconds of the whole batch. Collective.
+    """Measures choices by trials on the first tokens of the batch. Returns the seconds of all tokens.
 
-    The result is a dict {choice: seconds}. A trial must not need more memory than the layer's steps will need
-    with the choice that is taken in the end, and this may be the choice that needs the least. So trials run
-    on only as many tokens (the first of the batch) as fit into the memory of the layer's smallest step, the
-    step with the lowest predicted peak. With a memory budget, trials run on as many tokens as fit into the
-    budget, because a step may take all of it.
+    Trials run on the first tokens of the batch, as many as fit into a certain memory, so that a trial never
+    needs more memory than the layer's steps will. The seconds of the whole batch are computed from those of
+    its part (`times_of_whole`). The memory is
+
+    - without a memory budget: the lowest predicted peak of a step with any choice, because this choice may be
+      taken in the end;
+    - with a memory budget: the budget, because a step may need all of it.
+
+    If the memory is enough for all tokens, trials run on the whole batch. The result is a dict {choice:
+    seconds}. Collective.
 
     batch: the routed batch.
     choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
@@ -241,14 +246,14 @@ def _measure_part(
 def _part_with_room(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
 ) -> tuple[float, TrialBatch] | None:
-    """Returns a batch of only as many first tokens as fit into the allowed memory. Collective.
+    """Returns a batch with the first tokens only, as many as fit into the allowed memory. Collective.
 
-    The result is (fraction of the tokens, batch of these tokens). It is None if ``share``, the fraction with
-    which this function begins, is fewer than `MIN_TOKENS` tokens.
+    The result is (fraction of the tokens, batch of these tokens). It is None if ``share`` of the tokens are
+    fewer than `MIN_TOKENS`.
 
     The first tokens may be routed less evenly than all tokens, and then need more memory than in proportion
-    to their number. So their peak is predicted from their own row counts. If it is above the allowed memory,
-    fewer tokens are taken, at most `SHRINKS` times.
+    to their number. So the peak of ``share`` of the tokens is predicted from their own row counts. If it is
+    above the allowed memory, fewer tokens are taken, at most `SHRINKS` times.
 
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs that will be tried on these tokens.
@@ -273,11 +278,12 @@ def _part_with_room(
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
-    """Returns whether enough tokens for a trial (`MIN_TOKENS`) fit for every choice. Collective.
+    """Returns whether trials of all choices can run on enough tokens (`MIN_TOKENS`). Collective.
 
-    A trial may take as much memory as a step with the choice that needs the least memory. If the result is
-    False, the caller should not search by trials. It could try only choices with many chunks, which need less
-    memory, and would take one of these even if fewer chunks are faster.
+    A trial may take as much memory as a step with the choice that needs the least memory, so it may have to
+    run on a part of the batch. If the result is False, the caller should not search by trials. Only choices
+    with many chunks, which need less memory, could be tried, and one of these would be taken even if fewer
+    chunks are faster.
 
     batch: the routed batch.
     choices: all choices that may be taken, with one restore pair.
@@ -290,9 +296,9 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
     """Removes the fastest choices for which some rank lacks memory, and returns the others. Collective.
 
     A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
-    memory of the fastest choice is allocated and freed again. If that fails on any rank, the choice is
-    removed, and the next fastest choice is tested. The test ends at the first choice with enough memory. The
-    slower choices stay in the result untested, because the caller takes the fastest one.
+    memory of a step with the fastest choice is allocated and freed again. If that fails on any rank, the
+    choice is removed, and the next fastest choice is tested. The test ends at the first choice with enough
+    memory. The slower choices stay in the result untested, because the caller takes the fastest one.
 
     batch: the routed batch of all tokens.
     measured: the seconds of each choice (numbers of chunks and restore pair).
@@ -333,8 +339,8 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
-    ``chunk`` stands for the seconds of a chunk that do not depend on its number of rows (`seconds_of_chunk`).
-    They are computed from all trials with the same restore pair on this part and on earlier parts.
+    ``chunk`` is the seconds that each chunk takes in addition, for any number of rows (`seconds_of_chunk`).
+    It is computed from all trials with the same restore pair on this part and on earlier parts.
 
     The machine may become faster or slower from part to part. So each part after the first tries one choice
     of an earlier part again, and all earlier results are multiplied by
@@ -385,7 +391,8 @@ def _of_whole(
 ) -> PassTimes:
     """Computes the seconds of the whole batch with a choice, from its trial on a part of the batch.
 
-    The fixed seconds of the chunks stay as they are; the other seconds are divided by ``share``.
+    The fixed seconds of the chunks are the same for any number of tokens; all other seconds are divided by
+    ``share``.
 
     choice: the numbers of chunks and the restore pair of the trial.
     timed: the seconds of the trial.
@@ -438,10 +445,10 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
 def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     """Returns the lowest predicted peak, in bytes, of the steps that the layer may choose. Collective.
 
-    Every number of chunks that the layer may choose is combined with every restore pair of ``choices``.
+    Every number of chunks that the layer may choose is combined with every restore pair in ``choices``.
 
     batch: the routed batch.
-    choices: only their restore pairs are used, not their numbers of chunks.
+    choices: choices, of which only the restore pairs are used and not the numbers of chunks.
     """
     pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
     return min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
@@ -479,7 +486,7 @@ def _output_bytes(batch: TrialBatch) -> int:
     """Returns the bytes of the layer's output on the rank that has most tokens.
 
     A trial keeps the output until its end, but a model may free the output before backward. So callers
-    subtract these bytes from the predicted peak of a step, to get the memory that a step needs in any case.
+    subtract these bytes from the predicted peak of a step, to get the memory that a step needs at least.
     """
     sizes = batch.sizes
     return batch.counts.max_tokens * sizes.d_model * sizes.element_size

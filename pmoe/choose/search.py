@@ -43,7 +43,7 @@ from pmoe.warn import log
 
 
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
-    """Returns the number of chunks n of each pass: by earlier trials, new trials, or the number of rows.
+    """Returns the number of chunks n of each pass, from earlier trials, new trials, or the number of rows.
 
     Trials are timed runs of both passes with several n.
 
@@ -116,9 +116,9 @@ def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> Pa
 def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
     """Returns the numbers of chunks by a rule of thumb, without trials: at least 1024 rows in each chunk.
 
-    The result is the largest of `DEGREES` (1, 2, 4, 8, 16) with at least so many rows in each chunk, equal in
-    both passes (`adaptive_degree`). It is 1 if there are too few rows for two chunks. On a single rank it is
-    also 1, because no rows are sent, unless the layer reuses memory.
+    The result is the largest of `DEGREES` (1, 2, 4, 8, 16) that leaves at least 1024 rows in each chunk,
+    equal in both passes (`adaptive_degree`). It is 1 if there are too few rows for two chunks. On a single
+    rank it is also 1, because no rows are sent, unless the layer reuses memory.
 
     batch: the routed batch.
     """
@@ -133,14 +133,13 @@ def search(
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
     A trial is a timed run of both passes with some numbers of chunks. It must not need more memory than the
-    layer's steps will need with the numbers that are chosen in the end, and these may be the numbers that
-    need the least memory. So trials run on only as many tokens (the first of the batch) as fit into the
-    memory of a step with those. Returns None if too few tokens fit for a meaningful measurement
-    (`has_enough_tokens`).
+    layer's steps will need with the numbers that are chosen in the end. These may be the numbers that need
+    the least memory. So trials run on only as many tokens (the first of the batch) as fit into the least
+    memory of any step. Returns None if too few tokens fit for a meaningful measurement (`has_enough_tokens`).
 
     If all trials run out of memory, larger numbers of chunks are tried, because they need less memory. If
-    these run out of memory too, the number that needs the least is taken without a trial and without being
-    recorded, once every rank has allocated and freed the memory of a step with it.
+    these run out of memory too, the number that needs the least is taken without a trial. Before that, every
+    rank has allocated and freed the memory of a step with this number. It is not recorded.
 
     known: the table in which the result is recorded, for the tokens of the rank that has most.
     batch: the routed batch, on which the trials run.
@@ -454,7 +453,9 @@ def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> T
 
 
 def _check_key(old_key: Any, current_key: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the first two differences, if the key in a file is not the key of this layer.
+    """Raises ValueError if the key in a file of results is not the key of this layer.
+
+    The message names the first two differences.
 
     old_key: the key in the file: everything that changes the seconds of trials (`key_of_degrees`).
     current_key: the key of this layer.

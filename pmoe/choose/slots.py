@@ -50,7 +50,7 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """Returns the restore pair with which the call can run if a rank is short of host memory.
+    """Returns a restore pair for which the host memory of all ranks is enough.
 
     If ``restore`` offloads the dispatched rows (T_DI) and any rank lacks host memory for them, all ranks send
     T_DI again in backward instead. A warning says so, and the result is the pair that does this. Its other

@@ -79,7 +79,7 @@ def operations_of(
     exchanges: Mapping[str, Exchange] | None = None,
     most_bytes: float | None = None,
 ) -> Operations:
-    """Returns the measured seconds of matrix products and collectives, as lines alpha + beta * size.
+    """Returns the measured seconds of matrix products and collectives, each as a line alpha + beta * size.
 
     FSMoE's solver predicts a step from these costs. They are read from a stored profile if there is one, and
     otherwise measured. Collective the first time for these ranks, device, dtype and exchanges, and if costs
@@ -87,7 +87,8 @@ def operations_of(
 
     grid: the ranks of the layer, across nodes and inside a node.
     device, dtype: device and dtype of the rows.
-    exchanges: the layer's all-to-alls that are not flat, by name. Their costs are measured in addition.
+    exchanges: the layer's all-to-alls that are not flat (a flat one sends each row directly to its rank), by
+        name. Their costs are measured in addition.
     most_bytes: how many bytes a measurement may allocate, the same on every rank. Earlier costs are measured
         again if they come from a measurement with a much lower limit, less than ``most_bytes`` / `WIDER`.
         None: there is no limit, and earlier costs are never measured again.
@@ -301,8 +302,9 @@ def black_box(
 ) -> tuple[LineCost, LineCost]:
     """Measures the seconds of the forward and backward pass of an expert that is a user's own module.
 
-    Returns a line alpha + beta * rows for each pass, in seconds. Each alpha and each beta is the largest of
-    any rank, so all ranks return the same lines. Collective.
+    The module is timed as a whole, because pmoe does not know what it computes. Returns a line alpha + beta *
+    rows for each pass, in seconds. Each alpha and each beta is the largest of any rank, so all ranks return
+    the same lines. Collective.
 
     module: the expert.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
@@ -346,7 +348,7 @@ def layer_costs(
     lines: ModuleLines = ModuleLines(),
     direction: PassDirection = "forward",
 ) -> LayerCosts:
-    """Returns the seconds of each stage of a pass as lines alpha + beta * fraction.
+    """Returns the seconds of each stage of a pass, as a line alpha + beta * fraction.
 
     The fraction is a chunk's share of the batch. A stage handles these sizes for the whole batch, with B
     tokens of a rank, K choices of a token, P ranks across nodes, L ranks inside a node and M = d_model:
@@ -356,13 +358,13 @@ def layer_costs(
         experts                     B K L rows
         order, restore              B K rows
 
-    The order copies tokens to rows that are sorted by expert; restore sums the rows of each token. For pmoe's
-    own experts the seconds are always those of a forward pass; for a backward pass the caller doubles them
-    (`LayerCosts.backward`).
+    The stage "order" copies tokens to rows that are sorted by expert; "restore" sums the rows of each token.
+    For pmoe's own experts the seconds are always those of a forward pass; for a backward pass the caller
+    doubles them (`LayerCosts.backward`).
 
     shape: sizes of the layer.
     operations: measured costs of matrix products and collectives.
-    num_tokens: B.
+    num_tokens: B, the number of tokens.
     device_type: "cpu" or "cuda".
     expert: seconds of one expert by its number of rows, if it is a user's module; None for pmoe's experts.
     lines: measured costs of the layer's own modules.
@@ -470,7 +472,11 @@ def step_costs(
 
 
 def _with_fixed(costs: LayerCosts, seconds: float) -> LayerCosts:
-    """Adds a fixed number of seconds to the experts' computation of each chunk. Returns the new costs."""
+    """Returns costs in which the experts' computation of each chunk takes a fixed number of seconds more.
+
+    costs: the costs of a pass.
+    seconds: the seconds to add to each chunk.
+    """
     return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
 
 
@@ -553,7 +559,13 @@ def _chunk_key(
 ) -> tuple[object, ...]:
     """Returns the key under which the layer's cache has the measured fixed cost of a chunk.
 
-    The number of tokens in the key is rounded, so that batches of nearly the same size share a key.
+    The fixed cost is the seconds of a chunk that do not depend on its number of rows. The number of tokens in
+    the key is rounded, so that batches of nearly the same size share a key.
+
+    modules: the modules and options of the layer.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns, of which only the dtype is used.
+    num_tokens: number of tokens of the rank that has most.
+    restore: the restore pair of the call.
     """
     return ("chunk cost", modules.options, restore, rows_TM.dtype, rounded_up(num_tokens))
 
@@ -616,13 +628,14 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
 
 
 def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tuple[int, int]], int]:
-    """Returns the numbers of chunks that may be taken, and the number of tokens for which they hold.
+    """Returns the numbers of chunks that may be taken, and the number of tokens for which they are allowed.
 
-    The numbers are pairs (forward, backward), those with the fewest chunks first. With a memory budget, only
-    pairs are left with which memory stays within the budget for any routing. The layer remembers them.
+    The first result is a list of pairs (forward, backward), those with the fewest chunks first. With a memory
+    budget, only pairs are left with which memory stays within the budget for any routing. The layer remembers
+    them.
 
-    The number of tokens is that of the rank that has most, rounded up so that similar batches share an
-    answer. It is not rounded if the budget allows pairs only for the exact number.
+    The second result is the number of tokens of the rank that has most, rounded up so that similar batches
+    share an answer. It is not rounded if the budget allows pairs only for the exact number.
 
     batch: the routed batch.
     restore: the restore pair of the call.

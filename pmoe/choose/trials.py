@@ -72,6 +72,8 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
 class TrialBatch:
     """A routed batch: all that a trial needs, after gating and after ranks have exchanged their row counts.
 
+    A trial is a timed run of both passes.
+
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
@@ -113,8 +115,8 @@ class TrialBatch:
     def profile(self) -> Profile:
         """Returns the profile for this device and process group: measured rates of products and messages.
 
-        If there is none, it is measured first, in less memory than any step of the layer needs. Collective
-        the first time.
+        If there is none, it is measured first, in less memory than any step of the layer needs. The first
+        call is collective.
         """
         x_TM = self.inputs.x_TM
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
@@ -122,7 +124,7 @@ class TrialBatch:
     def stored_profile(self) -> Profile | None:
         """Returns the profile for this device and process group, or None; never measures one.
 
-        A profile has measured rates of matrix products and messages. Collective the first time.
+        A profile has measured rates of matrix products and messages. The first call is collective.
         """
         return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
@@ -209,7 +211,8 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing with which trials run: as `orders`, but no gradients of other modules are all-reduced.
+        """The routing with which trials run: like `orders`, but without all-reduces of other modules'
+        gradients.
 
         In a training step, a `pmoe.GradientReducer` all-reduces gradients of other modules during this
         layer's backward pass. The backward pass of a trial must not, because it does not belong to a training
@@ -409,10 +412,14 @@ class Trial:
         return make_backward(forward.plan, grad_TM, state, TrialBackward)
 
     def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
-        """Calls a function. Returns its result and its seconds, or (None, 0) if this rank is out of memory.
+        """Calls a function and measures its seconds, unless this rank has run out of memory.
 
-        If an earlier call ran out of memory (`failure` is set), the function is not called. If this call runs
-        out of memory, the error is stored in `failure`. All other errors are raised.
+        There are three cases:
+
+        - This rank ran out of memory in an earlier call (`failure` is set): the function is not called.
+          Returns (None, 0).
+        - It runs out of memory in this call: the error is stored in `failure`. Returns (None, 0).
+        - Otherwise: returns (result of the function, seconds). Any other error is raised.
         """
         if self.failure is not None:
             return None, 0.0
@@ -428,7 +435,9 @@ class Trial:
             return None, 0.0
 
     def _any_failed(self) -> bool:
-        """Returns whether any rank has run out of memory, and stores this in `has_failed`. Collective."""
+        """Returns whether any rank has run out of memory, and stores the answer in `has_failed`.
+        Collective.
+        """
         ranks = self.batch.modules.ranks
         own = [float(self.failure is not None)]
         [failed] = largest(
@@ -469,8 +478,8 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
 def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
     """Returns the choice with the lowest predicted peak, after testing that every rank has memory for it.
 
-    The test allocates the memory of a step and frees it again. It is for a layer whose other choices have all
-    run out of memory. Collective.
+    The test allocates the memory of a step and frees it again. The function is for a batch for which all
+    other choices have run out of memory. Collective.
 
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to choose from.

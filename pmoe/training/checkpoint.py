@@ -232,8 +232,7 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors by their names in the checkpoint; saved values are read into
-    them.
+    """Returns the optimizers' state tensors by their names in the checkpoint, to read saved values into.
 
     torch.distributed.checkpoint (DCP) reads the values later. An optimizer that made no step yet has no
     state, so its state is created first. If the checkpoint does not fit, the optimizers get back the state

@@ -1,17 +1,18 @@
 """pmoe's layers under DeepSpeed's ZeRO stages 0, 1 and 2, with DeepSpeed's groups and checkpoints.
 
-DeepSpeed averages most gradients over all ranks, and those of experts over the copies of an expert. It knows
-experts by the attributes `allreduce = False` and `group_name` of their parameters, in models that contain its
-own class `MoE`. So `initialize` puts a module of that class, without parameters, into each layer:
+DeepSpeed averages most gradients over all ranks, and those of experts over the copies of an expert. It
+recognises experts by the attributes `allreduce = False` and `group_name` of their parameters, in models that
+contain its own class `MoE`. So `initialize` puts a module of that class, without parameters, into each layer:
 
     layer                 MoELayer, built with group=deepspeed.group(ep_size)
       gate, experts       as without DeepSpeed; experts get group_name = "ep_size_N"
       deepspeed           `Marker`, a deepspeed.moe.layer.MoE: numbers and names of the experts
 
-In DeepSpeed's checkpoints each expert has a file of its own, so their weights load with another number of
-ranks for each copy of the experts. ZeRO's optimizer states load on as many ranks only.
+In DeepSpeed's checkpoints each expert has a file of its own, so their weights can be loaded with another
+number of ranks for each copy of the experts. ZeRO's optimizer states can be loaded only with the same number
+of ranks.
 
-Stage 3 is refused: DeepSpeed takes no module of the class MoE there.
+Stage 3 is refused, because DeepSpeed accepts no module of the class MoE there.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def initialize(
 def mark(model: nn.Module) -> None:
     """Marks the experts of a model for DeepSpeed. `initialize` does it; a second call changes nothing.
 
-    model: as for `initialize`.
+    model: a model whose MoE layers were built with ``group=group(ep_size)``, and which `pmoe.parallelize` has
+        not changed.
 
     Raises ValueError if the model has no MoE layer, or if a layer's experts are spread in another way.
     """
@@ -139,7 +141,7 @@ def mark(model: nn.Module) -> None:
 
 
 class Marker(MoE):  # type: ignore[misc]
-    """The answers to DeepSpeed's questions about a layer: numbers of experts, its group, names of experts.
+    """A module by which DeepSpeed recognises a layer with experts, and reads their number, names and group.
 
     It has no parameters and is never called.
 
@@ -155,11 +157,13 @@ class Marker(MoE):  # type: ignore[misc]
         self.expert_group_name = _name(self.ep_size)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Checks the order of ranks. DeepSpeed calls it when it makes an engine; groups are there already.
+        """Checks the order of ranks. DeepSpeed calls it when it makes an engine, to create groups of ranks.
+
+        The groups exist already, so nothing else is done.
 
         use_data_before_expert_parallel_: DeepSpeed's setting of that name.
 
-        Raises ValueError if it is True: the groups of the layers have the other order.
+        Raises ValueError if it is True, because the groups of the layers have the other order.
         """
         if use_data_before_expert_parallel_:
             raise ValueError(
@@ -170,8 +174,8 @@ class Marker(MoE):  # type: ignore[misc]
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns this rank's experts, each tensor under a name of its own, when DeepSpeed saves experts.
 
-        DeepSpeed then calls this method without arguments. The state dict of a whole model gets nothing from
-        this module, because the MoE layer adds the same tensors.
+        To save experts, DeepSpeed calls this method without arguments. With arguments, the method is called
+        for the state dict of a whole model, and returns nothing, because the MoE layer adds the same tensors.
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
@@ -182,7 +186,7 @@ class Marker(MoE):  # type: ignore[misc]
         }
 
     def forward(self, *_: object) -> None:
-        """Raises RuntimeError: the layer is called, and not this module in it."""
+        """Raises RuntimeError, because the layer must be called, not this module in it."""
         raise RuntimeError("pmoe.integrations.deepspeed.Marker must not be called: call the layer around it")
 
 

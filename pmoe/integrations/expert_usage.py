@@ -78,7 +78,7 @@ class ExpertUsage:
         self.watch(model)
 
     def watch(self, model: nn.Module) -> None:
-        """Counts also the calls of layers that were added to a model after this object was made.
+        """Also counts the calls of layers that were added to a model after this object was made.
 
         model: the model. Layers that are counted already are not counted twice.
 
@@ -103,7 +103,7 @@ class ExpertUsage:
         self._layers[layer].add(last.counts, last.ran.num_slots)
 
     def take(self, layer: MoELayer) -> LayerUsage:
-        """Returns the load of a layer's experts since the last `take`, on this rank, and resets it.
+        """Returns the load of a layer's experts since the last `take`, on this rank, and sets it back to 0.
 
         The host waits for row counts that are still on the device.
 
@@ -125,7 +125,10 @@ class ExpertUsage:
 
 
 class _Rows:
-    """The row counts of one layer, summed over its calls. The newest calls are added only when needed.
+    """The row counts of one layer, summed over its calls.
+
+    The counts of the newest calls may still be on the device. They are read and added later, so that calls do
+    not wait for the device.
 
     num_experts: number of experts of all ranks.
     """
@@ -138,7 +141,9 @@ class _Rows:
         self._max_vio = 0.0
 
     def add(self, counts: LastRowCounts, num_slots: int | None) -> None:
-        """Adds the row counts of a call. They may be on a device, and are read after `MOST_UNREAD` calls.
+        """Adds the row counts of a call.
+
+        They may be on a device, and are read only after `MOST_UNREAD` calls.
 
         counts: the row counts.
         num_slots: number of rows before any were dropped; None if it is not known.
@@ -213,13 +218,13 @@ WORST: Mapping[str, Callable[[Sequence[float]], float]] = {
 def load_numbers(usage: LayerUsage) -> dict[str, float]:
     """Returns a dict of numbers about the load of a layer's experts. Numbers that are not known are left out.
 
-    entropy            how evenly rows are spread over experts, from 0 to 1 (`entropy`)
-    max_share          fraction of all rows that the busiest expert has
-    active_fraction    fraction of the experts that have any rows
-    max_vio_micro      MaxVio (`max_violation`), a mean over calls and ranks
-    max_vio_global     MaxVio of the rows of all calls and ranks together
-    drop_rate          fraction of rows that were dropped
-    rank_imbalance     rows of the busiest rank / mean rows of a rank
+        entropy            how evenly rows are spread over experts, from 0 to 1 (`entropy`)
+        max_share          fraction of all rows that the busiest expert has
+        active_fraction    fraction of the experts that have any rows
+        max_vio_micro      MaxVio (`max_violation`), a mean over calls and ranks
+        max_vio_global     MaxVio of the rows of all calls and ranks together
+        drop_rate          fraction of rows that were dropped
+        rank_imbalance     rows of the busiest rank / mean rows of a rank
 
     usage: the row counts of the layer.
     """
@@ -263,8 +268,11 @@ def scalars_of(usages: Sequence[LayerUsage]) -> dict[str, float]:
 def reduced_numbers(usage: LayerUsage) -> list[float]:
     """Returns a layer's numbers as a flat list, to be summed over ranks.
 
-    They are the rows of each of E experts, the slots, the calls, and the sum of MaxVio over the calls. MaxVio
-    is (rows of the busiest expert / mean) - 1 in a call.
+    They are, in order: the number of rows of each of E experts; the number of rows before any were dropped;
+    the number of calls; and the sum over the calls of MaxVio, which is rows of the busiest expert / mean rows
+    of an expert - 1.
+
+    usage: the layer's load on this rank.
     """
     return [*usage.tokens_per_expert, usage.num_slots or 0, usage.num_calls, usage.max_vio_sum]
 

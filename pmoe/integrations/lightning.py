@@ -6,9 +6,9 @@ checkpoint is a folder, under the name that Lightning chooses:
     epoch=0-step=3.ckpt/
         lightning_3.ckpt    Lightning's dict without model and optimizers: loops, callbacks, schedulers
         step_00000003/      model and optimizers of all ranks, by `pmoe.save_checkpoint`
-        latest.json         names step_00000003; written last, so a kill leaves the checkpoint before whole
+        latest.json         names step_00000003; written last, so after a kill the older checkpoint is valid
 
-A training continues from it on any number of ranks that divides the number of experts.
+Training continues from it on any number of ranks that divides the number of experts.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns {}: `save_checkpoint` saves the model, and Lightning's dict has no part of it."""
+        """Returns {}, because `save_checkpoint` saves the model itself, outside of Lightning's dict."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns {}: `save_checkpoint` saves the optimizers."""
+        """Returns {}, because `save_checkpoint` saves the optimizers itself, outside of Lightning's dict."""
         return {}
 
     def save_checkpoint(
@@ -93,7 +93,10 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads Lightning's dict of a checkpoint, and remembers the folder for model and optimizers.
+        """Reads Lightning's dict of a checkpoint. Model and optimizers are loaded later from the same folder.
+
+        checkpoint_path: the folder of the checkpoint.
+        weights_only: passed on to Lightning.
 
         Raises ValueError if the path is not a folder that this strategy wrote.
         """
@@ -114,7 +117,7 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the model from the folder that `load_checkpoint` read.
+        """Loads the model from the folder that `load_checkpoint` was called for.
 
         Raises ValueError if ``strict`` is False, CheckpointError if the checkpoint does not fit the model.
         """
@@ -124,6 +127,6 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         load_checkpoint(self._loaded_from, self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizers from the folder that `load_checkpoint` read."""
+        """Loads the optimizers from the folder that `load_checkpoint` was called for."""
         assert self._loaded_from is not None
         load_checkpoint(self._loaded_from, self.lightning_module, list(self.optimizers))

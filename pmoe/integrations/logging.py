@@ -70,13 +70,13 @@ class Board:
     def show(self, scalars: Sequence[files.Row], step: int, statistics: Stats | None) -> None:
         """Writes the scalars of one or more steps, and the layers' statistics of the newest step.
 
+        Does nothing without scalars. The first call also makes TensorBoard hide what an earlier run wrote for
+        the step of the first scalar and later steps, because a continued run writes these steps a second
+        time.
+
         scalars: rows with the attributes step, name and value.
         step: the step of the statistics.
         statistics: the statistics; None if there are none for this step.
-
-        Does nothing without scalars. On the first call, TensorBoard is also told to hide what an earlier run
-        wrote for the step of the first scalar and later steps, because a continued run writes these steps a
-        second time.
         """
         if not scalars:
             return
@@ -256,8 +256,9 @@ class StatsWriter:
         return statistics
 
     def _write_routing(self, step: int, trace: Mapping[str, list[Tensor]]) -> None:
-        """Writes the choices of a step to this rank's file. A file that cannot be written stops nothing.
+        """Writes the choices of a step to this rank's file. If that fails, it only warns.
 
+        step: the number of the step.
         trace: by layer name, the experts (T, K) of each call: K of each of T tokens.
         """
         num_experts = {name: layer.num_experts for name, layer in layers_of(self._model).items()}
@@ -318,7 +319,7 @@ class StatsWriter:
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:
         """A context that turns an OSError into a warning, so that training goes on.
 
-        Only rank 0 writes files. An error on rank 0 alone would leave the other ranks waiting in a
+        Only rank 0 writes files. If an error stopped rank 0 alone, the other ranks would wait for it in a
         collective.
 
         otherwise: what happens to the lines that cannot be written, in words, for the warning.

@@ -217,7 +217,11 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
     sharded_state_dict = GroupedMLP.sharded_state_dict
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """Returns w1 (E_local, M, G) and w2 (E_local, H, M), as views of the parameters."""
+        """Returns views of the parameters in pmoe's shapes: w1 (E_local, M, G) and w2 (E_local, H, M).
+
+        There are E_local experts on this rank, M = hidden_size, H = moe_ffn_hidden_size, and G is H, or 2 H
+        for gated experts.
+        """
         size = self.config.hidden_size
         return self.weight1.view(self.num_local_experts, size, -1), self.weight2.view(
             self.num_local_experts, -1, size
@@ -240,10 +244,10 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         """Returns each token's weighted sum of its experts' outputs, (T, M).
 
         With Megatron's option ``delay_wgrad_compute``, backward computes the gradients of x_TM and weight_TK
-        only; call `backward_dw` for those of the weights.
+        only; call `backward_dw` for those of the experts' weights.
 
-        x_TM: (T, M), the tokens.
-        index_TK: (T, K), the experts of each token; E means no expert.
+        x_TM: (T, M), the T tokens with M = hidden_size columns.
+        index_TK: (T, K), the K experts of each token; the number of all experts means no expert.
         weight_TK: (T, K), the routing weights.
         """
         if getattr(self.config, "delay_wgrad_compute", False) and torch.is_grad_enabled():
@@ -253,9 +257,14 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         return self.run(x_TM, index_TK, weight_TK)
 
     def run(self, x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Runs the experts by `run_experts`, with all gradients in one backward pass.
+        """Returns each token's weighted sum of its experts' outputs, (T, M).
 
-        The arguments and the result are those of `forward`.
+        One backward pass of the result computes the gradients of the tokens, the routing weights and the
+        experts' weights.
+
+        x_TM: (T, M), the T tokens with M = hidden_size columns.
+        index_TK: (T, K), the K experts of each token; the number of all experts means no expert.
+        weight_TK: (T, K), the routing weights.
         """
         w1, w2 = self.views()
         return run_experts(
@@ -272,10 +281,11 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         )
 
     def backward_dw(self) -> None:
-        """Computes the gradients of the experts' weights for the oldest backward pass without them.
+        """Computes the gradients of the experts' weights, which a backward pass has left out.
 
-        Only with Megatron's option ``delay_wgrad_compute`` a backward pass leaves them out. Autograd adds
-        them to the parameters' gradients, so Megatron's hooks run. Does nothing if none are left to compute.
+        Backward leaves them out with Megatron's option ``delay_wgrad_compute``. Each call is for the oldest
+        backward pass without them. Autograd adds them to the parameters' gradients, so Megatron's hooks run.
+        Does nothing if none are left to compute.
         """
         if self._later:
             self._later.popleft()()

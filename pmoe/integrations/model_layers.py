@@ -1,4 +1,4 @@
-"""The MoE layers of a model: its submodules, and layers that integrations run beside it."""
+"""Finds the MoE layers of a model: its submodules, and layers that integrations keep outside of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ transformers' experts modules, for example, are run by layers outside of the mod
 
 
 def layers_of(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the MoE layers of a model by name: its submodules, then the layers of `finders`."""
+    """Returns the MoE layers of a model by name: its submodules, then layers that are kept outside of it.
+
+    Each function in `finders` returns some of the latter, for example layers that run transformers' experts
+    modules.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     for finder in finders:
         layers |= finder(model)

@@ -139,9 +139,10 @@ class _Replay:
         return replace(routing, expert=expert_TK, weight=router.weights_of(routing, expert_TK))
 
     def _first(self, routing: Routing) -> int | None:
-        """Returns the number of the recorded call for a call that is no second pass of a checkpoint.
+        """Returns the number of the recorded call to replay, if the call is no second pass of a checkpoint.
 
-        Returns None for a run in which a pipeline stage only finds its shapes: nothing is replayed.
+        Recorded calls are replayed in order. Returns None for a run in which a pipeline stage only finds its
+        shapes: nothing is replayed.
 
         routing: the routing that the gate has computed. Its hash is kept if a second pass may follow.
         """
@@ -159,7 +160,7 @@ class _Replay:
         return at
 
     def _again(self, routing: Routing) -> int | None:
-        """Returns the number of the recorded call for the second pass of an activation checkpoint.
+        """Returns the number of the recorded call to replay in the second pass of an activation checkpoint.
 
         Second passes come in any order. So the first pass that belongs to a second pass is found by its
         scores, which are equal bit for bit. The host waits for the device.

@@ -40,12 +40,15 @@ FORMAT = 1
 
 
 def _file(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Returns the path of a rank's file."""
+    """Returns the path of a rank's file in the folder of a trace."""
     return Path(folder) / f"rank_{rank:05d}.routing"
 
 
 def _dtype(num_experts: list[int]) -> np.dtype[Any]:
-    """Returns the type in which experts are stored, for these numbers of experts."""
+    """Returns the type in which numbers of experts are stored: 16 bits if all layers have few enough experts.
+
+    num_experts: the number of experts of each layer.
+    """
     return np.dtype("<u2" if max(num_experts) <= 1 << 16 else "<i4")
 
 
@@ -119,9 +122,11 @@ def traced_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 class _Recorder:
-    """A forward hook of a gate that passes the choices (T, K) of each call on to ``keep``.
+    """A forward hook of a gate that passes the choices of each call, (T, K), to the function ``keep``.
 
-    was_called: whether the gate was called while the hook was there.
+    There are T tokens with K choices each.
+
+    was_called: whether the gate was called while the hook was registered.
     """
 
     def __init__(self, keep: Callable[[Tensor], object]) -> None:
@@ -138,8 +143,11 @@ class _Recorder:
 def _writers(
     folder: str | os.PathLike[str], num_experts: Mapping[str, int]
 ) -> Iterator[list[Callable[[Tensor], None]]]:
-    """Returns a with-block with a function for each layer that appends choices (T, K) to this rank's file.
+    """Returns a with-block with a function for each layer that appends choices to this rank's file.
 
+    The choices of a call are (T, K), K experts for each of T tokens.
+
+    folder: the folder of the trace.
     num_experts: the number of experts by layer name.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,8 @@ def write_routing(
 ) -> None:
     """Writes a trace of this rank to a folder, for `read_routing`.
 
-    trace: by layer name, the experts (T, K) of each call.
+    folder: the folder of the trace.
+    trace: by layer name, the experts (T, K) of each call: K of each of T tokens.
     num_experts: the number of experts of each of these layers.
 
     Raises OSError if the file cannot be written.

@@ -295,12 +295,12 @@ def _is_session(value: Any) -> bool:
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
-    """Leaves out rows that a continued run has written again, and returns the others by ascending step.
+    """Returns the rows that are valid, by ascending step: of rows that were written twice, only the newer
+    ones.
+
+    A run that continues from an earlier step s writes the rows of step s and later steps a second time.
 
     rows: the rows in the order of the file.
-
-    A run that continues from an earlier step s writes the rows of step s and later steps a second time. Of
-    these steps only the newer rows are returned.
     """
     kept: list[Row] = []
     for row in rows:

@@ -336,7 +336,8 @@ def _predicted(layer: MoELayer, ran: RunReport) -> tuple[PredictedMemory | None,
 
     Returns None and a text with the reason if no prediction is possible.
 
-    ran: how the last call was run.
+    layer: the layer.
+    ran: the report of how the last call was run.
     """
     if ran.path != "pipeline":
         return None, f"memory of the path {ran.path!r} is not predicted"
@@ -369,9 +370,10 @@ def _drop_rate(kept: int, num_slots: int | None) -> float | None:
 
 
 def _tensors(layer: MoELayer, ran: RunReport) -> dict[str, int]:
-    """Returns the bytes of T_I, T_DI, T_M, T_DO and T_O on this rank, by name (see `LayerStats`).
+    """Returns the bytes on this rank of T_I, T_DI, T_M, T_DO and T_O, by name (`LayerStats` explains them).
 
-    ran: how the last call was run.
+    layer: the layer.
+    ran: the report of how the last call was run.
     """
     counts = layer.row_counts
     element_size = ran.dtype.itemsize
@@ -451,8 +453,8 @@ def _marks(layer: MoELayer) -> list[int]:
 def _is_spread(layer: MoELayer) -> bool:
     """Returns whether all ranks together form one layer, so that its gate must be the same on each of them.
 
-    False if the layer is on a single rank and was not parallelized: then each rank may have a model of its
-    own.
+    False if the layer is on a single rank and was not parallelized, because each rank may then have a model
+    of its own.
     """
     return layer.ranks.size > 1 or layer.layer_modules.experts.is_parallelized
 
@@ -486,12 +488,16 @@ def _warn_of_values(
 def _numbers(layer_stats: LayerStats) -> list[float]:
     """Returns the numbers of one layer that are summed over ranks, in a fixed order.
 
-    1   num_slots
-    4   forward pass: 1 if it was recorded; seconds of the pass, of its communication, and of
-        communication without computation at the same time. All four are 0 if it was not recorded
-    4   backward pass: the same
-    E   rows of each of the E experts
-        with a usage, the numbers of `reduced_numbers`
+    The list has
+
+        1   num_slots
+        4   forward pass: 1 if it was recorded; seconds of the pass, of its communication, and of
+            communication without computation at the same time. All four are 0 if it was not recorded
+        4   backward pass: the same
+        E   rows of each of the E experts
+            the numbers of `reduced_numbers`, if the layer has a usage (counts of all calls)
+
+    layer_stats: the statistics of the layer on this rank.
     """
     numbers: list[float] = [layer_stats.num_slots or 0]
     for seen in (layer_stats.forward, layer_stats.backward):
@@ -505,8 +511,7 @@ def _with_numbers(layer_stats: LayerStats, num_local: int, numbers: Sequence[flo
 
     layer_stats: the statistics of this rank.
     num_local: number of experts of a rank.
-    numbers: sums over all ranks: num_slots, four numbers about each pass, rows by expert, and perhaps those
-        of the usage, as `_numbers` orders them.
+    numbers: sums over all ranks of the lists that `_numbers` returns.
     """
     num_slots = None if layer_stats.num_slots is None else round(numbers[0])
     num_experts = len(layer_stats.tokens_per_expert)

@@ -82,8 +82,10 @@ def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks
 def for_inference(config: Any) -> Any:
     """Returns a model's configuration for a checkpoint, changed so that every process holds all experts.
 
-    Processes that build the model from it for generate or eval-lm need nothing of each other. With experts
+    Processes that build the model from it, for generate or eval-lm, do not communicate. If experts were
     spread over them, they would wait for each other, because their batches differ.
+
+    config: the configuration of the model.
     """
     if isinstance(config, Namespace):
         return Namespace(**{**vars(config), "moe_expert_parallel": "false"})
@@ -111,12 +113,13 @@ def _changed(
 ) -> dict[str, Any]:
     """Returns an optimiser's state dict in which the tensors of experts are replaced.
 
-    state: the state dict.
-    num_parts: number of ranks whose experts ``state`` holds: 1, or all ranks that share the experts.
-    change: function from a tensor and this rank's number of experts to the new tensor.
-
     A tensor is replaced if it belongs to a parameter with the attribute ``expert`` and has one entry for each
     expert along dimension 0.
+
+    optimizer: the optimiser.
+    state: its state dict.
+    num_parts: number of ranks whose experts ``state`` holds: 1, or all ranks that share the experts.
+    change: function from a tensor and this rank's number of experts to the new tensor.
     """
     changed = {**state, "state": dict(state["state"])}
     for own_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -135,11 +138,11 @@ def _changed(
 def _gathered(own: Tensor, ranks: Ranks) -> Tensor | None:
     """Returns a tensor of experts concatenated over all ranks, on rank 0's host; None on other ranks.
 
-    own: the tensor with this rank's experts along dimension 0, any shape.
-    ranks: the ranks that together hold all experts.
-
     The caller gathers one tensor after the other, so that no more than one whole tensor is on the device at a
     time.
+
+    own: the tensor with this rank's experts along dimension 0, any shape.
+    ranks: the ranks that together hold all experts.
     """
     own = own.detach().contiguous()
     if dist.get_rank() != ranks.rank:

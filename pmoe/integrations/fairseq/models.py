@@ -53,9 +53,9 @@ class FeedForwardExperts(MoELayer):
     """
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Returns the experts' output (L, B, M) for the tokens x (L, B, M).
+        """Returns the experts' output, (L, B, M), for the tokens x, (L, B, M).
 
-        Letters: L positions, B sequences, M = d_model.
+        There are L positions, B sequences, M = d_model.
 
         mask: (L, B) bool, True for tokens that go to experts. None stands for all tokens but padding.
         """

@@ -1,7 +1,8 @@
-"""The --moe options of the command line: one for each argument of `pmoe.MoELayer`, and those of `PLACES`.
+"""The --moe options of the command line: one for each argument of `pmoe.MoELayer`, and a few more.
 
 ``--moe-top-k 2``, for example, is the argument top_k=2. Names, defaults and help texts are read from the
-layer's signature and docstring, so a new argument of the layer is an option without any change here.
+layer's signature and docstring, so a new argument of the layer is an option without any change here. The
+other options are those of `PLACES`: which layers of a model have experts, and which ranks hold them.
 
 Values are strings: ``true``, ``false``, ``none``, numbers, lists such as ``0,0,1,1``, pairs such as
 ``keep/recompute`` (a `pmoe.Restore`), or words.
@@ -101,9 +102,10 @@ def layer_arguments(config: Any) -> dict[str, Any]:
 
 
 def value_of(config: Any, option: CommandOption) -> Any:
-    """Returns the value of an option; its default if the configuration lacks it, as older checkpoints do.
+    """Returns the value of an option; its default if the configuration lacks it, as in older checkpoints.
 
     config: the model's options.
+    option: the option.
 
     Raises ValueError if the option's text cannot be parsed.
     """
@@ -115,7 +117,9 @@ def value_of(config: Any, option: CommandOption) -> Any:
 
 
 def places(config: Any) -> Mapping[str, Any]:
-    """Returns the options that say which of a model's layers have experts (`PLACES`), as {name: value}.
+    """Returns the options that say which of a model's layers have experts, and which ranks hold them.
+
+    The result is a dict {name: value} of the options in `PLACES`.
 
     config: all options of the model.
     """

@@ -1,8 +1,8 @@
 """Makes ``import fairseq`` (0.12.2) work in Python 3.11 and later.
 
 fairseq's configurations are dataclasses with fields whose defaults are instances of other dataclasses. Since
-Python 3.11, a dataclass field must not have a default without a hash, and a dataclass that compares by value
-has no hash. Python 3.10 refused only lists, dicts and sets as defaults.
+Python 3.11, a dataclass refuses a default that has no hash, and a dataclass that compares by value has no
+hash. Python 3.10 refused only lists, dicts and sets as defaults.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 def allow_fairseq_defaults() -> None:
-    """Lets fairseq's dataclasses be defaults of dataclass fields, by giving them the hash of plain objects.
+    """Makes Python accept fairseq's dataclasses as defaults of dataclass fields, by giving them a hash.
 
-    Call this function before fairseq is imported. A second call does nothing. Before Python 3.11 nothing is
-    needed, and it does nothing.
+    It is the hash of plain objects. Call this function before fairseq is imported. A second call does
+    nothing. Before Python 3.11 nothing is needed, and it does nothing.
     """
     if sys.version_info < (3, 11) or getattr(dataclasses, "_allows_fairseq_defaults", False):
         return

@@ -138,10 +138,10 @@ def history_of(run: Run) -> History:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Returns the name of each layer on the page, by its full name.
+    """Returns for each layer's full name a shorter one, to be shown on the page.
 
     If any name is longer than `LONG_NAME`, "…" replaces parts at both ends that all names have in common. If
-    what is left would begin with a number, the part before it stays, too, because it names the list of
+    the rest of a name would begin with a number, the part before it stays, too, because it names the list of
     modules that the number belongs to.
 
     Example: "model.decoder.layers.0.feed_forward" and "model.decoder.layers.1.feed_forward" become
@@ -166,11 +166,11 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """Returns the ranges of steps in which a layer ran with the same settings, as texts for a table.
 
-    rows: the rows of one layer, by ascending step.
-
     Each range is (steps, path, n of forward, n of backward, restore pair): path is the code that ran, n the
-    number of chunks, and the restore pair says how backward got the dispatched rows (T_DI) and the hidden
+    number of chunks. The restore pair says how backward got the dispatched rows (T_DI) and the hidden
     activation (T_M): kept, offloaded, sent or computed again.
+
+    rows: the rows of one layer, by ascending step.
     """
     groups = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
     return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in groups]
@@ -179,8 +179,8 @@ def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
 def _how(row: Row) -> tuple[str, ...]:
     """Returns the settings of a layer at a step: path, n of forward, n of backward, restore pair, as texts.
 
-    Path is the code that ran, n the number of chunks, and the restore pair says how backward got the
-    dispatched rows (T_DI) and the hidden activation (T_M): kept, offloaded, sent or computed again.
+    Path is the code that ran, n the number of chunks. The restore pair says how backward got the dispatched
+    rows (T_DI) and the hidden activation (T_M): kept, offloaded, sent or computed again.
     """
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None

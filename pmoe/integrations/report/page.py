@@ -104,7 +104,7 @@ def _load_charts(history: History) -> list[str]:
 
 
 def _usage_charts(history: History) -> list[str]:
-    """Returns charts of the numbers about all calls of a step: mean and worst value over the layers."""
+    """Returns charts of how evenly experts were used in all calls of a step: mean and worst of the layers."""
     drawn = []
     for name, title in USAGE.items():
         curves = {
@@ -243,7 +243,7 @@ def _communication(history: History) -> list[str]:
 def _tensors(history: History) -> list[tuple[str, list[int]]]:
     """Returns the data of a bar chart of memory: (layer's name, bytes of each tensor in `TENSORS`).
 
-    Bytes are those of rank 0 at the last logged step.
+    The bytes are those of rank 0 at the last logged step.
     """
     rows = [(name, row) for name, row in history.latest.items() if row.T_I_bytes is not None]
     return [(name, [getattr(row, f"{tensor}_bytes") or 0 for tensor in files.TENSORS]) for name, row in rows]
@@ -291,7 +291,7 @@ def _others(history: History) -> list[str]:
 
 
 def _as_built(run: files.Run) -> tuple[dict[str, Any], list[list[str]]]:
-    """Returns the options of the layers: those that all layers share, and a table of the others.
+    """Returns the options with which the layers were built: those that all share, and a table of the others.
 
     The first row of the table is its header.
     """

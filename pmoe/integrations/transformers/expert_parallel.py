@@ -62,11 +62,12 @@ class PipelinedEP(EPImplementation):
 
 
 def _part(batch: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's part of the rows of a tensor. All ranks of ``mesh`` hold the whole tensor.
-
-    batch: the tensor, split along dimension 0, of any shape.
+    """Returns this rank's part of the rows of a tensor that all ranks of ``mesh`` hold as a whole.
 
     In backward, every rank gets the gradients of all parts.
+
+    batch: the whole tensor, of any shape. It is split along dimension 0.
+    mesh: the ranks that hold it.
     """
     shared = DTensor.from_local(batch, mesh, [Replicate()], run_check=False)
     part: Tensor = shared.redistribute(placements=[Shard(0)]).to_local()

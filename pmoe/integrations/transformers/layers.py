@@ -96,13 +96,14 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Runs an experts module by pmoe, without looking for padding. Returns (T, M).
+    """Runs an experts module by pmoe, padding included. Returns (T, M) for T tokens of width M.
 
-    module, group: as in `run_module`: the experts module, and the ranks over which its experts are spread.
-    hidden_states: (T, M), T tokens of width M.
+    module: the experts module.
+    group: the ranks over which its experts are spread; None if this rank holds all.
+    hidden_states: (T, M), the tokens.
     top_k_index, top_k_weights: (T, K), the K experts of each token and their weights.
 
-    Raises ValueError as `run_module` does.
+    Raises ValueError if pmoe does not know the layout of the module's weights, or for a wrong routing.
     """
     if group is None:
         y = _run_few(module, hidden_states, top_k_index, top_k_weights)
@@ -122,10 +123,11 @@ def _run(
 
 @dataclass(frozen=True)
 class _Known:
-    """The layout of an experts module that `borrow` has checked.
+    """The layout of an experts module, which `borrow` has checked, to read its tensors without a new check.
 
-    tensors: the module's tensors by their name in `Stacks`: (name in the module, weak reference).
-    transposed: as in `Stacks`.
+    tensors: for each of the names w1, w2, b1 and b2 that the module has: (the tensor's name in the module,
+        weak reference to the tensor).
+    transposed: whether a weight has the dimensions (experts, in, out), not (experts, out, in).
     activation: the name of an activation of pmoe; None if the module's own function is called.
     """
 
@@ -135,7 +137,9 @@ class _Known:
 
     @staticmethod
     def of(module: nn.Module, stacks: Stacks) -> _Known:
-        """Returns the layout of a module whose tensors ``stacks`` has. It does not keep the module alive."""
+        """Returns the layout of a module whose tensors ``stacks`` has. The result does not keep the module
+        alive.
+        """
         names = {id(tensor): name for name, tensor in module._parameters.items() if tensor is not None}
         own = {key: (names.get(id(tensor), ""), weakref.ref(tensor)) for key, tensor in stacks.named.items()}
         name = stacks.activation if isinstance(stacks.activation, str) else None
@@ -163,10 +167,13 @@ def _run_few(
 ) -> Tensor | None:
     """Runs a call of few rows without gradients, such as a step of decoding. Returns (T, M).
 
-    Returns None if the call has many rows or needs gradients, if the module's layout was not checked yet, or
-    if tensors do not fit: the usual way then runs the call, or names the mistake.
+    T is the number of tokens, M their width. Returns None if the call has many rows or needs gradients, if
+    the module's layout was not checked yet, or if tensors do not fit. The caller then runs the call in the
+    usual way, which also raises the errors.
 
-    The arguments are those of `_run`.
+    module: the experts module.
+    hidden_states: (T, M), the tokens.
+    top_k_index, top_k_weights: (T, K), the K experts of each token and their weights.
     """
     known = None if torch.is_grad_enabled() else _known.get(module)
     stacks = None if known is None else known.stacks(module)

@@ -156,7 +156,7 @@ def _check_layers(owner: nn.Module | None) -> None:
 
 
 def _of_owner(owner: nn.Module) -> CallPadding:
-    """Returns the `CallPadding` of a model. Makes one and registers its hooks if the model has none."""
+    """Returns the `CallPadding` of a model. If the model has none, makes one and registers its hooks."""
     for hook in owner._forward_pre_hooks.values():
         padding = getattr(hook, "__self__", None)
         if isinstance(padding, CallPadding):
@@ -221,8 +221,8 @@ class TokenRows:
 class CallPadding:
     """The forward hooks of one model, which store the rows of tokens for the experts inside the model.
 
-    The rows are stored for each thread, by this object as key. The object itself has no state, because
-    several threads may call the model, and recomputations of checkpoints run in autograd's threads.
+    The rows are stored separately for each thread, with this object as key. The object itself has no state,
+    because several threads may call the model, and recomputations of checkpoints run in autograd's threads.
     """
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -315,7 +315,7 @@ class Carrying:
 
 @contextmanager
 def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
-    """A context in which ``rows`` are this thread's rows of tokens. At its end the earlier rows return."""
+    """A context in which this thread's rows of tokens are ``rows``; its end restores the earlier rows."""
     before = _calls.by_padding
     _calls.by_padding = dict(rows)
     try:
@@ -376,11 +376,13 @@ def _run_tokens(
 ) -> Tensor:
     """Runs experts for the rows that are tokens. Returns outputs (T, M), with zeros for padding.
 
-    padding: the key of the model's rows in this thread. The other arguments are those of `run_tokens`: T rows
-        of width M with K experts each.
+    There are T rows of width M, with K experts each. torch.compile leaves this function out of its graphs,
+    because the number of tokens is known only at run time.
 
-    torch.compile leaves this function out of its graphs, because the number of tokens is known only at run
-    time.
+    padding: the object under which the model's hooks have stored which rows of this call are tokens.
+    run: computes the outputs of the rows that it gets.
+    hidden_states: (T, M), the rows.
+    top_k_index, top_k_weights: (T, K), the experts of each row and their weights.
     """
     rows = _calls.by_padding.get(padding)
     if rows is None or not all(

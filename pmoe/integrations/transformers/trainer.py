@@ -8,8 +8,8 @@ rank. Here each checkpoint folder of the Trainer has one more folder, which `pmo
         trainer_state.json                   steps, epochs and logs, which transformers writes
         pmoe/step_N/                         model, optimizer, scheduler and random states of all ranks
 
-The Trainer's own code decides when to save and which checkpoints to delete, and skips the data of steps that
-were made before.
+The Trainer's own code decides when to save and which checkpoints to delete. When training is resumed, the
+Trainer also skips the data of the steps that were already made.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class SpreadCheckpoints(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the whole model, with the experts of all ranks, as from_pretrained loads it.
 
-        The Trainer calls this method for its checkpoints, too. A model without save_pretrained, which is no
-        model of transformers, is not written there, because pmoe's part of the checkpoint has its weights.
+        The Trainer also calls this method for its checkpoints. A model without save_pretrained, which is no
+        model of transformers, is then not written, because pmoe's part of the checkpoint has its weights.
 
         output_dir: the folder; None is that of the TrainingArguments.
         """
@@ -97,9 +97,10 @@ class SpreadCheckpoints(Trainer):
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Checks that a folder can be resumed from. `_load_optimizer_and_scheduler` loads all of it.
+        """Checks that training can be resumed from a folder. `_load_optimizer_and_scheduler` loads all of it.
 
-        Raises ValueError, with the newest complete checkpoint beside it, if a part of the folder is missing.
+        Raises ValueError if a part of the folder is missing. The message names the newest complete checkpoint
+        beside it.
         """
         path = Path(resume_from_checkpoint)
         if _is_complete(path):
@@ -117,7 +118,7 @@ class SpreadCheckpoints(Trainer):
         )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads a checkpoint: the model, too, the optimizer, the scheduler and the loss scale.
+        """Loads the model, the optimizer, the scheduler and the loss scale of a checkpoint.
 
         The random states are only read. The Trainer sets them later, by `_load_rng_state`.
 
@@ -158,7 +159,7 @@ class SpreadCheckpoints(Trainer):
             self._generators = None
 
     def _own_model(self) -> nn.Module:
-        """Returns the model of the Trainer. Before and during a training it is there."""
+        """Returns the model of the Trainer, which must not be None."""
         assert self.model is not None
         return self.model
 
@@ -183,9 +184,13 @@ def _step_of(path: Path) -> int:
 def _load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
     """Loads the state of a learning-rate scheduler, also into another number of parameter groups.
 
-    The Trainer makes more groups if experts are spread, because an optimizer may take no mixture of meshes in
-    a group. Lists with a value for each group are then not loaded: the learning rates are those of the
-    optimizer's groups, which were loaded before, and functions of the scheduler stay as this run made them.
+    The number may differ, because the Trainer makes more groups if experts are spread: an optimizer cannot
+    take parameters of several meshes in one group. Lists with a value for each group are then not loaded.
+    Instead, the learning rates are those of the optimizer's groups, which were loaded before, and functions
+    of the scheduler stay as this run made them.
+
+    scheduler: the scheduler, which is changed.
+    saved: its saved state.
     """
     own = scheduler.state_dict()
     groups = scheduler.optimizer.param_groups

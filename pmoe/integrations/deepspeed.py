@@ -200,6 +200,7 @@ def _take_experts(layer: MoELayer, state: dict[str, Tensor], prefix: str, *_: ob
     DeepSpeed has written rank 0's state dict for all ranks, and beside it a file for each expert. It has put
     this rank's experts into ``state``, numbered from 0. Here they are copied, and replace those of rank 0.
 
+    layer: the layer that loads its state.
     state: the state dict, which is changed.
     prefix: the name of the layer in the model, with a dot at the end.
     """

@@ -198,6 +198,8 @@ class StatsWriter:
         """Makes the folder, locks it for this writer, and prepares its files. Called on rank 0 only.
 
         A line that an earlier run left incomplete is cut off, and this start of the run is added to run.json.
+
+        tensorboard: whether to write event files, too.
         """
         if tensorboard:
             self._board = Board(self.folder / "tensorboard")
@@ -298,7 +300,7 @@ class StatsWriter:
             self._scalars += [(step, files.POOL_PEAK, device), (step, files.HOST_POOL_PEAK, host)]
 
     def _write(self, otherwise: str, statistics: Stats | None = None) -> None:
-        """Writes all stored lines to the files, and to TensorBoard if there is a board.
+        """Writes all stored lines to the CSV files, and to TensorBoard's event files if the writer has any.
 
         otherwise: what happens to the lines if they cannot be written, in words, for the warning.
         statistics: the statistics of the last step, for TensorBoard; None if there are none.

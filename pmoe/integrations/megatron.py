@@ -186,10 +186,13 @@ class PmoeMoELayer(MoELayer):  # type: ignore[misc]
 class PmoeExperts(MegatronModule):  # type: ignore[misc]
     """The routed experts of one rank: run by pmoe, with weights in the layout of Megatron's GroupedMLP.
 
-    GroupedMLP stores the weights of all experts as matrices. Their memory is that of stacked weights:
+    GroupedMLP stores the weights of all experts as matrices. In memory they are the weights of one expert
+    after the other:
 
         weight1   (M, E_local * G), memory of (E_local, M, G), G = H columns, or 2 H for gated experts
         weight2   (E_local * H, M), memory of (E_local, H, M)
+
+    Letters: E_local experts of this rank, M = hidden_size, H = moe_ffn_hidden_size.
     """
 
     def __init__(self, num_local_experts: int, config: Any, groups: Any, options: dict[str, Any]) -> None:
@@ -283,9 +286,9 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
     def backward_dw(self) -> None:
         """Computes the gradients of the experts' weights, which a backward pass has left out.
 
-        Backward leaves them out with Megatron's option ``delay_wgrad_compute``. Each call is for the oldest
-        backward pass without them. Autograd adds them to the parameters' gradients, so Megatron's hooks run.
-        Does nothing if none are left to compute.
+        Backward leaves them out with Megatron's option ``delay_wgrad_compute``. If several backward passes
+        did, each call of this method computes the gradients of the oldest of these. Autograd adds them to the
+        parameters' gradients, so Megatron's hooks run. Does nothing if no gradients are missing.
         """
         if self._later:
             self._later.popleft()()

@@ -105,8 +105,8 @@ class _Replay:
 
     name: the name of the layer.
     layer: the layer.
-    calls: for each recorded call, the experts of its tokens, (T, K) integers, -1 for tokens that are not
-        replayed.
+    calls: for each recorded call, K experts of each of its T tokens, (T, K) integers; -1 for tokens that are
+        not replayed.
     mask: for each recorded call, (T,) bool, False for tokens that are not replayed; None if all are.
     num_done: number of calls that were replayed so far.
     """
@@ -139,7 +139,7 @@ class _Replay:
         return replace(routing, expert=expert_TK, weight=router.weights_of(routing, expert_TK))
 
     def _first(self, routing: Routing) -> int | None:
-        """Returns the number of the recorded call to replay, if the call is no second pass of a checkpoint.
+        """Returns the index of the next recorded call, for a call that is no second pass of a checkpoint.
 
         Recorded calls are replayed in order. Returns None for a run in which a pipeline stage only finds its
         shapes: nothing is replayed.
@@ -160,7 +160,7 @@ class _Replay:
         return at
 
     def _again(self, routing: Routing) -> int | None:
-        """Returns the number of the recorded call to replay in the second pass of an activation checkpoint.
+        """Returns the index of the recorded call to replay in the second pass of an activation checkpoint.
 
         Second passes come in any order. So the first pass that belongs to a second pass is found by its
         scores, which are equal bit for bit. The host waits for the device.
@@ -194,9 +194,9 @@ class _Replay:
     def _experts(self, at: int, live_TK: Tensor) -> Tensor:
         """Returns the experts of a call, (T, K) int64: the recorded ones for tokens that are replayed.
 
-        Tokens that are not replayed get the gate's own choices.
+        Tokens that are not replayed get the gate's own choices. There are T tokens with K experts each.
 
-        at: the number of the recorded call.
+        at: the index of the recorded call.
         live_TK: (T, K) int64, the gate's own choices.
 
         Raises ValueError if the recorded call has another shape.
@@ -277,9 +277,9 @@ def _listed(names: Mapping[str, object]) -> str:
 
 
 def _mask(at: int, mask: Any) -> Tensor:
-    """Checks the mask of one call, and returns it, (T,) bool.
+    """Checks the mask of one call, and returns it: (T,) bool, with an element for each of T tokens.
 
-    at: the number of the call, for errors.
+    at: the index of the call, for errors.
 
     Raises TypeError or ValueError if it is no bool tensor with one dimension.
     """
@@ -291,11 +291,11 @@ def _mask(at: int, mask: Any) -> Tensor:
 
 
 def _call(what: str, expert_TK: Any, layer: MoELayer) -> Tensor:
-    """Checks the recorded experts of one call of a layer, and returns them, (T, K) integers.
+    """Checks the recorded experts of one call, and returns them: (T, K) integers, K for each of T tokens.
 
     what: their place in the trace, for errors.
     expert_TK: the recorded experts, as the user passed them.
-    layer: the layer.
+    layer: the layer that was called.
 
     Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1.
     """
@@ -385,8 +385,9 @@ def engine_routing(
         trace = pmoe.engine_routing([routes], names, num_tokens=[len(token_ids)])
 
     Args:
-        calls: for each call of the training, the experts (T, L, K) of its tokens, as integers of any dtype.
-            If a call has several sequences, one after the other, it may be a list of such tensors.
+        calls: for each call of the training, the K experts of each of its T tokens in each of the engine's L
+            layers: (T, L, K), integers of any dtype. If a call has several sequences, one after the other, it
+            may be a list of such tensors.
         layers: the name in the model of each of the engine's L layers. None leaves a layer out, for example a
             layer without experts, of another pipeline stage, or for the prediction of several tokens.
         num_tokens: for each call the number of tokens in training, or a list with the number of each
@@ -429,7 +430,9 @@ def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
 def _call_of_engine(at: int, call: Any, length: Any, num_layers: int) -> Tensor:
     """Returns the experts of one call, (T, L, K) int64, with -1 for tokens that the engine did not route.
 
-    at: the number of the call, for errors.
+    Letters: T tokens of the call, L layers of the engine, K experts of each token.
+
+    at: the index of the call, for errors.
     call: (T, L, K) integers, or a list of such tensors, one for each sequence.
     length: the number of tokens of the call in training, or a list with the number of each sequence; None if
         the engine has all tokens.

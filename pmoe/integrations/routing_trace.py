@@ -63,10 +63,10 @@ def record_routing(
         with pmoe.replay_routing(model, trace):
             logits = model(tokens)
 
-    The block's value is the trace: by layer name, the choices (T, K) int64 of each of the layer's calls, on
-    the device of the tokens. With a folder, each rank writes a file of its own instead, and replaces the one
-    of an earlier block; the dict stays empty, and `read_routing` returns the trace. On CUDA the host then
-    waits for the device in each call.
+    The block's value is the trace: by layer name, a list with an int64 tensor (T, K) for each of the layer's
+    calls, the K experts of each of T tokens, on the device of the tokens. With a folder, each rank writes a
+    file of its own instead, and replaces the one of an earlier block; the dict stays empty, and
+    `read_routing` returns the trace. On CUDA the host then waits for the device in each call.
 
     Nothing is communicated. Choices are recorded before a capacity drops any. The recomputation of an
     activation checkpoint is not recorded, and neither is the run in which a pipeline stage finds its shapes.

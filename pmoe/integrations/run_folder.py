@@ -295,10 +295,10 @@ def _is_session(value: Any) -> bool:
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows that are valid, by ascending step: of rows that were written twice, only the newer
-    ones.
+    """Returns the valid rows, by ascending step: those that no later row of the file replaces.
 
-    A run that continues from an earlier step s writes the rows of step s and later steps a second time.
+    A run that continues from an earlier step s writes the rows of step s and later steps a second time. The
+    newer rows then replace all older rows of these steps.
 
     rows: the rows in the order of the file.
     """

@@ -488,7 +488,7 @@ def _warn_of_values(
 def _numbers(layer_stats: LayerStats) -> list[float]:
     """Returns the numbers of one layer that are summed over ranks, in a fixed order.
 
-    The list has
+    The list has, with the number of entries on the left:
 
         1   num_slots
         4   forward pass: 1 if it was recorded; seconds of the pass, of its communication, and of

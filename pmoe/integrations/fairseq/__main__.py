@@ -97,7 +97,8 @@ def leave_groups() -> None:
 def _print_options() -> None:
     """Prints every --moe option with its default and its description.
 
-    fairseq's own --help cannot: it ends before fairseq has read the options of the chosen architecture.
+    fairseq's own --help cannot print them, because it ends before fairseq has read the options of the chosen
+    architecture.
     """
     from pmoe.integrations.fairseq.options import PLACES, layer_options
 

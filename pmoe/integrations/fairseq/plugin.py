@@ -210,10 +210,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return state
 
     def load_checkpoint(self, filename: str, *args: Any, **options: Any) -> Any:
-        """Loads a checkpoint as fairseq does, and what trials of ``--moe-pipeline true`` found before it.
+        """Loads a checkpoint as fairseq does, with results of earlier trials (``--moe-pipeline true``).
 
-        Batches of sizes that were tried before then need no trials, and take the same number of chunks. Every
-        rank must call this method.
+        A trial tries numbers of chunks for batches of one size. Batches of a size with results take the
+        number of chunks that was found, without new trials. Every rank must call this method.
 
         Returns the checkpoint's extra state; None if there is no checkpoint.
         """

@@ -15,17 +15,20 @@ from typing import Any
 def allow_fairseq_defaults() -> None:
     """Makes Python accept fairseq's dataclasses as defaults of dataclass fields, by giving them a hash.
 
-    It is the hash of plain objects. Call this function before fairseq is imported. A second call does
-    nothing. Before Python 3.11 nothing is needed, and it does nothing.
+    The hash is that of plain objects. Call this function before fairseq is imported. A second call does
+    nothing. Neither does any call before Python 3.11, where no change is needed.
     """
     if sys.version_info < (3, 11) or getattr(dataclasses, "_allows_fairseq_defaults", False):
         return
     get_field = dataclasses._get_field  # type: ignore[attr-defined]
 
     def get_field_of_fairseq(cls: type, name: str, *rest: Any) -> Any:
-        """Gives the class of the field's default a hash if the class is fairseq's.
+        """Gives the default of a dataclass field a hash if its class is fairseq's, then reads the field.
 
-        Then calls dataclasses._get_field, which this function replaces.
+        It replaces dataclasses._get_field, and calls it with the same arguments.
+
+        cls: the dataclass.
+        name: the name of the field.
         """
         default = getattr(cls, name, None)
         if isinstance(default, dataclasses.Field):

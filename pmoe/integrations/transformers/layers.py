@@ -137,9 +137,7 @@ class _Known:
 
     @staticmethod
     def of(module: nn.Module, stacks: Stacks) -> _Known:
-        """Returns the layout of a module whose tensors ``stacks`` has. The result does not keep the module
-        alive.
-        """
+        """Returns the layout of a module with the tensors ``stacks``. It does not keep the module alive."""
         names = {id(tensor): name for name, tensor in module._parameters.items() if tensor is not None}
         own = {key: (names.get(id(tensor), ""), weakref.ref(tensor)) for key, tensor in stacks.named.items()}
         name = stacks.activation if isinstance(stacks.activation, str) else None
@@ -165,7 +163,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 def _run_few(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor | None:
-    """Runs a call of few rows without gradients, such as a step of decoding. Returns (T, M).
+    """Runs an experts module for a few rows without gradients, such as a step of decoding. Returns (T, M).
 
     T is the number of tokens, M their width. Returns None if the call has many rows or needs gradients, if
     the module's layout was not checked yet, or if tensors do not fit. The caller then runs the call in the

@@ -33,9 +33,10 @@ def fastest_dispatch(
 ) -> ExchangeName:
     """Returns the name of the fastest all-to-all (flat or hierarchical), the same on every rank. Collective.
 
-    The ranks exchange the names of their nodes. Rank 0 then compares the all-to-alls by its stored profile,
-    the link speeds that `pmoe profile` measured, and logs the reason of its choice. The flat all-to-all, in
-    which each row is sent directly to its rank, is taken without a comparison in these cases:
+    A flat all-to-all sends each row directly to its rank. A hierarchical one sends rows between nodes by way
+    of other ranks of the node. The ranks exchange the names of their nodes. Rank 0 then compares the
+    all-to-alls by its stored profile, the link speeds that `pmoe profile` measured, and logs the reason of
+    its choice. The flat all-to-all is taken without a comparison in these cases:
 
     - there is one node, or each node has one rank, or nodes have different numbers of ranks;
     - an option of the layer works with the flat all-to-all only (`ONLY_FLAT`);

@@ -232,8 +232,8 @@ def _measure_part(
     choices: the numbers of chunks and restore pairs to try, each once.
     share: the fraction of the batch's tokens on which trials run. Fewer tokens are used if those tokens need
         more than ``allowed`` bytes.
-    allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
-        choose.
+    allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
+        may still take.
     most_rounds: largest number of timed rounds.
     """
     part = _part_with_room(batch, choices, share, allowed)
@@ -259,8 +259,8 @@ def _part_with_room(
     choices: the numbers of chunks and restore pairs that will be tried on these tokens.
     share: the fraction of the tokens that would fit if the peak were proportional to the number of tokens. If
         it is 1, the whole batch is returned.
-    allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
-        choose.
+    allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
+        may still take.
     """
     if share * batch.counts.max_tokens < MIN_TOKENS:
         return None
@@ -459,8 +459,8 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
 
     batch: the routed batch.
     peak: the predicted peak in bytes with all tokens, the largest of all choices that will be tried.
-    allowed: bytes that trials may take: the predicted peak of the smallest step that the layer may still
-        choose.
+    allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
+        may still take.
     """
     allowed -= _output_bytes(batch)
     if peak <= ALIKE * allowed:
@@ -495,7 +495,8 @@ def _output_bytes(batch: TrialBatch) -> int:
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     """Returns a batch of only as many first tokens as a trial with this choice may use. Collective.
 
-    The trial may take no more memory than the smallest step that the layer may choose (`smallest_peak`).
+    The trial may take no more memory than the step with the lowest predicted peak that the layer may choose
+    (`smallest_peak`).
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

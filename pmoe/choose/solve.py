@@ -128,7 +128,7 @@ class ModuleLines:
 
     They are equal on all ranks.
 
-    dispatch, combine: the layer's all-to-all in this direction; size = bytes that a rank sends to other
+    dispatch, combine: the layer's all-to-all in each direction; size = bytes that a rank sends to other
         ranks. None for the flat all-to-all, whose cost is in `Operations`.
     order: copying tokens to rows that are sorted by expert; size = rows.
     restore: summing the rows of each token; size = rows.

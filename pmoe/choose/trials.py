@@ -211,8 +211,7 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing with which trials run: like `orders`, but without all-reduces of other modules'
-        gradients.
+        """The routing with which trials run: `orders`, without all-reduces of other modules' gradients.
 
         In a training step, a `pmoe.GradientReducer` all-reduces gradients of other modules during this
         layer's backward pass. The backward pass of a trial must not, because it does not belong to a training
@@ -435,9 +434,7 @@ class Trial:
             return None, 0.0
 
     def _any_failed(self) -> bool:
-        """Returns whether any rank has run out of memory, and stores the answer in `has_failed`.
-        Collective.
-        """
+        """Returns whether any rank has run out of memory, also as `has_failed`. Collective."""
         ranks = self.batch.modules.ranks
         own = [float(self.failure is not None)]
         [failed] = largest(

@@ -94,9 +94,9 @@ class ForcedGate(OverridingGate):
     def choices(self, expert_TK: Tensor) -> Tensor:
         """Returns the forced choices, (T, K) int64, for T tokens with K choices each.
 
-        The first t tokens together have floor(t * K * share) busy choices. Busy choices go through the list
-        of busy experts round and round, and the other choices through the list of other experts. So the
-        experts of a token are distinct.
+        The first t tokens together have floor(t * K * share) busy choices. Busy choices take the busy experts
+        one after the other, and start again with the first after the last. The other choices take the other
+        experts in the same way. So the experts of a token are distinct.
 
         expert_TK: (T, K) int64, the inner gate's choices, of which only the shape is read.
 

@@ -19,13 +19,11 @@ class ReplayGate(OverridingGate):
 
     Args:
         gate: the inner gate.
-        calls: for each call the experts of its tokens, (T, K) int64 on any device, for T tokens with K
-        experts
-            each.
+        calls: for each call, the experts of its tokens: (T, K) int64 on any device, K for each of T tokens.
 
     Attributes:
-        next_call: the number of the call whose choices come next. It may be set, for example to 0 before each
-            measurement.
+        next_call: the index in ``calls`` of the call whose choices come next. It may be set, for example to 0
+            before each measurement.
 
     Raises ValueError without calls, and at a call whose input has another number of tokens or experts of a
     token than the recorded one.

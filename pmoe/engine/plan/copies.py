@@ -226,8 +226,7 @@ class HostedCopies:
         two lists with an entry for each interval, in order:
 
             bounds   expert * 2**32 + first position of the interval. These rise from entry to entry, so that
-                     a
-                     row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
+                     a row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
             numbers  the number of the expert or copy that computes the interval's rows, in the numbering of
                      `HostedCopies`
 

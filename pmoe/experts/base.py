@@ -322,11 +322,10 @@ class Experts(nn.Module, abc.ABC):
         def __call__(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor: ...
 
     def compute_alone(self, x: Tensor) -> Tensor:
-        """Computes all rows (T, M) with the only expert of this object, for a layer's shared expert. Returns
-        (T, M).
+        """Returns the output (T, M) of the only expert of this object, a shared expert, for all tokens x.
 
-        T is the number of tokens, M = d_model. Autograd must be able to differentiate the operations. The
-        layer calls it, by `forward`, if the shared expert has hooks or is in a wrapper.
+        x is (T, M), T tokens with M = d_model columns. Autograd must be able to differentiate the operations.
+        The layer calls this method, by `forward`, if the shared expert has hooks or is in a wrapper.
 
         Raises TypeError in this class. A subclass for such shared experts must implement the method.
         """

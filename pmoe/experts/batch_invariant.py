@@ -84,8 +84,9 @@ class _ExpertsInTiles(StackedExperts):
         return rows_of_tile(key, lambda tile_RM: self._results(tile_RM, shapes), self.d_model, like)
 
     def _results(self, tile_RM: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Returns all results of a tile that one expert with random parameters computes, for the test of
-        tiles.
+        """Returns all results for a tile, by one expert with random parameters, for the test of tiles.
+
+        The test checks that a row's results do not depend on the other rows of the tile (`tile_rows`).
 
         tile_RM: (R, M), R rows with M = d_model columns. Its columns also give the routing weights and, in
             reverse order, the gradients.

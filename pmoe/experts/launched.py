@@ -206,11 +206,10 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _hidden_gradient(self) -> PreparedProduct:
-        """Backward's first product: the gradients of T_M and of the routing weights, and the activation
-        again.
+        """Backward's first product: the gradients of T_M and of the routing weights, and the activation.
 
-        T_M is the hidden activation before the nonlinearity. The activation after it is needed for w2's
-        gradient.
+        T_M is the hidden activation before the nonlinearity. The activation after it is computed again,
+        because w2's gradient needs it.
         """
         _, w2, _, _ = self._weights
         hidden = self._num_hidden
@@ -234,8 +233,9 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _of_w1(self) -> PreparedProduct:
-        """The product that computes the gradient of w1: gradient of T_M, transposed, times rows, for each
-        expert.
+        """The product for the gradient of w1: gradient of T_M, transposed, times rows, for each expert.
+
+        T_M is the hidden activation before the nonlinearity.
         """
         hidden = self._num_hidden
         model = self._weights[0].shape[2]
@@ -245,7 +245,10 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _of_w2(self) -> PreparedProduct:
-        """The product that computes the gradient of w2: output's gradient, transposed, times activation."""
+        """The product for the gradient of w2: gradient of the output, transposed, times activation.
+
+        The factors are the rows of one expert at a time; the activation is the one after the nonlinearity.
+        """
         width = self._width
         model = self._weights[1].shape[1]
         return self._product(

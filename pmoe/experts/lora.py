@@ -192,8 +192,7 @@ class AdaptedWeight:
         return expert_product(rows_NI, self.down, groups)
 
     def lowered_gradient(self, grad_NO: Tensor, groups: RowGroups) -> Tensor:
-        """Returns scale * grad @ B, (N, R): the gradient of the product of N rows and A, for a rank-R
-        adapter.
+        """Returns scale * grad @ B, (N, R): the gradient of rows @ A^T, for N rows and an adapter of rank R.
 
         grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
         groups: where each expert's rows begin and end.

@@ -6,8 +6,8 @@ experts.
 ``stacked = True`` says that dimension 0 of a parameter counts experts. Optimizers that distinguish matrices
 from vectors by the number of dimensions need it:
 
-w1, w2  (E, out, in)   three dimensions; for each expert one matrix
-b1, b2  (E, columns)   two dimensions; for each expert one bias, which is a vector and no matrix
+    w1, w2  (E, out, in)   three dimensions; for each expert one matrix
+    b1, b2  (E, columns)   two dimensions; for each expert one bias, which is a vector and no matrix
 
 E is the number of this rank's experts, out and in are the features of a matrix.
 """

@@ -113,6 +113,8 @@ def _asks(rows: Tensor) -> bool:
 
     If not, the loop over experts is used. On the CPU it is as fast as any implementation, and writes its
     result in place.
+
+    rows: a factor of the product, of which only the device is read.
     """
     return rows.is_cuda or PRODUCTS.forced is not None
 

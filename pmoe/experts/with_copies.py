@@ -122,8 +122,7 @@ class ExpertsWithCopies:
     def compute(
         self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        """Computes the outputs of a chunk's rows by own experts and copies, multiplied by the routing
-        weights.
+        """Computes the outputs of a chunk's rows by own experts and copies, times the routing weights.
 
         Returns the outputs, (N, M) for N rows with M = d_model columns, and the saved hidden activations if
         ``keep``.

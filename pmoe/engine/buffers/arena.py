@@ -123,7 +123,7 @@ class DevicePool:
 
         elements: the number of elements.
         like: a tensor with the dtype and device of the result.
-        arena: the pass's record of this memory. Until it calls `give_back`, `trim` raises an error.
+        arena: the pass's record of this memory. Until `give_back` is called for it, `trim` raises an error.
         """
         memory = self.new(like, elements)
         self._running[arena] = memory.nbytes

@@ -196,8 +196,7 @@ class HostPool:
         return storage
 
     def _place(self, size: int, wanted: int) -> tuple[_Segment, int]:
-        """Reserves ``size`` bytes for a block, and returns its segment and its offset in the segment in
-        bytes.
+        """Reserves ``size`` bytes for a block, and returns its segment and its offset there, in bytes.
 
         wanted: the size before it was rounded up. It is only for the message of the HostMemoryError that is
             raised if the pool is full.

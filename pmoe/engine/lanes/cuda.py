@@ -24,8 +24,8 @@ class CudaLanes(Lanes):
 
     All buffers of a pass are allocated on the compute stream, and kept until `finish`. By then the compute
     stream has waited for the other streams, so torch's allocator may reuse the memory, and record_stream is
-    not needed. The exception are tensors that users' modules allocate, because they may be freed earlier: see
-    `pmoe.engine.variants.offload.hold_for`.
+    not needed. It is different for tensors that users' modules allocate, because they may be freed earlier
+    (`pmoe.engine.variants.offload.hold_for`).
     """
 
     _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}

@@ -68,8 +68,7 @@ class AutocastState:
         return AutocastState(device_type, enabled, dtype)
 
     def again(self) -> AbstractContextManager[object]:
-        """Returns a context manager that makes this autocast state active again, but without autocast's
-        cache.
+        """Returns a context manager that restores this autocast state, but without autocast's cache.
 
         The pass runs without autograd. With the cache, autocast would store casts of parameters that have no
         autograd graph, and use them again later in the same block: those parameters would then get no
@@ -94,9 +93,9 @@ class Inputs:
     hook_parameters: the parameters of callbacks that are modules.
     autocast: the dtype of the caller's autocast; None without autocast.
     hooks_autocast: the caller's autocast state, in which callbacks' hooks run; None without hooks.
-    compare: a collective (wanted, device) that backward calls first, so that the ranks compare which
-        gradients they compute; None if it is not needed. ``wanted`` says for each of ``parameters`` whether
-        it needs a gradient.
+    compare: function (wanted, device) that backward calls first. It is a collective in which the ranks
+        compare which gradients they compute; None if it is not needed. ``wanted`` says for each of
+        ``parameters`` whether it needs a gradient.
     """
 
     x_TM: Tensor
@@ -408,7 +407,8 @@ class Pass:
         """Copies the tokens that chunk i sends to ``out``, sorted by destination rank and expert.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
-        out: (rows of the chunk, M).
+        out: (rows of the chunk, M), memory for the copies.
+        i: the number of the chunk.
         """
         self.plan.modules.order.order(source_TM, self.pass_plan.sent_tokens[i], out)
 
@@ -453,8 +453,7 @@ class Pass:
         return self.buffer(self.received, i)
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
-        """Returns the arrived rows of chunk i sorted by expert; ``arrived`` itself if they are sorted
-        already.
+        """Returns the arrived rows of chunk i sorted by expert; ``arrived`` itself if it has this order.
 
         With ``send_once=True`` one arrived row may be copied for several experts
         (`pmoe.engine.variants.send_once`).
@@ -481,9 +480,7 @@ class Pass:
         return self.temporary(f"{self.sent_back}_sorted", i)
 
     def leaving_buffer(self, i: int) -> Tensor:
-        """Returns the buffer from which the experts' results for chunk i are sent back, sorted by source
-        rank.
-        """
+        """Returns the buffer of chunk i's results that is sent back. Its rows are sorted by source rank."""
         return self.buffer(self.sent_back, i)
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
@@ -512,7 +509,7 @@ class Pass:
         All results of a rank's tokens return to its home buffer. There the results of each token are summed.
 
         i: the number of the chunk.
-        rows: a slice of this rank's sorted rows (`PassPlan`), all of chunk i.
+        rows: a slice of this rank's sorted rows (`PassPlan`). Every row in it must belong to chunk i.
         """
         if self.home is not None:
             return self.home[rows]

@@ -37,9 +37,7 @@ class Callback:
     """
 
     def before_moe_start(self, x: Tensor) -> Tensor:
-        """Gets the layer's input, (...) of any shape, and returns what the layer computes on, (...,
-        d_model).
-        """
+        """Gets the layer's input, of any shape, and returns the input that the layer uses, (..., d_model)."""
         return x
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:

@@ -314,10 +314,11 @@ class PassModules(abc.ABC):
 
     @property
     def num_numbers(self) -> int:
-        """The expert numbers of each rank: E_local, plus the largest number of copies that any rank hosts.
+        """The count of numbers that a rank has for experts: E_local for its own, and some for copies.
 
-        In a call with copies of busy experts, experts and copies are numbered together, with equally many
-        numbers for each rank. A rank that hosts fewer copies than another leaves its last numbers unused.
+        In a call with copies of busy experts, experts and copies are numbered together. Each rank has E_local
+        numbers, and as many more as the largest number of copies that any rank hosts. A rank that hosts fewer
+        copies leaves its last numbers unused.
         """
         return self.experts.num_local_experts + (0 if self.copies is None else self.copies.per_rank)
 

@@ -133,6 +133,8 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 def _chooser_of(batch: TrialBatch) -> Chooser:
     """Returns the layer's `Chooser`, which chooses the number of chunks n and the restore pair.
 
+    The restore pair says how backward gets the rows and the hidden activation.
+
     It chooses by predicted seconds, and remembers its choices by number of tokens, so that it chooses only
     once for batches of about the same size. The layer keeps one chooser for each set of options and dtype of
     rows.
@@ -159,7 +161,8 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     - every choice runs out of memory.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs to measure.
+    choices: the numbers of chunks and restore pairs to measure. A restore pair says how backward gets the
+        rows and the hidden activation.
     """
     if not batch.may_try:
         return None
@@ -230,7 +233,8 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     Collective.
 
     batch: the routed batch, on which the step runs.
-    choice: the numbers of chunks and the restore pair that were chosen.
+    choice: the numbers of chunks and the restore pair that were chosen. The restore pair says how backward
+        gets the rows and the hidden activation.
     """
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks

@@ -75,8 +75,9 @@ def measure_in_stages(
 ) -> dict[Choice, PassTimes]:
     """Measures choices by trials on the first tokens. Returns the seconds of the whole batch. Collective.
 
-    A choice is a number of chunks (micro-batches) and a restore pair. The result is a dict {choice: seconds}.
-    The caller takes one of the choices for the layer's steps.
+    A choice is a number of chunks (micro-batches) and a restore pair: how backward gets the rows and the
+    hidden activation. The result is a dict {choice: seconds}. The caller takes one of the choices for the
+    layer's steps.
 
     A trial must not need more memory than the steps of the choice that is taken in the end. If all choices
     need about as much memory as the layer's smallest step (the step with the lowest predicted peak), all are
@@ -90,8 +91,8 @@ def measure_in_stages(
        memory of this fastest choice. So the next stage may take this much memory. The next stage tries the
        fastest choice again, and choices that need more memory.
     3. The stages end if the fastest choice of a stage is the one that needs the least memory, or if all
-       choices that need more memory were tried and took more than `NEAR` times the seconds of the fastest.
-       If a later stage lacks memory, the stages end with the results so far.
+       choices that need more memory were tried and took more than `NEAR` times the seconds of the fastest. If
+       a later stage lacks memory, the stages end with the results so far.
 
     batch: the routed batch.
     choices: the numbers of chunks to try, with one restore pair, each once.
@@ -141,7 +142,8 @@ def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choi
     Trials with the additional choice show whether still more chunks would be faster (`measure_in_stages`).
 
     batch: the routed batch.
-    choices: numbers of chunks with one restore pair.
+    choices: numbers of chunks with one restore pair, which says how backward gets the rows and the hidden
+        activation.
     """
     most = max(max(choice.degrees) for choice in choices)
     larger = [n for n in batch.degrees if n > most]
@@ -161,8 +163,8 @@ def _choices_of_stage(
       the first two choices, which need less memory.
 
     batch: the routed batch.
-    remaining: the choices (numbers of chunks and restore pair) that may still be the fastest, those that need
-        the least memory first.
+    remaining: the choices (numbers of chunks, and how backward gets the rows and the hidden activation) that
+        may still be the fastest, those that need the least memory first.
     peaks: predicted peak in bytes of each choice with the whole batch.
     allowed: bytes that the trials of the next stage may take.
     """
@@ -191,7 +193,8 @@ def measure_in_little_memory(
     seconds}. Collective.
 
     batch: the routed batch.
-    choices: the numbers of chunks (micro-batches) and restore pairs to try, each once.
+    choices: the numbers of chunks (micro-batches) and restore pairs to try, each once. A restore pair says
+        how backward gets the rows and the hidden activation.
     most_rounds: largest number of timed rounds.
 
     The result has no entry for a choice that ran out of memory in a trial on any rank. The result is empty if
@@ -214,7 +217,8 @@ class TrialsOfPart:
     """Measured seconds of trials that ran only on the first tokens of a batch.
 
     share: the number of tokens of a trial, divided by the number of tokens of the whole batch.
-    times: the seconds that these tokens took with each choice (numbers of chunks and restore pair).
+    times: the seconds that these tokens took with each choice (numbers of chunks, and how backward gets the
+        rows and the hidden activation).
     """
 
     share: float
@@ -229,7 +233,8 @@ def _measure_part(
     Returns None if these would be fewer than `MIN_TOKENS` tokens.
 
     batch: the routed batch of all tokens.
-    choices: the numbers of chunks and restore pairs to try, each once.
+    choices: the numbers of chunks and restore pairs to try, each once. A restore pair says how backward gets
+        the rows and the hidden activation.
     share: the fraction of the batch's tokens on which trials run. Fewer tokens are used if those tokens need
         more than ``allowed`` bytes.
     allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
@@ -256,7 +261,8 @@ def _part_with_room(
     above the allowed memory, fewer tokens are taken, at most `SHRINKS` times.
 
     batch: the routed batch of all tokens.
-    choices: the numbers of chunks and restore pairs that will be tried on these tokens.
+    choices: the numbers of chunks and restore pairs that will be tried on these tokens. A restore pair says
+        how backward gets the rows and the hidden activation.
     share: the fraction of the tokens that would fit if the peak were proportional to the number of tokens. If
         it is 1, the whole batch is returned.
     allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
@@ -286,7 +292,8 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     chunks are faster.
 
     batch: the routed batch.
-    choices: all choices that may be taken, with one restore pair.
+    choices: all choices that may be taken, with one restore pair, which says how backward gets the rows and
+        the hidden activation.
     """
     peaks = predicted_peaks(batch, choices)
     return share_of_tokens(batch, max(peaks), min(peaks)) * batch.counts.max_tokens >= MIN_TOKENS
@@ -301,7 +308,8 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
     memory. The slower choices stay in the result untested, because the caller takes the fastest one.
 
     batch: the routed batch of all tokens.
-    measured: the seconds of each choice (numbers of chunks and restore pair).
+    measured: the seconds of each choice (numbers of chunks, and how backward gets the rows and the hidden
+        activation).
 
     Raises OutOfMemoryError on every rank if no choice is left.
     """
@@ -316,7 +324,8 @@ def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequen
     one with enough memory are returned without a test. Rank 0 warns once of the choices that are left out.
 
     batch: the routed batch of all tokens.
-    ordered: the choices (numbers of chunks and restore pair), in the order in which they are tested.
+    ordered: the choices (numbers of chunks, and how backward gets the rows and the hidden activation), in the
+        order in which they are tested.
 
     Raises OutOfMemoryError on every rank if no choice is left.
     """
@@ -334,8 +343,8 @@ def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequen
 def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
     """Computes the seconds of the whole batch with each choice, from trials on parts of the batch.
 
-    A choice is a number of chunks of each pass and a restore pair. If a pass takes ``seconds`` for a share s
-    of the tokens in n chunks:
+    A choice is a number of chunks of each pass and a restore pair: how backward gets the rows and the hidden
+    activation. If a pass takes ``seconds`` for a share s of the tokens in n chunks:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
@@ -373,7 +382,8 @@ def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tupl
     They are computed from trials with several numbers of chunks or tokens (`seconds_of_chunk`).
 
     parts: the trials.
-    pair: the restore pair. Only trials with this pair are used.
+    pair: the restore pair, which says how backward gets the rows and the hidden activation. Only trials with
+        this pair are used.
     """
     trials = [
         (part.share, choice, timed)
@@ -394,7 +404,8 @@ def _of_whole(
     The fixed seconds of the chunks are the same for any number of tokens; all other seconds are divided by
     ``share``.
 
-    choice: the numbers of chunks and the restore pair of the trial.
+    choice: the numbers of chunks and the restore pair of the trial: how backward gets the rows and the hidden
+        activation.
     timed: the seconds of the trial.
     share: the number of tokens of the trial, divided by the number of tokens of the whole batch.
     chunk_forward, chunk_backward: the fixed seconds of a chunk, which do not depend on its number of rows, in
@@ -445,7 +456,8 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
 def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     """Returns the lowest predicted peak, in bytes, of the steps that the layer may choose. Collective.
 
-    Every number of chunks that the layer may choose is combined with every restore pair in ``choices``.
+    Every number of chunks that the layer may choose is combined with every restore pair in ``choices``. A
+    restore pair says how backward gets the rows and the hidden activation.
 
     batch: the routed batch.
     choices: choices, of which only the restore pairs are used and not the numbers of chunks.

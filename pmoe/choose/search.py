@@ -263,8 +263,8 @@ def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
 
     - the dtype of the rows, and how many copies of busy experts a rank hosts, because each combination has a
       table of its own;
-    - the restore pair that ``memory_reuse=True`` chooses, because all pairs share a table.
-      `LearnedDegrees.table` says why.
+    - the restore pair that ``memory_reuse=True`` chooses (how backward gets the rows and the hidden
+      activation), because all pairs share a table. `LearnedDegrees.table` says why.
 
     modules: the modules and options of the layer.
     """
@@ -412,8 +412,9 @@ def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
     pairs have different fastest numbers of chunks for the same number of tokens, the merged table lists all
     of these numbers as equally fast.
 
-    tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}. RESTORE is the restore pair,
-        B the number of tokens, forward and backward are the fastest numbers of chunks of the two passes.
+    tables: {"RESTORE, DTYPE": {"points": [[B, forward, backward], ...]}, ...}. RESTORE is the restore pair
+        (how backward gets the rows and the hidden activation), B the number of tokens, forward and backward
+        are the fastest numbers of chunks of the two passes.
     """
     by_dtype: dict[str, dict[int, set[PassDegrees]]] = {}
     for name, table in tables.items():
@@ -483,7 +484,7 @@ class LearnedDegrees:
     with_room: results of earlier memory tests (`n_with_room`), so that none is repeated. A key of this dict
         is (dtype of the rows, copies on a rank, rounded number of tokens, restore pair, n of both passes from
         the table). The value is the n to use: the same n if every rank had enough memory for it, otherwise a
-        larger n.
+        larger n. The restore pair says how backward gets the rows and the hidden activation.
     """
 
     key: Mapping[str, Any]

@@ -527,7 +527,7 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
         False   trials may not run on this batch (`TrialBatch.may_try`); nothing is remembered
 
     batch: the routed batch, on which trials run.
-    restore: the restore pair of the call.
+    restore: the restore pair of the call: how backward gets the rows and the hidden activation.
     tried: function that measures both passes for some numbers of chunks, without the all-reduces that a
         `pmoe.GradientReducer` adds to the backward pass. It returns None if no trial could run, and
         `OUT_OF_MEMORY` for a trial that ran out of memory.
@@ -565,7 +565,7 @@ def _chunk_key(
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns, of which only the dtype is used.
     num_tokens: number of tokens of the rank that has most.
-    restore: the restore pair of the call.
+    restore: the restore pair of the call: how backward gets the rows and the hidden activation.
     """
     return ("chunk cost", modules.options, restore, rows_TM.dtype, rounded_up(num_tokens))
 
@@ -638,7 +638,7 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
     share an answer. It is not rounded if the budget allows pairs only for the exact number.
 
     batch: the routed batch.
-    restore: the restore pair of the call.
+    restore: the restore pair of the call: how backward gets the rows and the hidden activation.
 
     Raises ValueError, with the smallest budget that would be enough, if the budget allows no pair.
     """

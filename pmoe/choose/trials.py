@@ -145,8 +145,9 @@ class TrialBatch:
     def peaks(self) -> dict[tuple[int, int, Restore], float]:
         """Cache of the predicted peaks: bytes of memory of a step, on the rank that needs the most.
 
-        A key is (number of chunks of forward, number of chunks of backward, restore pair). The cache is empty
-        at first. `predicted_peaks` fills it, with the same numbers on all ranks.
+        A key is (number of chunks of forward, number of chunks of backward, restore pair), where the restore
+        pair says how backward gets the rows and the hidden activation. The cache is empty at first.
+        `predicted_peaks` fills it, with the same numbers on all ranks.
         """
         return {}
 
@@ -199,7 +200,8 @@ class TrialBatch:
         with that many chunks needs the least memory, and trials must know this memory
         (`pmoe.choose.part_of_batch.smallest_peak`).
 
-        choices: numbers of chunks of both passes, and restore pairs.
+        choices: numbers of chunks of both passes, and restore pairs. A restore pair says how backward gets
+            the rows and the hidden activation.
         """
         if self.rows_for is None:
             return self
@@ -229,7 +231,8 @@ class TrialBatch:
 
         It is the plan that the layer itself would make, without the all-reduces of a `pmoe.GradientReducer`.
 
-        choice: the numbers of chunks and the restore pair.
+        choice: the numbers of chunks and the restore pair: how backward gets the rows and the hidden
+            activation.
         """
         return self._orders.plan(self.counts, choice)
 
@@ -244,7 +247,8 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
     The peaks are cached (`TrialBatch.peaks`). Collective if a peak is not in the cache.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs.
+    choices: the numbers of chunks and restore pairs. A restore pair says how backward gets the rows and the
+        hidden activation.
     """
     keys = [(choice.forward, choice.backward, choice.restore) for choice in choices]
     missing = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in batch.peaks}
@@ -263,7 +267,7 @@ def _own_peak(batch: TrialBatch, choice: Choice) -> float:
     `predicted_peaks` says what the peak includes.
 
     batch: the routed batch.
-    choice: the numbers of chunks and the restore pair.
+    choice: the numbers of chunks and the restore pair: how backward gets the rows and the hidden activation.
     """
     modules = batch.modules
     counts = batch.counts
@@ -302,7 +306,8 @@ def measure_trials(
     warns once.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs to try, each once.
+    choices: the numbers of chunks and restore pairs to try, each once. A restore pair says how backward gets
+        the rows and the hidden activation.
     most_rounds: largest number of timed rounds.
 
     Raises OutOfMemoryError on every rank if no choice is left.
@@ -331,7 +336,7 @@ class Trial:
     """Runs both passes of a batch with one choice, and finds out whether any rank runs out of memory.
 
     batch: the routed batch.
-    choice: the numbers of chunks and the restore pair.
+    choice: the numbers of chunks and the restore pair: how backward gets the rows and the hidden activation.
     has_failed: whether any rank ran out of memory, equal on all ranks. If so, this choice is not run again.
     failure: the out-of-memory error of this rank; None if this rank has none.
     """
@@ -479,7 +484,8 @@ def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
     other choices have run out of memory. Collective.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs to choose from.
+    choices: the numbers of chunks and restore pairs to choose from. A restore pair says how backward gets the
+        rows and the hidden activation.
 
     Raises OutOfMemoryError, with the bytes that would be enough, on every rank if any rank has too little
     memory for the choice.

@@ -60,7 +60,7 @@ Each pair (slice of the forward chunk's rows, slice of the backward chunk's rows
 """
 
 FEW_ROWS = 1024
-"""The most rows T * K of a rank's tokens that count as few: calls without gradients then go a short way."""
+"""Largest number of rows (tokens times choices) that counts as few. Calls without gradients then need no plan."""
 
 
 def fresh(like: Tensor) -> Allocate:
@@ -298,7 +298,8 @@ class Experts(nn.Module, abc.ABC):
     def forward(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor:
         """Maps rows (T, M), one for each token, to the experts' output (T, M).
 
-        `MoELayer` calls its experts through this method, so that hooks on the experts run.
+        There are T tokens with M = d_model columns. `MoELayer` calls its experts through this method, so that
+        hooks on the experts run.
 
         run: computes the call with the experts of all ranks; a layer passes it. Without ``run`` there must be
             a single expert, such as a layer's shared expert, which computes every row.

@@ -80,7 +80,7 @@ class SavedTensorSlots:
     def open(self, rows_NM: Tensor) -> None:
         """Begins the recording of a graph.
 
-        rows_NM: (N, M), the expert's N input rows.
+        rows_NM: (N, M), the expert's N input rows with M = d_model columns.
         """
         self.rows = rows_NM
         self._rows_version = rows_NM._version

@@ -230,9 +230,9 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     follow from the same costs as those of ``pipeline="solve"`` (`pmoe.choose.solve.step_costs`), also if
     experts are a user's modules.
 
-    The prediction is for the restore pair and the dtype of the layer's last call, and for the number of
-    tokens of the rank that had most tokens. The first call of this function is collective, because it may
-    measure costs.
+    The prediction is for the dtype and the restore pair (how backward gets the rows and the hidden
+    activation) of the layer's last call, and for the number of tokens of the rank that had most tokens. The
+    first call of this function is collective, because it may measure costs.
     """
     modules = layer.layer_modules
     options = modules.options

@@ -81,7 +81,7 @@ class AutocastState:
 class Inputs:
     """The tensors of a call that may have gradients, and the autocast state of the layer's caller.
 
-    T is the number of tokens, K the number of experts per token.
+    T is the number of tokens, K the number of experts per token, M = d_model.
 
     x_TM: (T, M), the layer's input T_I, already cast to autocast's dtype.
     weight_TK: (T, K), the routing weights.
@@ -232,8 +232,8 @@ class Pass:
         if experts are sharded, because a reduce-scatter comes before.
     parameters: the tensors with which the experts compute.
     pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
-    source_TM, result_TM: (T, M), the pass's input and output for T tokens. In forward they are the layer's
-        input and output, in backward the gradients of the output and the input.
+    source_TM, result_TM: (T, M), the pass's input and output for T tokens with M = d_model columns. In
+        forward they are the layer's input and output, in backward the gradients of the output and the input.
     keep: whether a backward pass may follow; True in backward.
     results: result_TM, split by chunk.
     positions: for each chunk (tokens of the chunk, K), the number of the sorted row of each (token, choice)

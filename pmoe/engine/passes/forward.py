@@ -89,7 +89,7 @@ class Forward(Pass):
         return Scalars(sent, arrived, arrived, arrived)
 
     def run(self) -> Tensor:
-        """Runs all tasks of the forward pass, and returns the layer's output T_O, (T, M) for T tokens."""
+        """Runs all tasks of the pass. Returns the layer's output T_O, (T, M): T tokens, M = d_model."""
         self.run_schedule()
         return self.result_TM
 

@@ -123,7 +123,11 @@ def _pieces(counts_LE: Tensor, n: int, n_backward: int) -> tuple[Tensor, Tensor]
     """
 
     def by_chunk(per_bin: Tensor, chunks: int) -> Tensor:
-        """Flattens values by bin and expert, (L, E), to the order of rows: chunk, then expert, then bin."""
+        """Flattens values by bin and expert, (L, E), to the order of rows: chunk, then expert, then bin.
+
+        per_bin: (L, E), a value for each of L bins and E experts.
+        chunks: the number of chunks of the pass.
+        """
         bins: Tensor = per_bin.unflatten(0, (chunks, -1))
         return bins.transpose(1, 2).reshape(-1)
 

@@ -128,8 +128,9 @@ class CudaForward(_OnCuda, Forward):
         The sorted copy is then not made: the first matrix product picks its rows by an index.
 
         i: number of the chunk.
-        arrived: (N, M), the buffer from which the experts would load. The result is False for a buffer other
-            than the one that received the rows of chunk i, such as a sorted copy.
+        arrived: (N, M), the buffer from which the experts would load N rows with M = d_model columns. The
+            result is False for a buffer other than the one that received the rows of chunk i, such as a
+            sorted copy.
         """
         regroup = self.regroup[i]
         if regroup is None or regroup.dtype != torch.int32:
@@ -172,7 +173,8 @@ class CudaForward(_OnCuda, Forward):
         The result is False if backward needs the sorted copy of the rows that forward would otherwise make.
 
         source: the tensor from which rows are picked.
-        out_NM: (N, M), memory for the results, or memory with the same layout and alignment.
+        out_NM: (N, M), memory for the results of M = d_model columns, or memory with the same layout and
+            alignment.
         num_rows: N, the number of rows.
         top_k: how many of the rows are copies of one row of ``source``.
         """

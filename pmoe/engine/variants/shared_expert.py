@@ -22,8 +22,9 @@ SHARED: Unit = (-1, "_S")
 class _WithSharedExpert(Pass):
     """A pass with a task that computes the shared expert (task X).
 
-    shared_TM: (T, M), the shared expert's results for T tokens; in backward, the gradients of its inputs.
-        None until the task has run. `Pass.output` adds it to the routed experts' results.
+    shared_TM: (T, M), the shared expert's results for T tokens with M = d_model columns; in backward, the
+        gradients of its inputs. None until the task has run. `Pass.output` adds it to the routed experts'
+        results.
     """
 
     shared_TM: Tensor | None

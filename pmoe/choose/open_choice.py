@@ -138,6 +138,8 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
     It chooses by predicted seconds, and remembers its choices by number of tokens, so that it chooses only
     once for batches of about the same size. The layer keeps one chooser for each set of options and dtype of
     rows.
+
+    batch: the routed batch.
     """
     modules = batch.modules
     options = modules.options
@@ -269,6 +271,8 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.
+
+    batch: the routed batch, on which trials run.
     """
     options = batch.modules.options
     n = options.fixed_degree or PAIR_DEGREE  # if n is open, it is chosen after the pair
@@ -290,6 +294,8 @@ def _within_budget(batch: TrialBatch) -> Choice:
     The choices that are predicted to be fast are compared by trials, timed runs of both passes. With
     ``pipeline="solve"`` there are no such trials: the pair is that of the fastest prediction, and the solver
     will choose n.
+
+    batch: the routed batch, on which trials run.
 
     Raises ValueError on every rank if no choice is within the budget. The message names the smallest budget
     that would be enough.

@@ -499,6 +499,8 @@ def _output_bytes(batch: TrialBatch) -> int:
 
     A trial keeps the output until its end, but a model may free the output before backward. So callers
     subtract these bytes from the predicted peak of a step, to get the memory that a step needs at least.
+
+    batch: the routed batch.
     """
     sizes = batch.sizes
     return batch.counts.max_tokens * sizes.d_model * sizes.element_size

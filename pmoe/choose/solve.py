@@ -232,10 +232,12 @@ def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
 def exchange_name(exchange: Exchange) -> str | None:
     """Returns the name under which a stored profile has the measured costs of an all-to-all.
 
-    hierarchical     its class, the number of nodes, and a digest of the ranks of each node, for example
-                     "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b"
-    flat             "". It sends each row directly to its rank. Every profile has its costs
-    a user's class   None. No profile has the costs of an all-to-all that a user has written
+        hierarchical     its class, the number of nodes, and a digest of the ranks of each node, for example
+                         "HierarchicalAllToAll2D on 2 nodes, 5a3e9c417d2b"
+        flat             "". It sends each row directly to its rank. Every profile has its costs
+        a user's class   None. No profile has the costs of an all-to-all that a user has written
+
+    exchange: the all-to-all.
     """
     if isinstance(exchange, FlatAllToAll):
         return ""

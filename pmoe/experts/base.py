@@ -60,7 +60,7 @@ Each pair (slice of the forward chunk's rows, slice of the backward chunk's rows
 """
 
 FEW_ROWS = 1024
-"""Largest number of rows (tokens times choices) that counts as few. Calls without gradients then need no plan."""
+"""Largest number of rows (tokens times choices) that counts as few, for calls without gradients."""
 
 
 def fresh(like: Tensor) -> Allocate:

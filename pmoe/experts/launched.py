@@ -394,7 +394,10 @@ class LaunchedExperts:
         gradient.is_empty = False
 
     def _scale(self, weight_N: Tensor) -> Tensor:
-        """Returns the routing weights (N,) of N rows, contiguous, in float32 (float64 for float64 rows)."""
+        """Returns the routing weights (N,) of N rows, contiguous, in float32 (float64 for float64 rows).
+
+        weight_N: (N,), the routing weights, of any floating-point dtype.
+        """
         if weight_N.dtype == self._scale_dtype and weight_N.is_contiguous():
             return weight_N
         return scale_of(weight_N, weight_N.new_empty(0, dtype=self._scale_dtype))

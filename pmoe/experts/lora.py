@@ -473,6 +473,8 @@ class LoraExperts(StackedExperts):
 
         A weight with an adapter is an `AdaptedWeight`; any other is a tensor (E, O, I) for E experts with O
         output and I input features.
+
+        parameters: the result of `operands`.
         """
         w1, w2, b1, b2 = super().weights(parameters[: self.num_own])
         matrices = parameters[self.num_own :]
@@ -523,7 +525,11 @@ CLASSES: dict[type[StackedExperts], type[LoraExperts]] = {
 
 
 def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight:
-    """Returns a weight together with its adapter, or the weight alone if the adapter has rank 0."""
+    """Returns a weight together with its adapter, or the weight alone if the adapter has rank 0.
+
+    weight: (E, O, I), a matrix for each of E experts, with O output and I input features.
+    down, up: the adapter's matrices A and scale * B.
+    """
     return AdaptedWeight(weight, down, up) if down.shape[-2] else weight
 
 
@@ -531,6 +537,8 @@ def check_not_split(shard: Shard) -> None:
     """Raises ValueError if each expert is split over ranks, because adapters do not support that.
 
     The gradients of the adapter's matrices A and B would be partial sums.
+
+    shard: the part of every expert's hidden columns that this rank holds.
     """
     if shard.count > 1:
         raise ValueError(

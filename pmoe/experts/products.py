@@ -289,7 +289,10 @@ class GradientSum:
         self.is_empty = False
 
     def _zero_without_rows(self, groups: RowGroups) -> None:
-        """Sets the sums of experts without rows to zero, because no product overwrites them."""
+        """Sets the sums of experts without rows to zero, because no product overwrites them.
+
+        groups: where each expert's rows begin and end.
+        """
         for expert, count in enumerate(groups.counts):
             if count == 0:
                 self.total[expert].zero_()

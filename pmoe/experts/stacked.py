@@ -469,6 +469,8 @@ class StackedExperts(Experts):
 
         A weight is (E, O, I): E experts, O output features, I input features. A subclass that stores the
         weights in another way overrides this method.
+
+        parameters: the result of `operands`.
         """
         return split_parameters(parameters)
 

@@ -327,6 +327,8 @@ def _separated(hidden: Hidden) -> list[Hidden | None]:
     """Returns the records of own experts and of copies from the record into which `_joined` joined them.
 
     None stands for own experts, or copies, without rows.
+
+    hidden: the result of `_joined`.
     """
     parts: list[Hidden | None] = []
     first = 0

@@ -143,6 +143,8 @@ class DeepSeekGate(TopKRouter):
 
         There are T tokens with K choices each, and E experts. As in l_aux, the best experts are those that
         would be chosen without bias and groups.
+
+        routing: the result of the call, with its logits.
         """
         assert routing.logits is not None
         return sigmoid_shares(routing.logits), top_indices(routing.logits, self.top_k)

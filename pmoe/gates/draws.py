@@ -50,7 +50,11 @@ class DrawnGate(Gate):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=weight_TK.new_zeros(()))
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights of the experts in expert_TK, (T, K) for T tokens: 1 / K for each expert."""
+        """Returns the weights of the experts in expert_TK, (T, K) for T tokens: 1 / K for each expert.
+
+        routing: the result of the call; not used.
+        expert_TK: (T, K) int64, K experts of each token.
+        """
         return routing.weight
 
 

@@ -97,5 +97,8 @@ def _shifted(word: Tensor, bits: int) -> Tensor:
     """Returns 64-bit words shifted right, with zeros shifted in.
 
     The operator >> of int64 would shift in copies of the sign bit.
+
+    word: int64, of any shape.
+    bits: the number of bits by which each word is shifted.
     """
     return (word >> bits) & ((WORD - 1) >> bits)

@@ -78,12 +78,17 @@ class NoisyTopKGate(TopKRouter):
         """Returns the experts' probabilities, (T, E), with the noise of the call, and the choices, (T, K).
 
         There are T tokens with K choices each, and E experts.
+
+        routing: the result of the call, with its logits.
         """
         assert routing.logits is not None
         return routing.logits.softmax(-1), routing.expert
 
     def _logits(self, x_TM: Tensor) -> Tensor:
-        """Returns the logits H (T, E) of T tokens for E experts, with noise in training mode."""
+        """Returns the logits H (T, E) of T tokens for E experts, with noise in training mode.
+
+        x_TM: (T, M), the tokens with M = d_model columns.
+        """
         if not self.training:
             return router_logits(x_TM, self.weight)
         both_XM = torch.cat([self.weight, self.noise_weight])  # one product reads the tokens once

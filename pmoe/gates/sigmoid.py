@@ -66,6 +66,8 @@ class SigmoidGate(TopKRouter):
         """Returns a token's sigmoids divided by their sum, (T, E), and the choices of each token, (T, K).
 
         There are T tokens with K choices each, and E experts.
+
+        routing: the result of the call, with its logits.
         """
         assert routing.logits is not None
         return sigmoid_shares(routing.logits), routing.expert

@@ -50,6 +50,8 @@ class TopKGate(TopKRouter):
         """Returns the experts' probabilities for each token, (T, E), and the choices of each token, (T, K).
 
         There are T tokens with K choices each, and E experts.
+
+        routing: the result of the call, with its logits.
         """
         assert routing.logits is not None
         return routing.logits.softmax(-1), routing.expert

@@ -133,6 +133,8 @@ class XMoEGate(Gate):
         """Returns softmax(cosines / initial temperature), (T, E), and the choices of each token, (T, K).
 
         There are T tokens with K choices each, and E experts.
+
+        routing: the result of the call, with its logits.
         """
         assert routing.logits is not None
         cosine_TE = routing.logits * self.log_temperature.to(routing.logits.dtype).exp()

@@ -384,6 +384,10 @@ def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> d
     """Returns the entry of run.json for this start of the run: time, ranks, device, versions and settings.
 
     The number of the model's parameters is that of this rank.
+
+    model: the model.
+    settings: the settings that the user gave for the report.
+    num_ranks: the number of ranks that train the model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     on_cuda = device.type == "cuda"

@@ -187,7 +187,10 @@ class _Replay:
         return numbers[0]
 
     def _equal(self, one: int, other: int) -> bool:
-        """Returns whether two recorded calls have the same experts and masks."""
+        """Returns whether two recorded calls have the same experts and masks.
+
+        one, other: the indices of the two calls.
+        """
         same_masks = self.mask is None or torch.equal(self.mask[one], self.mask[other])
         return same_masks and torch.equal(self.calls[one], self.calls[other])
 
@@ -423,7 +426,11 @@ def engine_routing(
 
 
 def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Returns a dict {name for errors, such as "layers[0]": value}."""
+    """Returns a dict {name for errors, such as "layers[0]": value}.
+
+    what: the name of the argument, such as "layers".
+    values: its values, in order.
+    """
     return {f"{what}[{at}]": value for at, value in enumerate(values)}
 
 

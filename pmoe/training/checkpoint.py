@@ -300,6 +300,7 @@ def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
     Raises CheckpointError on every rank if ``act`` raised on any. Collective.
 
+    ranks: the ranks that hold the model together.
     stage: what ``act`` does, for the message.
     """
     error = None
@@ -317,6 +318,7 @@ def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
     Raises CheckpointError on every rank if ``act`` raised. Collective.
 
+    ranks: the ranks that hold the model together.
     stage: what ``act`` does, for the message.
     """
     value = _on_all(ranks, stage, lambda: act() if ranks.rank == 0 else None)

@@ -234,7 +234,10 @@ def _last(pointer: Path) -> str:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Returns the folders of published checkpoints: those without ".tmp" in their name and with plain.pt."""
+    """Returns the folders of published checkpoints: those without ".tmp" in their name and with plain.pt.
+
+    folder: folder of all checkpoints of the run.
+    """
     return [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / PLAIN).exists()]
 
 

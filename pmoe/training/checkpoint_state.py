@@ -47,6 +47,7 @@ def check_group(model: nn.Module, num_ranks: int) -> None:
 
     One cause: the process group was destroyed before the checkpoint.
 
+    model: the model with the layers.
     num_ranks: number of ranks that take part.
     """
     for name, layer in model.named_modules():
@@ -124,6 +125,9 @@ def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plai
 
     The tensors, of any shape, share memory with the model. Extra states (`torch.nn.Module.get_extra_state`)
     are plain data.
+
+    model: the model.
+    names: maps parameters to their names in the checkpoint.
     """
     items = state_dict.get_model_state_dict(model).items()
     state = {f"model.{names.stored(name)}": value for name, value in items}

@@ -235,6 +235,9 @@ def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.d
 
     A gradient's device is not used, because a rank may have no gradient. If there are no parameters, the
     result is a device whose tensors the group's collectives accept.
+
+    named: (name, parameter) pairs, with parameters of any shape.
+    ranks: the ranks that hold the model together.
     """
     if named:
         return local_part(named[0][1]).device

@@ -299,6 +299,7 @@ class _Export:
     def _whole_shape(layer: MoELayer, own: str, value: Tensor) -> torch.Size:
         """Returns the shape of a tensor of one expert, with all its hidden columns.
 
+        layer: the layer of the expert.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".
         value: (E_local, ...), this rank's part of the tensor for its E_local experts. If experts are split
             over ranks ("esp"), it has only some of the hidden columns.

@@ -274,6 +274,9 @@ def _lora_experts(layer: MoELayer) -> LoraExperts | None:
 def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
     """Returns the experts of a layer that must have the adapter called ``name``.
 
+    layer_name, layer: the layer, and its name for the message.
+    name: the name of the adapter.
+
     Raises ValueError if they have no such adapter.
     """
     experts = _lora_experts(layer)
@@ -288,6 +291,9 @@ def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
 
 def _named(layer_name: str, layer: MoELayer, name: str | None) -> tuple[LoraExperts, str]:
     """Returns the experts of a layer, and the name of an adapter: ``name``, or if it is None the one in use.
+
+    layer_name, layer: the layer, and its name for the message.
+    name: the name of an adapter, or None.
 
     Raises ValueError if the layer has no such adapter, or uses none and name is None.
     """
@@ -441,7 +447,12 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
 
 
 def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
-    """Makes calls of a layer use an adapter, which is then the only one that is trained."""
+    """Makes calls of a layer use an adapter, which is then the only one that is trained.
+
+    layer: the layer.
+    experts: the layer's experts.
+    name: the name of the adapter.
+    """
     for other in experts.adapters:
         experts.adapter(other).requires_grad_(other == name)
     _activate(layer, experts, name)
@@ -458,7 +469,12 @@ def _activate(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
-    """Removes an adapter from the experts of a layer, which then use none."""
+    """Removes an adapter from the experts of a layer, which then use none.
+
+    layer: the layer.
+    experts: the layer's experts.
+    name: the name of the adapter.
+    """
     del experts.adapters[name]
     for placed in [placed for placed in experts.placements if placed.startswith(f"{ADAPTERS}{name}.")]:
         del experts.placements[placed]

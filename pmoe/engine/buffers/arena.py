@@ -216,6 +216,10 @@ def pool(device: torch.device | str = "cpu") -> Pool:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copies a tensor between device and host memory. With a GPU the host does not wait for the copy."""
+    """Copies a tensor between device and host memory. With a GPU the host does not wait for the copy.
+
+    target: the tensor to which the values are copied.
+    source: the tensor from which they are copied, of the same shape.
+    """
     with torch.no_grad():
         target.copy_(source, non_blocking=True)

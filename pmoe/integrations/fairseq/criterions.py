@@ -63,6 +63,7 @@ class WithAuxiliaryLoss:
 
         In validation, or if the weight is 0, ``loss`` is returned as it is.
 
+        model: the model with the MoE layers.
         loss: a scalar, or one element for each token, of any shape.
         sample_size: number of tokens or sentences by which fairseq divides the loss.
         logged: the numbers to log. Those of experts are sums and not means, because fairseq adds them up over

@@ -94,6 +94,9 @@ class MoEEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
         """Returns (output, l_aux) for tokens x (L, B, M): L positions, B sequences, M = d_model.
 
         The output is that of fairseq's layer; l_aux is the load-balance loss, a scalar.
+
+        encoder_padding_mask: (B, L) bool, True for padding; None without padding.
+        attn_mask: the attention mask, as fairseq's layer takes it.
         """
         self.fc1.is_padding_BL = encoder_padding_mask
         return super().forward(x, encoder_padding_mask, attn_mask), self.fc1.l_aux

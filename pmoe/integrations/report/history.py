@@ -181,6 +181,8 @@ def _how(row: Row) -> tuple[str, ...]:
 
     Path is the code that ran, n the number of chunks. The restore pair says how backward got the dispatched
     rows (T_DI) and the hidden activation (T_M): kept, offloaded, sent or computed again.
+
+    row: a row of the layer.
     """
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None

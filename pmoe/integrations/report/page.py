@@ -123,6 +123,7 @@ def _by_layer(history: History, title: str, field: str, **options: Any) -> list[
     The chart has one line for each layer. For more than `MAX_LINES` layers, its lines are the median, largest
     and smallest value over the layers.
 
+    history: the logged rows of each layer.
     title: title of the chart.
     field: name of the field, such as "imbalance".
     options: further arguments of `charts.line_chart`.

@@ -329,6 +329,8 @@ def _wrap_checkpoints(module: nn.Module) -> None:
 
     This runs at each call of the model, because a checkpoint function may be set at any time. To look at all
     modules would take too long.
+
+    module: the model that is called.
     """
     layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
     inside = [part for layer in layers for part in layer._modules.values() if part is not None]

@@ -158,7 +158,7 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 
     The entry is `OUT_OF_MEMORY` for a choice for which any rank has too little memory. The result is None if
 
-    - trials may not run on this batch (`TrialBatch.may_try`);
+    - trials (timed runs of both passes) may not run on this batch (`TrialBatch.may_try`);
     - too few tokens fit into the memory that trials may take (`measure_in_little_memory`);
     - every choice runs out of memory.
 
@@ -231,8 +231,8 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
 
     The prediction uses a profile: the measured rates of this machine. If the measured and the predicted
     seconds differ by more than the factor `WRONG`, rank 0 warns that the profile may be wrong. Nothing is
-    measured if there is no profile, if this profile was compared before, or if trials may not run.
-    Collective.
+    measured if there is no profile, if this profile was compared before, or if trials (timed runs of both
+    passes) may not run. Collective.
 
     batch: the routed batch, on which the step runs.
     choice: the numbers of chunks and the restore pair that were chosen. The restore pair says how backward
@@ -267,7 +267,7 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
 
     By Eq. 10 a pass takes as long as the slowest of its computation, communication and copies to the host.
     The rates of all three are measured on this machine. If several pairs are predicted to take nearly the
-    fewest seconds, trials decide among them (`Chooser.pair`).
+    fewest seconds, trials (timed runs of both passes) decide among them (`Chooser.pair`).
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.

@@ -75,9 +75,9 @@ def measure_in_stages(
 ) -> dict[Choice, PassTimes]:
     """Measures choices by trials on the first tokens. Returns the seconds of the whole batch. Collective.
 
-    A choice is a number of chunks (micro-batches) and a restore pair: how backward gets the rows and the
-    hidden activation. The result is a dict {choice: seconds}. The caller takes one of the choices for the
-    layer's steps.
+    A trial is a timed run of both passes. A choice is a number of chunks (micro-batches) and a restore pair:
+    how backward gets the rows and the hidden activation. The result is a dict {choice: seconds}. The caller
+    takes one of the choices for the layer's steps.
 
     A trial must not need more memory than the steps of the choice that is taken in the end. If all choices
     need about as much memory as the layer's smallest step (the step with the lowest predicted peak), all are
@@ -139,7 +139,8 @@ def measure_in_stages(
 def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
     """Returns the choices, and one more with the next larger number of chunks, if the layer allows one.
 
-    Trials with the additional choice show whether still more chunks would be faster (`measure_in_stages`).
+    A trial is a timed run of both passes. Trials with the additional choice show whether still more chunks
+    would be faster (`measure_in_stages`).
 
     batch: the routed batch.
     choices: numbers of chunks with one restore pair, which says how backward gets the rows and the hidden
@@ -154,6 +155,8 @@ def _choices_of_stage(
     batch: TrialBatch, remaining: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
 ) -> Sequence[Choice]:
     """Returns the choices that the next stage of trials tries: usually the first `STAGE` of ``remaining``.
+
+    A trial is a timed run of both passes.
 
     There are two exceptions:
 
@@ -181,9 +184,9 @@ def measure_in_little_memory(
 ) -> dict[Choice, PassTimes]:
     """Measures choices by trials on the first tokens of the batch. Returns the seconds of all tokens.
 
-    Trials run on the first tokens of the batch, as many as fit into a certain memory, so that a trial never
-    needs more memory than the layer's steps will. The seconds of the whole batch are computed from those of
-    its part (`times_of_whole`). The memory is
+    A trial is a timed run of both passes. Trials run on the first tokens of the batch, as many as fit into a
+    certain memory, so that a trial never needs more memory than the layer's steps will. The seconds of the
+    whole batch are computed from those of its part (`times_of_whole`). The memory is
 
     - without a memory budget: the lowest predicted peak of a step with any choice, because this choice may be
       taken in the end;
@@ -216,6 +219,8 @@ def measure_in_little_memory(
 class TrialsOfPart:
     """Measured seconds of trials that ran only on the first tokens of a batch.
 
+    A trial is a timed run of both passes.
+
     share: the number of tokens of a trial, divided by the number of tokens of the whole batch.
     times: the seconds that these tokens took with each choice (numbers of chunks, and how backward gets the
         rows and the hidden activation).
@@ -229,6 +234,8 @@ def _measure_part(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float, most_rounds: int
 ) -> TrialsOfPart | None:
     """Runs trials on the first tokens of the batch, and returns their seconds. Collective.
+
+    A trial is a timed run of both passes.
 
     Returns None if these would be fewer than `MIN_TOKENS` tokens.
 
@@ -253,8 +260,8 @@ def _part_with_room(
 ) -> tuple[float, TrialBatch] | None:
     """Returns a batch with the first tokens only, as many as fit into the allowed memory. Collective.
 
-    The result is (fraction of the tokens, batch of these tokens). It is None if ``share`` of the tokens are
-    fewer than `MIN_TOKENS`.
+    A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
+    is None if ``share`` of the tokens are fewer than `MIN_TOKENS`.
 
     The first tokens may be routed less evenly than all tokens, and then need more memory than in proportion
     to their number. So the peak of ``share`` of the tokens is predicted from their own row counts. If it is
@@ -286,10 +293,10 @@ def _part_with_room(
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     """Returns whether trials of all choices can run on enough tokens (`MIN_TOKENS`). Collective.
 
-    A trial may take as much memory as a step with the choice that needs the least memory, so it may have to
-    run on a part of the batch. If the result is False, the caller should not search by trials. Only choices
-    with many chunks, which need less memory, could be tried, and one of these would be taken even if fewer
-    chunks are faster.
+    A trial, a timed run of both passes, may take as much memory as a step with the choice that needs the
+    least memory, so it may have to run on a part of the batch. If the result is False, the caller should not
+    search by trials. Only choices with many chunks, which need less memory, could be tried, and one of these
+    would be taken even if fewer chunks are faster.
 
     batch: the routed batch.
     choices: all choices that may be taken, with one restore pair, which says how backward gets the rows and
@@ -302,10 +309,11 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
 def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
     """Removes the fastest choices for which some rank lacks memory, and returns the others. Collective.
 
-    A trial on a part of the batch does not show whether the memory is enough for the whole batch. So the
-    memory of a step with the fastest choice is allocated and freed again. If that fails on any rank, the
-    choice is removed, and the next fastest choice is tested. The test ends at the first choice with enough
-    memory. The slower choices stay in the result untested, because the caller takes the fastest one.
+    A trial (a timed run of both passes) on a part of the batch does not show whether the memory is enough for
+    the whole batch. So the memory of a step with the fastest choice is allocated and freed again. If that
+    fails on any rank, the choice is removed, and the next fastest choice is tested. The test ends at the
+    first choice with enough memory. The slower choices stay in the result untested, because the caller takes
+    the fastest one.
 
     batch: the routed batch of all tokens.
     measured: the seconds of each choice (numbers of chunks, and how backward gets the rows and the hidden
@@ -343,8 +351,9 @@ def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequen
 def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
     """Computes the seconds of the whole batch with each choice, from trials on parts of the batch.
 
-    A choice is a number of chunks of each pass and a restore pair: how backward gets the rows and the hidden
-    activation. If a pass takes ``seconds`` for a share s of the tokens in n chunks:
+    A trial is a timed run of both passes. A choice is a number of chunks of each pass and a restore pair: how
+    backward gets the rows and the hidden activation. If a pass takes ``seconds`` for a share s of the tokens
+    in n chunks:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
@@ -379,7 +388,8 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tuple[float, float]:
     """Returns the fixed seconds of a chunk, which do not depend on its rows, for forward and for backward.
 
-    They are computed from trials with several numbers of chunks or tokens (`seconds_of_chunk`).
+    The fixed seconds are computed from trials (timed runs of both passes) with several numbers of chunks or
+    tokens (`seconds_of_chunk`).
 
     parts: the trials.
     pair: the restore pair, which says how backward gets the rows and the hidden activation. Only trials with
@@ -401,8 +411,8 @@ def _of_whole(
 ) -> PassTimes:
     """Computes the seconds of the whole batch with a choice, from its trial on a part of the batch.
 
-    The fixed seconds of the chunks are the same for any number of tokens; all other seconds are divided by
-    ``share``.
+    A trial is a timed run of both passes. The fixed seconds of the chunks are the same for any number of
+    tokens; all other seconds are divided by ``share``.
 
     choice: the numbers of chunks and the restore pair of the trial: how backward gets the rows and the hidden
         activation.
@@ -469,6 +479,8 @@ def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
 def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
     """Returns the fraction of the tokens on which trials may run, so that the allowed memory is enough.
 
+    A trial is a timed run of both passes.
+
     batch: the routed batch.
     peak: the predicted peak in bytes with all tokens, the largest of all choices that will be tried.
     allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
@@ -497,8 +509,9 @@ def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
 def _output_bytes(batch: TrialBatch) -> int:
     """Returns the bytes of the layer's output on the rank that has most tokens.
 
-    A trial keeps the output until its end, but a model may free the output before backward. So callers
-    subtract these bytes from the predicted peak of a step, to get the memory that a step needs at least.
+    A trial, a timed run of both passes, keeps the output until its end, but a model may free the output
+    before backward. So callers subtract these bytes from the predicted peak of a step, to get the memory that
+    a step needs at least.
 
     batch: the routed batch.
     """
@@ -509,8 +522,8 @@ def _output_bytes(batch: TrialBatch) -> int:
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     """Returns a batch of only as many first tokens as a trial with this choice may use. Collective.
 
-    The trial may take no more memory than the step with the lowest predicted peak that the layer may choose
-    (`smallest_peak`).
+    The trial, a timed run of both passes, may take no more memory than the step with the lowest predicted
+    peak that the layer may choose (`smallest_peak`).
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

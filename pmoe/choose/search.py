@@ -114,7 +114,7 @@ def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> Pa
 
 
 def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
-    """Returns the numbers of chunks by a rule of thumb, without trials: at least 1024 rows in each chunk.
+    """Returns the numbers of chunks by a rule of thumb, without timed runs: at least 1024 rows in each.
 
     The result is the largest of `DEGREES` (1, 2, 4, 8, 16) that leaves at least 1024 rows in each chunk,
     equal in both passes (`adaptive_degree`). It is 1 if there are too few rows for two chunks. On a single
@@ -202,7 +202,7 @@ def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int
     """Returns the simulated seconds of a step for each of ``numbers``, the number of chunks of both passes.
 
     The simulation needs a profile: the measured rates of this machine. If none is stored, the result is None.
-    A missing profile is not measured here, because the measurement would take longer than the trials.
+    A missing profile is not measured here, because that would take longer than timed runs of all ``numbers``.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -250,7 +250,8 @@ def learned_degrees(
 def _name(modules: LayerModules) -> tuple[object, ...]:
     """Returns the key under which the layer's own cache has the results of its trials.
 
-    The key contains the options, because a layer's options may change while its cache stays.
+    A trial is a timed run of both passes. The key contains the options, because a layer's options may change
+    while its cache stays.
     """
     return ("trials", modules.options)
 
@@ -353,7 +354,8 @@ def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) ->
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
     """Returns the results of trials that `save_degrees` wrote to ``path``, if the file has the same key.
 
-    The results are the fastest numbers of chunks by tokens, a table for each dtype of rows.
+    A trial is a timed run of both passes. The results are the fastest numbers of chunks by tokens, a table
+    for each dtype of rows.
 
     path: the file, of any version of the format.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -373,7 +375,8 @@ def from_fields(
 ) -> Tables:
     """Returns the results of trials from data that `to_fields` of this or an older pmoe has made.
 
-    The results are the fastest numbers of chunks by tokens, a table for each dtype of rows.
+    A trial is a timed run of both passes. The results are the fastest numbers of chunks by tokens, a table
+    for each dtype of rows.
 
     fields: the data.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -456,7 +459,7 @@ def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> T
 def _check_key(old_key: Any, current_key: Mapping[str, Any]) -> None:
     """Raises ValueError if the key in a file of results is not the key of this layer.
 
-    The message names the first two differences.
+    A trial is a timed run of both passes. The message names the first two differences.
 
     old_key: the key in the file: everything that changes the seconds of trials (`key_of_degrees`).
     current_key: the key of this layer.
@@ -475,7 +478,8 @@ def _check_key(old_key: Any, current_key: Mapping[str, Any]) -> None:
 class LearnedDegrees:
     """The results of trials of one or more layers: the fastest number of chunks n by number of tokens.
 
-    Layers of one process group with equal keys share one object. The tables are equal on all ranks.
+    A trial is a timed run of both passes. Layers of one process group with equal keys share one object. The
+    tables are equal on all ranks.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.

@@ -488,7 +488,7 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
     The fixed cost stands for launches of small kernels and for work of the host. FSMoE's model leaves these
     out, so on a fast link it always prefers more chunks. The fixed cost is the same for chunks of any size,
     and is added to the seconds of the experts' computation. It is chosen so that for the two numbers of
-    chunks that trials have measured (`TRIED`)
+    chunks that trials (timed runs of both passes) have measured (`TRIED`)
 
         predicted seconds of the larger number - predicted seconds of the smaller number = measured
 

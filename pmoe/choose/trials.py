@@ -171,7 +171,7 @@ class TrialBatch:
     def may_try(self) -> bool:
         """Whether trials may run on this batch: `trials_allowed`, and no rank lacks host memory for them.
 
-        Trials with restore pairs that offload need free host memory.
+        A trial is a timed run of both passes. Trials with restore pairs that offload need free host memory.
         """
         return self.trials_allowed and not self.counts.host_shortage
 
@@ -197,8 +197,8 @@ class TrialBatch:
         Otherwise the batch is returned unchanged.
 
         If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks. The step
-        with that many chunks needs the least memory, and trials must know this memory
-        (`pmoe.choose.part_of_batch.smallest_peak`).
+        with that many chunks needs the least memory, and trials (timed runs of both passes) must know this
+        memory (`pmoe.choose.part_of_batch.smallest_peak`).
 
         choices: numbers of chunks of both passes, and restore pairs. A restore pair says how backward gets
             the rows and the hidden activation.
@@ -215,9 +215,9 @@ class TrialBatch:
     def _orders(self) -> SortedSlots:
         """The routing with which trials run: `orders`, without all-reduces of other modules' gradients.
 
-        In a training step, a `pmoe.GradientReducer` all-reduces gradients of other modules during this
-        layer's backward pass. The backward pass of a trial must not, because it does not belong to a training
-        step.
+        A trial is a timed run of both passes. In a training step, a `pmoe.GradientReducer` all-reduces
+        gradients of other modules during this layer's backward pass. The backward pass of a trial must not,
+        because it does not belong to a training step.
         """
         orders = self.orders
         if orders.modules.gradients is not None:
@@ -242,7 +242,8 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
 
     A step is a forward and a backward pass; only a forward pass if no gradients are needed. The prediction
     uses the row counts of the batch (`pmoe.planner.memory.predict`). It includes the gradients of the
-    experts' parameters, but not the gate's memory, because trials do not run the gate.
+    experts' parameters, but not the gate's memory, because trials (timed runs of both passes) do not run the
+    gate.
 
     The peaks are cached (`TrialBatch.peaks`). Collective if a peak is not in the cache.
 
@@ -457,6 +458,8 @@ def _some(value: T | None) -> T:
 
 def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
     """Warns on rank 0 that some choices are not used, because some rank has too little memory for them.
+
+    A trial is a timed run of both passes.
 
     batch: the routed batch.
     dropped: the trials with these choices, the same on every rank. If the list is empty, nothing is done.

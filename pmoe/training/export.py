@@ -151,7 +151,13 @@ class ExportedItems(Iterator[Item]):
 
 
 class _Export:
-    """One export: the arguments of `export_weights`, their checks, and the sending of the tensors."""
+    """One export: the arguments of `export_weights`, their checks, and the sending of the tensors.
+
+    model, dtype, rename: the arguments of `export_weights`.
+    layout, layout_name: the layout of the exported tensors, and its name for messages.
+    limit: the most bytes of experts that are sent at a time.
+    ranks: the ranks that export together.
+    """
 
     def __init__(
         self,

@@ -353,6 +353,7 @@ class FirstStep(BackwardStep):
     From the record the reducer computes its partition: how many bytes of gradients later steps send beside
     each dense part (the modules between two MoE layers) and each MoE layer of backward.
 
+    device: the device of the model.
     order: indices of parameters in the order in which backward made their gradients. Parameters without a
         gradient come last.
     layers: one record for each backward pass of an MoE layer.

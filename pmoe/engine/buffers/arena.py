@@ -31,6 +31,10 @@ class Arena:
 
     A ring slot is a buffer of fixed size in which several chunks take turns.
 
+    pool: the pool from which the memory is taken.
+    schedule: the schedule of the pass, which says which buffers lie in which ring slots.
+    sizes: the rows and columns of every buffer.
+    like: a tensor with the dtype and device of the memory.
     buffers: for each buffer that lies in a ring slot, its tensor (rows, columns), by name and chunk, such as
         "T_DI.0". Buffers without rows are left out.
     """

@@ -81,8 +81,9 @@ _Block = tuple[torch.UntypedStorage, _Segment, int, int]
 
 
 class HostPool:
-    """A pool of host memory for tensors, which reuses the memory of tensors that are gone.
+    """A pool of host memory for tensors, which reuses the memory of tensors that no longer exist.
 
+    device: the device of the layers that use the pool. For a GPU the memory is pinned.
     limit_bytes: the number of bytes to which the pool may grow. By default it is half of the memory that was
         available when the pool was created, divided by the number of ranks on the node.
     peak_bytes: the largest number of bytes that were in use.

@@ -34,6 +34,9 @@ class Lanes(abc.ABC):
     """The lanes that run the tasks of one pass: queues of tasks, which run side by side.
 
     Each pass creates an object of its own.
+
+    schedule: the tasks of the pass, each with its lane.
+    ranks: the layer's ranks.
     """
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:

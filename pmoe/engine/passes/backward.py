@@ -27,6 +27,8 @@ class Backward(Pass):
     T_DI is the experts' input, T_M their hidden activation. N is the number of rows that this rank's experts
     receive. "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
 
+    plan: the plan of the call.
+    grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
     saved: the state that the forward pass left.
     kept: the saved T_DI and T_M, for each set of rows that forward's experts computed in one task.
     sums, shared_sums: for each parameter of the experts, and of the shared expert, its gradient summed over

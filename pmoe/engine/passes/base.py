@@ -322,7 +322,8 @@ class Pass:
     def make_buffers(self, i: int) -> None:
         """Allocates the buffers from which chunk i is sent.
 
-        Called only if each chunk has buffers of its own. Shared buffers are a part of the ring slots' memory.
+        Called only if each chunk has buffers of its own. Otherwise chunks take turns in shared buffers, which
+        the pass has allocated already (`arena`).
         """
         self.own_buffer("send", i)
 

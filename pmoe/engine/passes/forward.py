@@ -41,7 +41,9 @@ class Forward(Pass):
 
     "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
 
+    plan: the plan of the call.
     inputs: the tensors of the call.
+    keep: whether a backward pass may follow.
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set only if some rows are not
         sent, because their experts are on this rank.

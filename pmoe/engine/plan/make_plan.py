@@ -50,6 +50,7 @@ class SortedSlots:
     A slot is one (token, choice) pair. Results are cached by number of chunks, because several trials and the
     call that follows them may ask for the same number.
 
+    modules: the layer's modules and ranks.
     expert_TK: (T, K) int64, the global expert of each slot, for T tokens with K choices each.
     keep_TK: (T, K) bool, whether each slot is kept; None keeps all.
     tokens: a `Tokens`: the number of tokens and, only if tokens have different numbers of slots, a tensor

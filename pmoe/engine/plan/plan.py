@@ -223,9 +223,10 @@ class PassPlan:
     def home(self) -> list[slice]:
         """The slices of sorted rows of each chunk's tokens: the rows that are sent, then those that are not.
 
-        The home buffer collects results on the tokens' rank, and has the results of these rows at the same
-        positions. The slices are valid only if all rows are sent, or if the rows that are not sent are
-        computed in one block for each chunk. Nothing reads them otherwise.
+        "Sorted rows" are all rows of this rank's tokens, in the order of the pass. The home buffer collects
+        results on the tokens' rank, and has the results of these rows at the same positions. The slices are
+        valid only if all rows are sent, or if the rows that are not sent are computed in one block for each
+        chunk. Nothing reads them otherwise.
         """
         sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:

@@ -24,6 +24,10 @@ class PipelinedEP(EPImplementation):
 
     transformers constructs it before it loads weights. The constructor raises ValueError if pmoe does not
     know the layout of the module's weights.
+
+    experts: the experts module.
+    ep_mesh: the ranks over which its experts are spread.
+    tp_mesh: the ranks that hold the same tokens under tensor parallelism. Each sends a part of them.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:

@@ -1,5 +1,8 @@
 """Chooses how a call runs: the number of chunks (micro-batches) of each pass, and the restore pair.
 
+The restore pair says how backward gets the experts' inputs (the dispatched rows, T_DI) and their hidden
+activations (T_M): kept, offloaded to the host, or computed or sent again.
+
 The choice depends only on numbers that are equal on all ranks, so all ranks choose the same.
 """
 

@@ -133,11 +133,9 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 def _chooser_of(batch: TrialBatch) -> Chooser:
     """Returns the layer's `Chooser`, which chooses the number of chunks n and the restore pair.
 
-    The restore pair says how backward gets the rows and the hidden activation.
-
-    It chooses by predicted seconds, and remembers its choices by number of tokens, so that it chooses only
-    once for batches of about the same size. The layer keeps one chooser for each set of options and dtype of
-    rows.
+    The restore pair says how backward gets the rows and the hidden activation. The object chooses by
+    predicted seconds, and remembers its choices by number of tokens, so that it chooses only once for batches
+    of about the same size. The layer keeps one chooser for each set of options and dtype of rows.
 
     batch: the routed batch.
     """
@@ -181,9 +179,10 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int, per_rank: int) -> int:
     """Returns the most copies of busy experts that a rank may host within the memory budget.
 
-    With so many copies, and for any routing, some number of chunks and restore pair stay within the budget,
-    also if no host memory is left to offload the dispatched rows (T_DI). The number of tokens is rounded up,
-    so that similar batches share the result.
+    With so many copies, a number of chunks and a restore pair (how backward gets the rows and the hidden
+    activation) exist with which memory stays within the budget for any routing. This is so even if no host
+    memory is left to offload the dispatched rows (T_DI). The number of tokens is rounded up, so that similar
+    batches share the result.
 
     modules: the modules and options of the layer, which has a budget.
     rows_TM: (T, M), T rows with M = d_model columns, of which only the dtype and the device are used.

@@ -501,7 +501,8 @@ class LearnedDegrees:
 
         The table is empty at first. Each dtype has its own table, because the dtype changes the seconds of
         messages and of matrix products by different factors. Calls in which ranks host copies of busy experts
-        have tables of their own, because their chunks are even and weights are sent beside them.
+        have tables of their own, because copies spread the rows more evenly over ranks, and weights are sent
+        in addition.
 
         dtype: dtype of the rows.
         hosted_copies: the most copies of busy experts that a rank hosts in the call.

@@ -320,7 +320,7 @@ def measure_trials(
     trials = {choice: Trial(batch, choice) for choice in choices}
 
     def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
-        """Runs one step with each choice. Returns its (forward, backward) seconds on the slowest rank."""
+        """Runs one step with each choice. Returns (forward, backward) seconds of each on the slowest rank."""
         runs = [trials[choice].run for choice in round_choices]
         turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks))
         own_seconds = [seconds for [passes] in turns for seconds in passes]

@@ -226,7 +226,10 @@ class InputsFirst(Backward):
         return not (modules.rotates or are_modules or modules.stages.copies is not None)
 
     def run(self) -> list[Tensor | None]:
-        """Runs the first half: all tasks but those of parameter gradients (W, LW and XW).
+        """Runs the first half: all tasks but those of parameter gradients.
+
+        Tasks of parameter gradients are W for experts, LW for experts' rows that stay on this rank, and XW
+        for the shared expert.
 
         Returns a list with an entry for each tensor of `Inputs.all`; the entries of parameters are None.
         """
@@ -238,7 +241,10 @@ class InputsFirst(Backward):
         return found
 
     def parameter_gradients(self) -> list[Tensor | None]:
-        """Runs the second half: the tasks of parameter gradients (W, LW and XW).
+        """Runs the second half: the tasks of parameter gradients.
+
+        The tasks are W for experts, LW for experts' rows that stay on this rank, and XW for the shared
+        expert.
 
         Returns the gradients of all parameters, in the order of `Inputs.all`.
         """

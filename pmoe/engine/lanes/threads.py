@@ -27,7 +27,7 @@ class ThreadLanes(CpuLanes):
     Lanes that copy are always threads.
 
     in_steps: whether lanes that communicate are threads too. True if some communication tasks wait for a
-        collective before they return. In a thread, they do not hold up computation in the calling thread.
+        collective before they return. In a thread, they do not delay computation in the calling thread.
     """
 
     def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool) -> None:

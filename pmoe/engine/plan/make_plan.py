@@ -154,8 +154,8 @@ class SortedSlots:
         n: number of chunks.
         weights: the message of routing weights.
         shared: the row counts of n chunks, exchanged among the ranks.
-        fine: (ranks, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, local expert and
-            bin. A bin is a range of tokens; a chunk has several.
+        fine: (ranks, n, E_local, bins of a chunk), numbers of rows that arrive, by source rank, chunk, local
+            expert and bin. A bin is a range of tokens; a chunk has several.
         """
         return None
 
@@ -366,9 +366,9 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
 def _takes_positions(orders: SortedSlots) -> bool:
     """Returns whether the passes may copy and sum rows by the kernels of `pmoe.kernels.permute`.
 
-    Where they may, positions of rows are stored as int32, which these kernels read. The kernels copy one row
-    for each of a token's K choices. So they cannot run if several choices share a row (`DeduplicatedSlots`),
-    or if tokens have different numbers of choices.
+    If they may, positions of rows are stored as int32, which these kernels read. The kernels copy one row for
+    each of a token's K choices. So they cannot run if several choices share a row (`DeduplicatedSlots`), or
+    if tokens have different numbers of choices.
 
     orders: the sorted (token, choice) pairs of the call.
     """
@@ -383,12 +383,13 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     """Returns the slots whose routing weights are sent, (S,), by destination rank, then chunk, then expert.
 
     A slot is a (token, choice) pair; S of them are sent. The slots of a chunk for a rank are contiguous in
-    ``slot``, and ``sizes`` gives their numbers. So they are reordered by copying slices, without a sort and
-    without waiting for the GPU.
+    ``slot``, and ``sizes`` says how many they are. So they are reordered by copying slices, without a sort
+    and without waiting for the GPU.
 
-    slot: (T * K,) the slots in sorted order: by chunk, then destination rank, then expert.
+    slot: (T * K,), the slots of T tokens with K choices each, sorted by chunk, then destination rank, then
+        expert.
     sizes: for each chunk P + 1 numbers: the rows that it sends to each of P ranks, and last the rows that
-        stay.
+        stay on this rank.
     """
     if slot.is_cuda:  # one operation joins them: each is a launch
         flat = [*itertools.chain.from_iterable(sizes)]
@@ -413,9 +414,9 @@ def _weight_journey(
     There are n chunks, P ranks over which experts are distributed, W ranks from which rows come, and E_local
     experts on a rank.
 
-    slot: (S,) int64, the (token, choice) pairs whose weights are sent, in the order of the message.
-    send: (n, P, E_local) rows that this rank sends to each rank, on the host.
-    come_W: (W,) rows that each rank sends to this one, on the host.
+    slot: (S,) int64, the S (token, choice) pairs whose weights are sent, in the order of the message.
+    send: (n, P, E_local), numbers of rows that this rank sends, by chunk, rank and expert, on the host.
+    come_W: (W,), the number of rows that each rank sends to this one, on the host.
     regroup: the index that sorts the weights that arrive (`WeightMessage.regroup`).
     modules: the layer's modules and ranks.
     """
@@ -429,8 +430,8 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
 
     Experts are distributed over P ranks, and each expert is split over L ranks of a node.
 
-    come: (P * L,) rows from each source rank: a block of P numbers for each of the L ranks. It has the rows
-        that arrive at this one of the L ranks from the P ranks.
+    come: (P * L,), the number of rows from each source rank: L blocks of P numbers. A block has the rows that
+        one of the L ranks of this node receives in the all-to-all, from each of P ranks.
     grid: the layer's ranks.
 
     Returns (P,), the numbers of this rank's own block, for the all-to-all; and (L,), the sum of each block,
@@ -447,8 +448,8 @@ def _are_several(come_nW: Tensor) -> Any:
 
     Rows from a single rank arrive in expert order already.
 
-    come_nW: (n, W) rows by n chunks and W source ranks, on the host. For an argument (W,) the result is one
-        bool.
+    come_nW: (n, W), numbers of rows by n chunks and W source ranks, on the host. For an argument (W,) the
+        result is one bool.
     """
     return (come_nW.count_nonzero(-1) > 1).tolist()
 
@@ -475,9 +476,9 @@ def _regroup_chunks(
 
     On CUDA one sort serves all chunks, because each operator is a kernel launch.
 
-    fine: (W, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin, on the
-        device of the rows. A bin is a range of tokens; a chunk has several.
-    come_by_chunk: (n, W) the same rows by chunk and source rank, on the host.
+    fine: (W, n, E_local, bins of a chunk), numbers of rows that arrive, by source rank, chunk, expert and
+        bin, on the device of the rows. A bin is a range of tokens; a chunk has several.
+    come_by_chunk: (n, W), numbers of the same rows by chunk and source rank, on the host.
     are_several: for each chunk, whether its rows come from several ranks. The index of another chunk is None,
         because its rows arrive sorted.
     """
@@ -542,7 +543,7 @@ def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
     A block has rows that stay on this rank, and is computed by one task. If m < n, the first n - m + 1 chunks
     share the first block, and each other chunk has a block of its own (`pmoe.schedule.tasks.piece_of`).
 
-    counts_nE: (n, E) rows by chunk and expert.
+    counts_nE: (n, E), numbers of rows by chunk and expert.
     m: the number of blocks, at most n.
     """
     if m == counts_nE.shape[0]:

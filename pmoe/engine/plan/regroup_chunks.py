@@ -53,9 +53,9 @@ def join_chunks(
 
     A bin is a range of tokens. There are L bins, W ranks and E local experts.
 
-    recv_LWE: (L, W, E) received rows by bin, source rank and expert, on the host.
+    recv_LWE: (L, W, E), numbers of received rows by bin, source rank and expert, on the host.
     recv_device_LWE: the same numbers, on the device of the rows.
-    stay_LE: (L, E) rows that stay on this rank, by bin and expert, on the host.
+    stay_LE: (L, E), numbers of rows that stay on this rank, by bin and expert, on the host.
     n, n_backward: numbers of chunks of forward and of backward; both divide L.
     """
     return ChunkRegrouping(
@@ -71,7 +71,7 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
     The result is for the received rows, or for the rows that stay on their rank. Blocks of rows that are
     neighbours in both passes are joined, so that fewer copies are needed.
 
-    counts_LE: (L, E) rows by L bins (ranges of tokens) and E experts, on the host.
+    counts_LE: (L, E), numbers of rows by L bins (ranges of tokens) and E experts, on the host.
     n, n_backward: numbers of chunks of forward and of backward.
     """
     rows, begin = (numbers.view(n_backward, -1).tolist() for numbers in _pieces(counts_LE, n, n_backward))
@@ -103,7 +103,7 @@ def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) ->
 
     The rows of all chunks of a pass are numbered one after another.
 
-    counts_LE: (L, E) rows by L bins (ranges of tokens) and E experts, on the device of the rows.
+    counts_LE: (L, E), numbers of rows by L bins (ranges of tokens) and E experts, on the device of the rows.
     n, n_backward: numbers of chunks of forward and of backward.
     num_rows: the sum of counts_LE, known on the host.
     """
@@ -118,7 +118,7 @@ def _pieces(counts_LE: Tensor, n: int, n_backward: int) -> tuple[Tensor, Tensor]
     A bin is a range of tokens; a chunk consists of whole bins. Both results are (L * E,) int64, for L bins
     and E experts. Blocks are in the order of backward's rows: by chunk, then expert, then bin.
 
-    counts_LE: (L, E) rows by bin and expert.
+    counts_LE: (L, E), numbers of rows by bin and expert.
     n, n_backward: numbers of chunks of forward and of backward.
     """
 

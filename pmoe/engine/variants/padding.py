@@ -166,7 +166,7 @@ def make_padding(expert_TK: Tensor, splits: PaddedRowCounts) -> tuple[Padding, T
 def _taken(rows: Tensor, index: Tensor) -> Tensor:
     """Returns rows[index]; zeros where the index is equal to the number of rows.
 
-    rows: (rows, ...).
+    rows: (rows, ...), the rows from which some are taken.
     index: (S,), S numbers from 0 to the number of rows. The result is (S, ...).
     """
     count = rows.shape[0]
@@ -230,7 +230,7 @@ def check_same_calls(counts: RankCounts) -> None:
 
     Calls with ``pad_to_capacity`` must have equal values on all ranks, because row counts are not exchanged.
 
-    counts: the result of `PaddedCallKey.exchange`, after ``finish``.
+    counts: the result of ``finish()`` of the exchange that `PaddedCallKey.exchange` started.
     """
     tokens, needs_grad = counts.recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:

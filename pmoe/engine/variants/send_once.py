@@ -96,8 +96,8 @@ class DeduplicatedSlots(SortedSlots):
         n: number of chunks.
         weights: the message of routing weights.
         shared: the row counts of n chunks, exchanged among the ranks.
-        fine: (ranks, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin. A
-            bin is a range of tokens; a chunk has several.
+        fine: (ranks, n, E_local, bins of a chunk), numbers of rows that arrive, by source rank, chunk, expert
+            and bin. A bin is a range of tokens; a chunk has several.
         """
         come_nW = shared.received_once_device
         tokens = self.tokens

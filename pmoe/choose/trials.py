@@ -440,7 +440,7 @@ class Trial:
             return None, 0.0
 
     def _any_failed(self) -> bool:
-        """Returns whether any rank has run out of memory, also as `has_failed`. Collective."""
+        """Returns whether any rank has run out of memory, and stores this in `has_failed`. Collective."""
         ranks = self.batch.modules.ranks
         own = [float(self.failure is not None)]
         [failed] = largest(

@@ -367,7 +367,9 @@ class Experts(nn.Module, abc.ABC):
         return values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
-        """Raises ValueError if a tool has replaced values by tensors of other sizes, types or devices.
+        """Raises ValueError if a value of the experts has another size, type or device than they need.
+
+        Another tool may have replaced a weight or bias.
 
         This default checks nothing.
 

@@ -37,7 +37,7 @@ class TopKGate(TopKRouter):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the probabilities of the experts in expert_TK, divided by a token's sum if ``normalize``.
+        """Returns the probabilities of the experts in expert_TK, divided by their sum if `normalize`.
 
         routing: the result of the call, with its logits.
         expert_TK: (T, K) int64, K experts for each of T tokens. The result has the same shape.

@@ -106,7 +106,7 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
 
 
 class StatsWriter:
-    """Logs a training run to ``run_dir``: scalars of every step, and now and then statistics of MoE layers.
+    """Logs a training run to ``run_dir``: scalars of every step, and at some steps statistics of MoE layers.
 
     Every rank must construct a writer and call `step` after each training step. Rank 0 of ``group`` writes
     the files.
@@ -142,7 +142,6 @@ class StatsWriter:
     Errors are raised on every rank: OSError or ValueError if the folder cannot be written, holds other files
     with the names of the writer's files, or has another writer; TypeError if an argument has another type or
     the settings are not plain data; ImportError if tensorboard is True and the package is not installed.
-
     """
 
     writes: bool

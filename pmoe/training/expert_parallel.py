@@ -322,7 +322,10 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    """Raises ValueError if a wrapper already manages the parameters that `parallelize` would replace."""
+    """Raises ValueError if a data-parallel wrapper manages parameters that `parallelize` would replace.
+
+    Such wrappers are DistributedDataParallel and FSDP2. They must be put around the model afterwards.
+    """
     for name, module in model.named_modules():
         if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             continue

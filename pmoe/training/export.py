@@ -269,7 +269,7 @@ class _Export:
         return next((one.device for one in self.model.parameters()), torch.device("cpu"))
 
     def renamed(self, name: str) -> str:
-        """Returns the name under which a tensor is exported. Raises TypeError if it is not a text."""
+        """Returns the name under which a tensor is exported. Raises TypeError if this name is not a text."""
         if self.rename is None:
             return name
         found: object = self.rename(name)

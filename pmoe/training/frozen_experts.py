@@ -125,7 +125,7 @@ def _check(name: str, layer: MoELayer, numbers: list[Any]) -> None:
 def _zero_frozen(parameter: Tensor) -> None:
     """Sets the gradients of frozen experts to zero.
 
-    A hook that runs after backward has added to the gradient of a parameter.
+    It is a hook of a parameter, which runs after backward has added to the parameter's gradient.
     """
     assert parameter.grad is not None
     local_part(parameter.grad)[getattr(parameter, FROZEN_ROWS)] = 0
@@ -148,7 +148,7 @@ _before: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]] = wea
 
 @torch.no_grad()
 def _remember(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Stores the values of frozen experts. A hook that runs before each step of an optimizer."""
+    """Stores the values of frozen experts. It is a hook that runs before each optimizer step."""
     parameters = (tensor for group in optimizer.param_groups for tensor in group["params"])
     frozen = [tensor for tensor in parameters if hasattr(tensor, FROZEN_ROWS)]
     if frozen:
@@ -157,6 +157,6 @@ def _remember(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def _put_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Writes the stored values back to frozen experts. A hook that runs after each step of an optimizer."""
+    """Writes the stored values back to frozen experts. It is a hook that runs after each step."""
     for tensor, values in _before.pop(optimizer, ()):
         local_part(tensor)[getattr(tensor, FROZEN_ROWS)] = values

@@ -187,7 +187,7 @@ class PassPlan:
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:
-        """The token of each row that the dispatch all-to-all sends: (num_sent,) int64 for each chunk."""
+        """The token of each row that the dispatch all-to-all sends: an int64 tensor for each chunk."""
         return [self.row_token[chunk.sent] for chunk in self.chunks]
 
     @functools.cached_property

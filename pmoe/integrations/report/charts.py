@@ -178,7 +178,7 @@ def line_chart(
     """Returns a chart as HTML: values over steps, with one line for each name.
 
     There are at most as many lines as the theme has colours; further ones are left out. A line goes through
-    the means of neighbouring points, and a band around it shows their smallest and largest values. Values
+    the averages of neighbouring points, and a band around it shows their smallest and largest values. Values
     that are not finite are left out and marked at the top of the chart. If a few values are so large that the
     others could not be told apart, the axis ends below them, and the note says so.
 
@@ -188,7 +188,8 @@ def line_chart(
     floor: a value that the y axis must include; None for none.
     show: makes texts of values. If it is `format_seconds` or `format_share`, the y axis has its unit too.
     note: text below the chart.
-    max_points: largest number of points of a line. Longer lines are drawn by means of neighbouring points.
+    max_points: largest number of points of a line. A longer line is drawn through the averages of
+        neighbouring points.
     is_filled: whether to fill the area below each line.
     """
     from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -234,7 +235,7 @@ def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | Non
     floor: a value that the axis must include; None for none.
 
     The cut value is the largest value if it lies above the upper end, otherwise None. The axis ends below the
-    largest values if they would squeeze the smallest 95 percent into the lowest third.
+    largest values if otherwise the smallest 95 percent of the values would lie in its lowest third.
     """
     low, high = float(ordered[0]), float(ordered[-1])
     if floor is not None:

@@ -235,9 +235,8 @@ def _measure_part(
 ) -> TrialsOfPart | None:
     """Runs trials on the first tokens of the batch, and returns their seconds. Collective.
 
-    A trial is a timed run of both passes.
-
-    Returns None if these would be fewer than `MIN_TOKENS` tokens.
+    A trial is a timed run of both passes. Returns None if trials would have to run on fewer than `MIN_TOKENS`
+    tokens.
 
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs to try, each once. A restore pair says how backward gets

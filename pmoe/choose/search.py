@@ -328,7 +328,7 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
     Trials are timed runs that find the fastest numbers of chunks. If writing fails, an older file at this
     path stays unchanged.
 
-    tables: for each dtype of rows, the fastest numbers of chunks by tokens.
+    tables: for each dtype of rows, the fastest numbers of chunks by number of tokens.
     path: the file.
     key: everything that changes the seconds of trials, such as the device, the ranks and the options
         (`key_of_degrees`). `load_degrees` refuses the file for a layer with a different key.
@@ -344,7 +344,7 @@ def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) ->
 
     Trials are timed runs that find the fastest numbers of chunks.
 
-    tables: for each dtype of rows, the fastest numbers of chunks by tokens.
+    tables: for each dtype of rows, the fastest numbers of chunks by number of tokens.
     key: everything that changes the seconds of trials (`key_of_degrees`).
     """
     table_fields = {name: table.to_fields() for name, table in tables.items() if table.ranges}
@@ -354,8 +354,8 @@ def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) ->
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
     """Returns the results of trials that `save_degrees` wrote to ``path``, if the file has the same key.
 
-    A trial is a timed run of both passes. The results are the fastest numbers of chunks by tokens, a table
-    for each dtype of rows.
+    A trial is a timed run of both passes. The results are the fastest numbers of chunks by number of tokens,
+    a table for each dtype of rows.
 
     path: the file, of any version of the format.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -375,8 +375,8 @@ def from_fields(
 ) -> Tables:
     """Returns the results of trials from data that `to_fields` of this or an older pmoe has made.
 
-    A trial is a timed run of both passes. The results are the fastest numbers of chunks by tokens, a table
-    for each dtype of rows.
+    A trial is a timed run of both passes. The results are the fastest numbers of chunks by number of tokens,
+    a table for each dtype of rows.
 
     fields: the data.
     key: everything that changes the seconds of trials (`key_of_degrees`).

@@ -369,9 +369,7 @@ class Experts(nn.Module, abc.ABC):
     def check_operands(self, values: Sequence[Tensor]) -> None:
         """Raises ValueError if a value of the experts has another size, type or device than they need.
 
-        Another tool may have replaced a weight or bias.
-
-        This default checks nothing.
+        Another tool may have replaced a weight or bias. This default checks nothing.
 
         values: the result of `operands`: this rank's part of each value, (E_local, ...) for E_local experts.
         """

@@ -45,7 +45,8 @@ class Routing:
     expert: (S, K) int64, global indices of experts, distinct within a line.
     weight: (S, K) float32 or float64, factor of each expert's output. The gate's gradient flows through it.
     l_aux: scalar, the auxiliary loss for this rank's tokens. It has a gradient if the gate has parameters.
-    logits: the gate's scores, of any shape, or None. They are only used to check that the scores are finite.
+    logits: the gate's scores, of any shape, or None. The layer only checks that they are finite. Routing
+        replay and `pmoe.BalanceLoss` compute from them.
     keep: (S, K) bool, False for choices that the gate drops because their expert has reached its capacity.
         None means that the gate drops nothing; the layer does if it has a capacity factor.
     token: (S,) int64 ascending, the token of each line, for gates that give tokens different numbers of
@@ -187,9 +188,10 @@ class Gate(nn.Module, abc.ABC):
         super()._save_to_state_dict(*args, **options)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Returns S, the number of lines of the `Routing` for this number of tokens, to predict memory.
+        """Returns S, the number of lines of the `Routing` for this number of tokens.
 
-        It is only called if the gate `picks_tokens`; other gates have one line for each token.
+        Memory predictions use it. It is only called if the gate `picks_tokens`; other gates have one line for
+        each token.
         """
         return num_tokens
 

@@ -105,7 +105,7 @@ def check_plain(plain: Mapping[str, Any]) -> None:
 def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
     """Writes the files that torch.distributed.checkpoint does not write, each rank its own.
 
-    They have the random states, checksums and, on rank 0, the data that are not tensors.
+    The files have the random states, checksums and, on rank 0, the data that are not tensors.
 
     part: the temporary folder of the checkpoint.
     rank: this rank.

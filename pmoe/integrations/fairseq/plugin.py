@@ -4,9 +4,9 @@ Parameters of experts have the attribute ``expert``. fairseq's trainer (with leg
 gradients over ranks. If experts are spread over the data-parallel ranks, three more things must be done, by
 `MoETrainer`:
 
-- Scale the gradients. An expert's gradient is a sum over the tokens of all ranks, those of other parameters
-  are means over ranks. fairseq multiplies all of them by the number of ranks, so gradients of experts are
-  divided by it first.
+- Scale the gradients. An expert's gradient is a sum over the tokens of all ranks, but those of other
+  parameters are means over ranks. fairseq multiplies all of them by the number of ranks, so gradients of
+  experts are divided by it first.
 - Include the experts of all ranks in the norm that --clip-norm limits.
 - Send all experts to rank 0, which alone writes checkpoints.
 
@@ -145,7 +145,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Scales all gradients down if their norm exceeds ``clip_norm``. Returns the norm, a scalar.
 
-        The norm includes the experts of all ranks, so every rank gets the same.
+        The norm includes the experts of all ranks, so it is the same on every rank.
         """
         if not self.has_experts:
             return super().clip_grad_norm(clip_norm)  # type: ignore[no-any-return]

@@ -637,7 +637,7 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
     them.
 
     The second result is the number of tokens of the rank that has most, rounded up so that similar batches
-    share an answer. It is not rounded if the budget allows pairs only for the exact number.
+    share a result. It is not rounded if the budget allows pairs only for the exact number.
 
     batch: the routed batch.
     restore: the restore pair of the call: how backward gets the rows and the hidden activation.

@@ -10,7 +10,7 @@ through these methods:
                input_gradient   gradient of T_DO -> gradient of T_DI, which the tokens' ranks wait for
                weight_gradient  adds the gradients of the parameters, which no other rank waits for
 
-weight_gradient is a task of its own, so that the engine can run it while the gradients of rows travel to
+weight_gradient is a task of its own, so that the engine can run it while the gradients of rows are sent to
 other ranks (Lancet, section 4: weight-gradient scheduling).
 """
 

@@ -1,6 +1,6 @@
 """Experts whose results for a row have the same bits for any other rows beside it.
 
-The rows of each expert are copied into tiles of R rows, and a row goes through all of its expert in one tile:
+The rows of each expert are copied into tiles of R rows, and a row goes through the whole expert in one tile:
 both products, the nonlinearity and the routing weight. Every tile has the same shape, so the libraries
 compute every tile in the same way (`pmoe.kernels.fixed_tiles`). The last tile of an expert may have fewer
 than R rows. Its other rows are left from older tiles, and their results are not used.

@@ -247,7 +247,7 @@ class LaunchedExperts:
     def _of_w2(self) -> PreparedProduct:
         """The product for the gradient of w2: gradient of the output, transposed, times activation.
 
-        The factors are the rows of one expert at a time; the activation is the one after the nonlinearity.
+        There is one product for each expert. The activation is the hidden activation after the nonlinearity.
         """
         width = self._width
         model = self._weights[1].shape[1]

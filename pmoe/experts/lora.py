@@ -327,7 +327,7 @@ class LoraExperts(StackedExperts):
 
     @property
     def fused_activation(self) -> str | None:
-        """None: pmoe's kernels that compute a product and the nonlinearity together cannot add an adapter."""
+        """Always None: kernels that compute a product and the nonlinearity together cannot add an adapter."""
         return None
 
     def adapter(self, name: str) -> Adapter:
@@ -552,7 +552,7 @@ def check_no_adapters(experts: Experts, what: str) -> None:
 
     The adapters would be lost without a message.
 
-    what: the function's argument that has the experts, for the message.
+    what: the name of the function's argument that has the experts, for the message.
     """
     if isinstance(experts, LoraExperts):
         raise ValueError(

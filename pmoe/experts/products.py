@@ -205,7 +205,7 @@ class GradientSum:
     is_empty: whether nothing has been added yet.
 
     The first addition overwrites uninitialised memory. So ``total`` is not set to zero first. Only the parts
-    of experts without rows are, because nothing overwrites these.
+    of experts without rows are set to zero, because nothing overwrites these.
     """
 
     total: Tensor

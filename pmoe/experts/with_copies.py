@@ -62,8 +62,8 @@ class ExpertsWithCopies:
     def _own_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each of this rank's own experts has, without the copies.
 
-        groups: the rows of each own expert and, for rows that other ranks have sent, of each copy behind
-            them.
+        groups: the numbers of rows of each own expert and, for rows that other ranks have sent, also of each
+            copy, after those of own experts.
         """
         count = self._experts.num_local_experts
         if len(groups.counts) == count:
@@ -75,8 +75,8 @@ class ExpertsWithCopies:
     def _copied_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each copy has, without the own experts.
 
-        groups: the rows of each own expert, then those of each copy. It has as many entries for copies as the
-            rank with most copies, so the last ones may belong to no copy and are 0.
+        groups: the numbers of rows of each own expert, then those of each copy. It has as many entries for
+            copies as the rank with most copies, so the last ones may belong to no copy and are 0.
         """
         count = self._experts.num_local_experts
         own = sum(groups.counts[:count])

@@ -88,7 +88,7 @@ def check_peft(experts_module: nn.Module) -> None:
 def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
     """Yields each data-parallel wrapper that manages parameters of these experts: (name, its global ranks).
 
-    For the older FSDP the set is empty, because its ranks cannot be read.
+    For FullyShardedDataParallel (FSDP1) the set is empty, because its ranks cannot be read.
     """
     parameters = {id(value) for value in experts.parameters()}
     modules = set(experts.modules())

@@ -67,10 +67,10 @@ def replay_routing(
 
     Args:
         model: a model with MoE layers, or a single layer.
-        trace: a dict {name of a layer: list with the experts (T, K) of each call}, from `record_routing`,
-            `read_routing` or `engine_routing`. The experts are integers of any dtype on any device. K times
-            -1 stands for a token that is not replayed: the gate chooses its experts. The names must be those
-            of the model's layers.
+        trace: a dict {name of a layer: list with the experts of each call, (T, K): K for each of T tokens},
+            from `record_routing`, `read_routing` or `engine_routing`. The experts are integers of any dtype
+            on any device. K times -1 stands for a token that is not replayed: the gate chooses its experts.
+            The names must be those of the model's layers.
         mask: for each call, (T,) bool: False for tokens that are not replayed in any layer, for example
             because they belong to the prompt. None replays all tokens.
 

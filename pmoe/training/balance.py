@@ -148,9 +148,8 @@ class BalanceLoss:
     Every rank of the group must construct the object, with the same layers, and call its methods in the same
     order. Activation checkpoints with use_reentrant=True are refused, because their first pass has no
     gradients. Each call keeps its scores (T, E) until backward, even inside an activation checkpoint, for T
-    tokens and E experts.
-    All tokens of a sequence must be on one rank. With pipeline parallelism, the loss is that of the layers of
-    this rank's stage.
+    tokens and E experts. All tokens of a sequence must be on one rank. With pipeline parallelism, the loss is
+    that of the layers of this rank's stage.
 
     Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
     balanced by a loss, or, on every rank, if ranks have different layers.

@@ -216,6 +216,8 @@ def find_partition(
 def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
     """Returns a generalized layer of FSMoE that consists of dense modules only, without an MoE layer.
 
+    Otherwise a generalized layer is a dense part and an MoE layer together.
+
     seconds: seconds of the backward pass of these modules.
     gradient_bytes: bytes of the gradients that this backward pass makes.
     """

@@ -52,6 +52,8 @@ class ExpertMuon(Optimizer):
         B = mu B + (1 - mu) G;  U = mu B + (1 - mu) G, or B without nesterov
         W = (1 - lr weight_decay) W - lr adjust(W) orthogonalized(U)
 
+    adjust(W) is a factor that depends on the shape of W, by the rule adjust_lr_fn.
+
     It trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1 (the gate
     projection and the up projection) count as two matrices. Biases are not trained: give them to another
     optimizer. If several ranks hold the same experts, their parameters stay equal, because their gradients

@@ -426,7 +426,7 @@ class Pass:
         Rows stay if their expert is on this rank. One task computes one block.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
-        out: (rows of the block, M).
+        out: (rows of the block, M), memory for the copies.
         """
         self.plan.modules.order.order(source_TM, self.pass_plan.row_token[self.pass_plan.pieces[j].rows], out)
         return out

@@ -119,7 +119,7 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
-        """The experts of which each rank hosts a copy: a list of rising expert numbers for each rank."""
+        """The experts of which each rank hosts a copy: for each rank their numbers, in rising order."""
         hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for expert in sorted(self.plan.hosts):
             for rank, _ in self.plan.hosts[expert][1:]:

@@ -459,9 +459,9 @@ def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
 
     A group is the rows of one local expert, or those of one chunk for one local expert.
 
-    counts_WG: (W, G) number of rows from each of W ranks in each of G groups, on the device of the rows.
-    rows_by_source: (W,) numbers of rows on the host; their sum is N. Because the host knows N, it need not
-        wait for the device.
+    counts_WG: (W, G), the number of rows from each of W ranks in each of G groups, on the device of the rows.
+    rows_by_source: (W,), the number of rows from each rank, on the host. Their sum is N. Because the host
+        knows N, it need not wait for the device.
     """
     size, num_groups = counts_WG.shape
     group = torch.arange(num_groups, device=counts_WG.device).repeat(size)

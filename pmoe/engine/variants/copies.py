@@ -248,7 +248,8 @@ class CopiesForward(_WithCopies, Forward):
 class CopiesBackward(_WithCopies, Backward):
     """A backward pass with copies of busy experts.
 
-    If the experts are frozen, `copy_sums` is empty, and the attributes below `chunks_left` are not set.
+    If the experts are frozen, `copy_sums` is empty, and the attributes listed after `chunks_left` are not
+    set.
 
     copy_sums: for each parameter, the gradients of the copies' parameters, summed over chunks.
     chunks_left: the number of chunks whose gradients are not in these sums yet.

@@ -16,7 +16,7 @@ def allow_fairseq_defaults() -> None:
     """Makes Python accept fairseq's dataclasses as defaults of dataclass fields, by giving them a hash.
 
     The hash is that of plain objects. Call this function before fairseq is imported. A second call does
-    nothing. Neither does any call before Python 3.11, where no change is needed.
+    nothing, and neither does a call in Python 3.10, which needs no change.
     """
     if sys.version_info < (3, 11) or getattr(dataclasses, "_allows_fairseq_defaults", False):
         return

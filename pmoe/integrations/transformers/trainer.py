@@ -39,11 +39,11 @@ STATE = "trainer_state.json"
 
 
 class SpreadCheckpoints(Trainer):
-    """A base class for a Trainer, whose checkpoints then resume on any number of ranks.
+    """A base class that lets a Trainer resume from its checkpoints on any number of ranks.
 
     The number of ranks must divide the number of experts. Put this class before the Trainer that you use
-    (transformers' own, a subclass of it, or one of TRL), and set ``save_only_model=True``: pmoe saves what is
-    left out then. `Trainer.train(resume_from_checkpoint=...)` works as usual.
+    (transformers' own, a subclass of it, or one of TRL), and set ``save_only_model=True``: pmoe saves what
+    the Trainer then leaves out. `Trainer.train(resume_from_checkpoint=...)` works as usual.
 
     After resuming, losses equal those of a run that was not interrupted if a step has the same number of
     samples as before: per_device_train_batch_size * gradient_accumulation_steps * number of ranks. Random

@@ -172,9 +172,13 @@ class LayerOptions:
 
     @functools.cached_property
     def has_own_source(self) -> bool:
-        """Whether a call may need more than one plain exchange to get its row counts.
+        """Whether getting a call's row counts may take more than one plain exchange among the ranks.
 
-        This is so with ``fused``, with ``balance`` and with ``pipeline="solve"``.
+        This is so with three options:
+
+            fused              the ranks also agree on whether fused kernels can compute the call
+            balance            counts are exchanged once more if busy experts get copies on other ranks
+            pipeline="solve"   counts are exchanged once more if the solver takes other numbers of chunks
         """
         return bool(self.fused or self.solves or self.balance)
 

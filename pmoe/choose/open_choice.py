@@ -179,10 +179,10 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int, per_rank: int) -> int:
     """Returns the most copies of busy experts that a rank may host within the memory budget.
 
-    With so many copies, a number of chunks and a restore pair (how backward gets the rows and the hidden
-    activation) exist with which memory stays within the budget for any routing. This is so even if no host
-    memory is left to offload the dispatched rows (T_DI). The number of tokens is rounded up, so that similar
-    batches share the result.
+    A number of copies is within the budget if some number of chunks and some restore pair (how backward gets
+    the rows and the hidden activation) keep memory within the budget for any routing, even if no host memory
+    is left to offload the dispatched rows (T_DI). The number of tokens is rounded up, so that batches of
+    similar sizes share one cached result.
 
     modules: the modules and options of the layer, which has a budget.
     rows_TM: (T, M), T rows with M = d_model columns, of which only the dtype and the device are used.

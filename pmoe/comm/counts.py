@@ -87,7 +87,9 @@ class Fault(enum.IntEnum):
 
 
 def fault_of_magnitude(largest: Tensor) -> Tensor:
-    """Returns the number of a rank's fault, an int64 scalar: NOT_FINITE if its logits are not finite.
+    """Returns a rank's fault as an int64 scalar: NOT_FINITE if its logits are not finite, else 0 (no fault).
+
+    The number is computed on the device, so the host does not wait for it.
 
     largest: the largest magnitude of the logits, a scalar. It is NaN if one of the logits is NaN.
     """
@@ -693,16 +695,18 @@ class CountsExchange:
         return counts_FRX[..., :-1], counts_FRX[..., -1]
 
     def _relay(self, device_FWX: Tensor) -> list[Tensor]:
-        """Returns how many rows this rank passes on for other ranks, on the device.
+        """Returns how many rows this rank passes on for other ranks in dispatch and in combine.
 
-        Hierarchical exchanges send rows by way of other ranks, and these must know how many rows will arrive.
-        The result has two int64 tensors (F, X), for dispatch and for combine. They have X numbers for each of
-        F bins (equal ranges of a rank's tokens), as `Exchange.relay_counts` returned them; X is 0 if the
-        exchange passes on nothing. The result is [] if neither dispatch nor combine runs in several steps.
+        A hierarchical all-to-all sends rows by way of other ranks, which must know how many rows will arrive.
+        Rows are counted in F bins, equal ranges of a rank's tokens.
 
-        device_FWX: (F, W, X) the counts that this rank received from W ranks, in the order of
-            `Grid.by_arrival`: in each bin, the rows for each expert of this rank, and the last count that
-            `_split` describes.
+        Returns a list of two int64 tensors on the device, for dispatch and for combine: (F, R), the R numbers
+        for each bin that `Exchange.relay_counts` has returned. R is 0 if this rank passes on nothing. Returns
+        [] if neither of the two all-to-alls is hierarchical.
+
+        device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order of
+            `Grid.by_arrival`. The X counts of a bin are rows for each expert of this rank, and one more count
+            if a token is sent only once to a rank that holds several of its experts.
         """
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
@@ -717,7 +721,9 @@ class CountsExchange:
         return [send_FP.new_empty(send_FP.shape[0], 0) if counts is None else counts for counts in relayed]
 
     def _agree(self, recv_FWE: Tensor, headers: Tensor) -> Tensor:
-        """Returns these numbers on the device, each as its maximum over all ranks:
+        """Returns the numbers on which all ranks must agree: each is the maximum over all ranks.
+
+        The numbers are on the device:
 
             index   0 .. 3    4               5               6            7, 8, ...
             number  header    host shortage   rows received   irregular    depth of each degree, then `Loads`

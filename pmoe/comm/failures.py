@@ -115,8 +115,9 @@ def publish_leaving(record: GroupRecord) -> None:
 def publish_outside_pass(error: BaseException) -> None:
     """Publishes an error raised outside of any forward or backward pass, such as one of load_state_dict.
 
-    Peers that wait for this rank then raise it too. No peer waits for a collective that this rank has not
-    started, so this rank's next call withdraws the report.
+    Peers that wait for this rank in their next call raise the error too. Outside of a pass this rank has left
+    no collective unfinished, so the group can still be used: if the program goes on after the error, this
+    rank's next call withdraws the report.
     """
     world = dist.group.WORLD
     if world is None:
@@ -283,13 +284,15 @@ def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """Returns the published errors that show that a collective of the group will not end.
+    """Returns the published errors because of which a collective of the group will not end.
 
-    Three kinds of errors of the group's ranks are returned:
+    A rank leaves a group if an error ends a pass over the group before all its collectives have run. The
+    errors of the group's ranks that are returned:
 
-    - a rank has left this group in the middle of a pass, and not all ranks left it at the same place;
-    - a rank has left another group that this rank has not left;
-    - a rank failed outside of any pass (`publish_outside_pass`).
+    - A rank has left this group, and the ranks did not all leave it after the same collectives.
+    - A rank has left another group (of another layer, say) and so may never come to the collective of this
+      group. If the present rank has left that other group too, the error is an old one and is not returned.
+    - A rank failed outside of any pass (`publish_outside_pass`).
     """
     store = dist.distributed_c10d._get_default_store()
     record = record_of_group(group)
@@ -467,7 +470,7 @@ def meet(ranks: Ranks, why: str) -> None:
         the text.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs
-    another pass instead reads in the store that this rank waits, and publishes a failure.
+    another pass, and so will not come, reads in the store that this rank waits, and publishes a failure.
     """
     group = ranks.group
     assert group is not None

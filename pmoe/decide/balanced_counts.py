@@ -9,17 +9,19 @@ copy. One call takes these steps:
        number of rows that all ranks together routed to each expert.
     3. Each rank plans the copies (`pmoe.planner.copies`). All ranks make the same plan, because all have the
        same loads.
-    4. The rows of an expert with copies are divided among its hosts. Experts and copies get new numbers.
-    5. The ranks exchange row counts once more, counted by the new numbers.
+    4. The rows of an expert with copies are divided among its hosts. Experts and copies get new indices,
+       which count both.
+    5. The ranks exchange row counts once more: how many rows each expert and each copy gets.
 
 If no copy would save enough time, steps 4 and 5 are left out.
 
-The new numbers of a rank are those of its own experts, then those of its copies. Example: 2 ranks with 2
-experts each; expert 0 has a copy on rank 1. Each rank has room for one copy, and rank 0 hosts none:
+The new indices count a rank's own experts first, then its places for copies, then those of the next rank.
+Example: 2 ranks with 2 experts each; expert 0 has a copy on rank 1. Each rank has one place for a copy, and
+that of rank 0 is empty:
 
     expert or copy   0    1    -    2    3    copy of 0
     rank             0    0    0    1    1    1
-    new number       0    1    2    3    4    5
+    new index        0    1    2    3    4    5
 
 Letters: T tokens, K choices, E experts of all ranks, W ranks.
 """
@@ -200,8 +202,9 @@ class BalancedCounts(ExactCounts):
     def use_copies(self, modules: LayerModules, copies: HostedCopies) -> None:
         """Divides the rows of experts with copies among the ranks that compute these experts.
 
-        A copy is the weights of a busy expert on another rank. Afterwards ``orders`` sorts the rows by the
-        new numbers of experts and copies.
+        A copy is the weights of a busy expert on another rank. Each row gets the index of the expert or copy
+        that computes it, in a common numbering: the experts of rank 0, its copies, the experts of rank 1, and
+        so on. Afterwards ``orders`` sorts the rows by these indices.
 
         modules: the modules that the schedule computes, without the copies.
         copies: the copies of all ranks in this call.
@@ -299,7 +302,7 @@ def _imbalance(rows: Sequence[int]) -> float:
 
 
 def owners_of(modules: LayerModules) -> list[int]:
-    """Returns the rank that owns each expert, by the expert's number. Rank 0 owns the first experts."""
+    """Returns the rank that owns each expert, by the expert's index. Rank 0 owns the first experts."""
     num_local = modules.experts.num_local_experts
     return [expert // num_local for expert in range(modules.options.num_experts)]
 
@@ -373,10 +376,10 @@ def pays(plan: CopyPlan) -> bool:
 
 
 def own_places(modules: LayerModules, experts: Sequence[int]) -> list[int]:
-    """Returns the index of each expert among this rank's experts.
+    """Returns the index that each expert has among this rank's experts.
 
     modules: the modules of the layer.
-    experts: numbers of experts of this rank, among the experts of all ranks.
+    experts: experts of this rank, by their indices among the experts of all ranks.
 
     Example: with 4 experts on each rank, rank 1 has the experts 4 to 7, and expert 6 has index 2.
     """
@@ -403,7 +406,7 @@ def with_pairs(
 
 
 class SlotsOfHosts(SortedSlots):
-    """The routing of a call with copies: each (token, choice) slot has the number of an expert or of a copy.
+    """The routing of a call with copies: each (token, choice) slot has the index of an expert or of a copy.
 
     The routing kernels may have sorted the rows already. That order is not used, because these kernels know
     nothing of copies.
@@ -440,11 +443,11 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
 
 
 def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:
-    """Returns for each (token, choice) slot the number of the expert or copy that computes its row, (T, K).
+    """Returns for each (token, choice) slot the index of the expert or copy that computes its row, (T, K).
 
-    The ranks that compute rows of an expert are its hosts. This function divides the rows of an expert among
-    its hosts: the rows of this rank for one expert are numbered in the order of the slots, and
-    `pmoe.planner.copies.row_cuts` says which host gets a row, by that number.
+    The index is in a common numbering of experts and copies (`HostedCopies`). The ranks that compute rows of
+    an expert are its hosts. The rows of this rank for one expert are counted in the order of the slots, and
+    `pmoe.planner.copies.row_cuts` says which host gets a row, by its position in this count.
 
     copies: the copies of the call.
     expert_TK: (T, K) int64, the K experts that the gate chose for each of T tokens.
@@ -469,7 +472,7 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
 
 
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
-    """Returns the number of each rank's node, by rank. Collective in the first call of a layer.
+    """Returns the index of each rank's node, by rank. Collective in the first call of a layer.
 
     modules: the modules of the layer, and its argument ``nodes``.
 

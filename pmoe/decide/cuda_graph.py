@@ -21,7 +21,7 @@ def check_capturable(modules: LayerModules, x: Tensor, mask: Tensor | None) -> N
 
     - the host waits for the device,
     - times are measured, or
-    - memory is allocated whose tensors are used after the graph's replay.
+    - memory is allocated for tensors that are used after the graph's replay.
 
     modules: the modules and options of the layer.
     x: (..., M), the input of the call; M is d_model.

@@ -94,7 +94,7 @@ class ExactCounts:
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels may compute the call, by what is known before the row counts.
+        """Returns whether fused kernels may compute the call, before its row counts are known.
 
         All ranks get the same answer. This class always returns False; `FusedCounts` overrides the method.
         """

@@ -188,12 +188,12 @@ class PaddedCounts:
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
-        """Computes how many padded rows each part of the batch has, so that it can be cut into n chunks.
+        """Computes how many padded rows each part of the batch has, so that the batch can be cut into chunks.
 
         With ``pipeline="solve"`` the numbers are computed again whenever the solver may take other n than
         before. Otherwise they are computed once, for all n that the options allow.
 
-        degrees: the numbers of chunks n.
+        degrees: the numbers of chunks n that may be chosen.
         """
         modules = self.call.modules
         if self._degrees and not (self._solves and set(degrees) != set(self._degrees)):
@@ -206,11 +206,15 @@ class PaddedCounts:
             vars(self).pop(counts, None)
 
     def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
-        """Returns the padded rows, ready to be sorted into chunks, and (E,), the rows without padding.
+        """Pads or drops this rank's rows, so that every expert gets exactly ``capacity`` rows from it.
 
-        The second result counts the rows of each of E experts. Both results are computed once for a call. If
-        the routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel
-        will not be launched.
+        Returns two values, which are computed once for a call:
+
+        - the padded rows, which can be sorted into chunks;
+        - (E,) for each of E experts, the number of its rows that are not padding.
+
+        The routing may have no values yet, because the persistent kernel was to compute it (`defer_routing`).
+        That kernel will not be launched if this method is called, so the method computes the routing.
 
         modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         """

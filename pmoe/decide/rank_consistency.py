@@ -55,7 +55,7 @@ def check_same_options(modules: LayerModules) -> None:
 def compare_options(modules: LayerModules) -> bool:
     """Compares the options and values of a layer between its ranks. Collective.
 
-    Returns False if all ranks hold equal experts, else True.
+    Returns False if all ranks hold equal experts, which is allowed only if they were built equal; else True.
 
     One reduction compares digests of the following on all ranks. Replicated parts are the gate, the shared
     expert and callbacks, which every rank holds:

@@ -316,10 +316,11 @@ def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
 
 
 def is_fetched(modules: LayerModules) -> bool:
-    """Returns whether another library may load the experts' parameters only when the experts are called.
+    """Returns whether the experts' parameters may still be on the meta device before the experts are called.
 
-    accelerate's offloading, for example, does so by hooks. Until the experts are called, such a library keeps
-    the parameters on the meta device. So the caller must not compare their device with the input's.
+    A library may keep them there and load them by hooks when the experts are called; accelerate's offloading
+    does. So the caller must not compare the device of the parameters with that of the input. True if the
+    experts have any hook or replaced forward method.
     """
     return any(map(is_watched, modules.experts_module.modules()))
 

@@ -239,9 +239,10 @@ def _check_whose(
     local_metadata: the metadata of the module; empty if the state dict has none.
 
     Raises ValueError, and publishes the error to the other ranks, if the metadata records other experts than
-    this rank holds. Otherwise the layer's next call compares the experts of all ranks. That comparison is
-    left out in two cases: the values are certainly this rank's own (`_is_own`), or the metadata records that
-    all ranks had equal experts.
+    this rank holds. Otherwise the layer's next call compares the experts of all ranks, to find out whether
+    the file of one rank was loaded on several: two ranks must not hold equal experts. The comparison is not
+    needed, and is left out, in two cases: the values are certainly this rank's own (`_is_own`), or the
+    metadata records that the experts of all ranks were equal when they were saved.
     """
     place: ExpertPlace = experts.place
     parameters = {

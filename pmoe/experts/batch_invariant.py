@@ -84,12 +84,15 @@ class _ExpertsInTiles(StackedExperts):
         return rows_of_tile(key, lambda tile_RM: self._results(tile_RM, shapes), self.d_model, like)
 
     def _results(self, tile_RM: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Returns all results for a tile, by one expert with random parameters, for the test of tiles.
+        """Computes a tile's forward and backward pass by one expert with random parameters, for a test.
 
-        The test checks that a row's results do not depend on the other rows of the tile (`tile_rows`).
+        The test checks that a row's results do not depend on the other rows of the tile (`tile_rows`). The
+        list has a tensor with R rows for each result: the output, the hidden activation, the gradients of
+        the rows and of the routing weights, and two tensors from which weight gradients are computed.
 
-        tile_RM: (R, M), R rows with M = d_model columns. Its columns also give the routing weights and, in
-            reverse order, the gradients.
+        tile_RM: (R, M), R rows with M = d_model columns. The pass also needs routing weights and gradients of
+            the output. The test takes any numbers: column 0 serves as the R routing weights, and the tile
+            with its columns in reverse order as the gradients.
         shapes: the shapes of an expert's parameters.
         """
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,7 @@
-"""A router's logits, computed in float32 or wider also for narrower tokens, and auxiliary losses."""
+"""A router's logits, and the auxiliary losses that are computed from a router's scores.
+
+Logits are computed in float32 even if the tokens are bfloat16 or float16, and in float64 for float64 tokens.
+"""
 
 from __future__ import annotations
 

@@ -620,14 +620,19 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _view(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a view into parts: pairs of a dimension of the source and one of the result.
+    """Yields the ways to cut a view into parts: pairs (dimension of the source, dimension of the result).
 
-    Cutting the source along its dimension must give the same elements as cutting the result along the other.
-    This is so if the sizes before each of the two dimensions have equal products, and if both dimensions have
-    whole elements of each part, which `infer` checks. For (4, 6) viewed as (2, 2, 6) the pairs are (0, 0),
-    for a batch of 2 sequences, and (1, 2). A dimension of size 1 cannot be cut. ``expand`` can be cut along
-    every dimension that it leaves as it is. Other views can also be cut into summands (`SUM`): the sum of
-    viewed summands is the view of the sum.
+    A pair is valid if the i-th part of the source, viewed, is the i-th part of the result. The function
+    yields the pairs for which the sizes before the two dimensions have the same product. `infer` later checks
+    that both sizes are multiples of the number of sequences. Example: (4, 6) viewed as (2, 2, 6) has the
+    pairs (0, 0) and (1, 2).
+
+    - A dimension of size 1 cannot be cut.
+    - ``expand`` can be cut along every dimension whose size it does not change.
+    - Any other view of a sum equals the sum of the viewed summands, so it can also be cut into summands
+      (`SUM`).
+
+    node: the call of the view.
     """
     source, result = shape(tensors(node)[0]), shape(node)
     if node.target is aten.expand.default:

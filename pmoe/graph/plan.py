@@ -160,9 +160,12 @@ class GraphSplit:
     def apply(self, plan: RangePlan) -> fx.GraphModule:
         """Returns the graph with the ranges of ``plan`` cut into parts of the batch.
 
-        A range is a run of consecutive instructions. Each layer in a range is cut by itself instead if this
-        graph has other instructions than the graph on which the ranges were chosen, or fewer than two
-        sequences.
+        A range is a run of consecutive instructions, which may hold several MoE layers and the operators
+        between them. Ranges can be cut along the sequences of the batch only if there are two or more
+        sequences, and if this graph has the same instructions as the graph on which the ranges were chosen.
+        Otherwise only the MoE layers of each range are cut, one by one, along their tokens.
+
+        plan: the ranges, which may have been chosen on a graph for another batch.
         """
         if not plan.ranges:
             return self._module

@@ -110,17 +110,20 @@ def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
 def hand_over_places(
     order: Sequence[Instruction], gradients: Sequence[Gradient], seconds: Mapping[str, float], share: float
 ) -> dict[str, int]:
-    """Returns the place of each gradient, by name: how many all-to-alls begin before it is handed over.
+    """Decides when each gradient is handed over to be reduced over ranks, between two all-to-alls.
 
-    A gradient that is reduced gets the first place at which the wanted fraction of its reduction fits between
-    the all-to-alls before and after it, in the timeline of the pass without reductions. Gradients choose in
-    the order in which they are computed. If a gradient fits nowhere, it is handed over after the last
-    all-to-all.
+    Returns for each gradient, by name, the number of all-to-alls that begin before it is handed over.
+
+    Reductions and all-to-alls use the same link. So a reduction should fill the time in which the link is
+    idle between two all-to-alls, in the predicted timeline of the pass without reductions. Each gradient
+    gets the first idle time, after it is computed, in which the fraction ``share`` of its reduction fits.
+    Gradients that are computed earlier choose first. A gradient that fits nowhere is handed over after the
+    last all-to-all.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
     seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced,
-        and are handed over as soon as they exist.
+        and are handed over as soon as they are computed.
     share: the fraction of a reduction that must fit; 1 for all of it.
     """
     begun = 0

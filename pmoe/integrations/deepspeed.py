@@ -198,7 +198,8 @@ def _take_experts(layer: MoELayer, state: dict[str, Tensor], prefix: str, *_: ob
     """Loads experts that DeepSpeed has read from their files. This is a hook of ``load_state_dict()``.
 
     DeepSpeed has written rank 0's state dict for all ranks, and beside it a file for each expert. It has put
-    this rank's experts into ``state``, numbered from 0. Here they are copied, and replace those of rank 0.
+    this rank's experts into ``state`` as entries of their own, numbered from 0. The hook copies these into
+    the layer's entries of ``state``, where they replace the experts of rank 0.
 
     layer: the layer that loads its state.
     state: the state dict, which is changed.

@@ -141,8 +141,8 @@ class _Replay:
     def _first(self, routing: Routing) -> int | None:
         """Returns the index of the next recorded call, for a call that is no second pass of a checkpoint.
 
-        Recorded calls are replayed in order. Returns None for a run in which a pipeline stage only finds its
-        shapes: nothing is replayed.
+        Recorded calls are replayed in order. Returns None, and nothing is replayed, while a stage of
+        torch.distributed.pipelining runs only to find out the shapes of its tensors.
 
         routing: the routing that the gate has computed. Its hash is kept if a second pass may follow.
         """
@@ -426,7 +426,9 @@ def engine_routing(
 
 
 def _numbered(what: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Returns a dict {name for errors, such as "layers[0]": value}.
+    """Returns the values of an argument by the names that they have in error messages.
+
+    Example: what "layers" and values ("a", "b") -> {"layers[0]": "a", "layers[1]": "b"}.
 
     what: the name of the argument, such as "layers".
     values: its values, in order.

@@ -45,7 +45,9 @@ def _file(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def _dtype(num_experts: list[int]) -> np.dtype[Any]:
-    """Returns the type in which numbers of experts are stored: 16 bits if all layers have few enough experts.
+    """Returns the integer type in which a trace file stores the indices of the chosen experts.
+
+    It is uint16 if every index fits, that is if no layer has more than 65,536 experts; else int32.
 
     num_experts: the number of experts of each layer.
     """
@@ -75,9 +77,9 @@ def record_routing(
         model: a model with MoE layers, or a single layer.
         folder: the folder of the trace. It is made if it does not exist. None keeps the trace in memory.
 
-    Raises ValueError if the model has no MoE layer, or one whose gate gives tokens different numbers of
-    experts or mixes them. Raises RuntimeError at the end of the block if a layer ran without its gate, as in
-    a model that is compiled with ``backend="pmoe"``.
+    Raises ValueError if the model has no MoE layer, or if a layer's gate gives tokens different numbers of
+    experts or mixes tokens. Raises RuntimeError at the end of the block if a layer ran without its gate, as
+    in a model that is compiled with ``backend="pmoe"``.
     """
     check_module(model=model)
     layers = traced_layers(model)
@@ -107,7 +109,7 @@ def traced_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Returns the MoE layers of a model by name, if the routing of all of them can be recorded.
 
     Raises ValueError if there are none, or if a layer's gate gives tokens different numbers of experts or
-    mixes them.
+    mixes tokens.
     """
     layers = layers_of(model)
     if not layers:

@@ -185,8 +185,9 @@ class Stats:
         - entropy: of the experts' shares of rows, divided by that of equal shares; 1 is an even load.
         - max_share: the largest share of an expert in the rows.
         - active_fraction: the share of experts with any rows.
-        - max_vio_micro, max_vio_global: rows of the busiest expert / mean - 1, as a mean over calls and
-          ranks, and of all their rows together.
+        - max_vio_micro: rows of the busiest expert / mean rows of an expert - 1, computed for each call on
+          each rank and then averaged.
+        - max_vio_global: the same ratio, computed once for the rows of all calls and ranks together.
         - drop_rate: the share of rows that were dropped, if it is known.
         - rank_imbalance: rows of the busiest rank / mean, if the statistics are of all ranks.
 
@@ -254,8 +255,9 @@ def stats(
         group: the ranks to sum over, if all_ranks is True; None is the default group.
         journal: the journal of a block ``with pmoe.recording() as journal`` around the step. Without it, no
             seconds are reported.
-        usage: counts of all calls since the last time. Each layer gets its own (`LayerStats.usage`), and the
-            object starts again from 0. If all_ranks is True, give it on every rank or on none.
+        usage: row counts of all calls since this function last read them. Each layer's counts are returned in
+            `LayerStats.usage`, and the object is set back to 0. If all_ranks is True, give it on every rank
+            or on none.
 
     On CUDA this function waits for row counts that are still on the device (after a call by the kernels for a
     single rank). With all_ranks it also waits for the result of the all-reduce, and for the experts' values
@@ -441,8 +443,9 @@ def _marks(layer: MoELayer) -> list[int]:
     all ranks: gate, shared expert, its gate, and callbacks.
 
     A digest has 20 bits, because ranks compare digests by their sums and sums of squares, and the squares
-    must be exact in float64. A digest is 0, and the values are not read, if equal or different values would
-    be no mistake: the experts of different ranks may be equal, or each rank has a layer of its own.
+    must be exact in float64. Some values need no comparison, because neither equal nor different values would
+    be a mistake: the experts of a layer in which ranks may have equal experts, and all parts of a layer that
+    is not shared between ranks. Their digest is 0, and the values are not read.
     """
     modules = layer.layer_modules
     texts = [sampled(modules.experts) if modules.cache.differed else ""]

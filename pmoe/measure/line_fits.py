@@ -201,14 +201,17 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
 
 
 def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: int) -> Fit:
-    """Measures the seconds of some sizes of work, and returns the line seconds = alpha + beta * size.
+    """Measures how long work of several sizes takes, and fits the line seconds = alpha + beta * size.
 
-    If the seconds are not on a line, they are measured a second time. If the best line would have alpha = 0
-    or beta = 0, because caches or noise make small sizes cheap, the line from zero through the largest size
-    is returned instead. Collective, because the work may be a collective.
+    If the measured points are not close to a line, all sizes are measured once more, and the second result is
+    returned in any case. Caches or noise can make small sizes so cheap that the best line has alpha = 0 or
+    beta = 0. The line from zero through the point of the largest size is then used.
+
+    The work may be a collective. So all ranks must call this function together.
 
     bench: runs the work and reads the clock.
-    sizes: the sizes, as numbers of units (`LaneWork`).
+    work: the kind of work, such as matrix products or messages.
+    sizes: the sizes, as numbers of units (`LaneWork`). The line's size is in multiply-adds or bytes.
     repeats: runs of each size.
     """
     sizes = list(sizes)

@@ -298,9 +298,11 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 
 @functools.cache  # with TP = 8 the layer is the same for both meanings of M
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
-    """Returns layer 1's best number of communicating blocks, and its seconds, if T_N is one tile.
+    """Finds how many thread blocks should communicate in COMET's layer 1, if sums are sent tile by tile.
 
-    Sums are then sent after each tile of 256 columns.
+    T_N, the number of columns after which sums are sent, is then the width of one tile, 256.
+
+    Returns the best division of the blocks, and the seconds of the layer with it.
 
     layer: work of one rank in COMET's layer 1 (second product and combine).
     device: rates of the device.

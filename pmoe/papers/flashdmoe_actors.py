@@ -91,12 +91,12 @@ def actor_tasks(
         R   the results pass the link
         O   the returned results are added to the output
 
-    All ranks are assumed to do the same at the same time. So when a tile goes to rank - l, one comes from
-    rank + l.
+    All ranks are assumed to do the same at the same time. So when this rank sends results to the rank that is
+    d places before it, the rank d places after it sends results to this rank.
 
-    layer: rows that arrive, by level (the distance of the rank that they come from) and expert.
+    layer: rows that arrive, by level and expert. The level is d, the distance to the rank that sends them.
     device: rates of the device.
-    late: seconds by which rank + 1 is behind this rank.
+    late: seconds by which the next rank is behind this rank.
     ends: the time in seconds at which each task ends if no rank is late; needed only if ``late`` is above 0.
     """
     processors = device.blocks - 1

@@ -15,8 +15,14 @@ their expert is on it, and the rows that other ranks sent. If T_M is offloaded, 
 for T_M. If both parts took turns in two slots, rows from other ranks would always get the same slot, and
 their copy to the host could not run while the next ones are computed.
 
-Forward with S3 (T_DI offloaded, T_M recomputed), n = 3, rows that are sent and rows that stay. `Kind`
-explains the tasks. Columns show the order, not the time:
+Forward with S3 (T_DI offloaded, T_M recomputed), n = 3, rows that are sent and rows that stay. Columns show
+the order, not the time. A task has the number of its chunk, and these letters:
+
+    G    copies rows to the send buffer              S    dispatch all-to-all
+    L    experts on rows that stay                   C    experts on rows that other ranks sent
+    R    combine all-to-all                          O    sums the results of each token
+    LDI  copies T_DI of rows that stay to the host   DI   copies T_DI of the other rows to the host
+    P    sends the routing weights of all chunks
 
     communicate  . S0 P . S1 . . . R0 . S2 . . R1 . . R2
     compute      G0 . . G1 . L0 . C0 . G2 . L1 C1 . O0 C2 . O1 L2 O2

@@ -6,8 +6,14 @@ A task starts when its lane is free and the tasks for which it waits have ended.
 order. The tasks for which a task waits follow from the buffers that it reads and writes (`link`), so no
 schedule can reuse a buffer too early by mistake.
 
-`Kind` explains the letters of the tasks. Forward, n = 3 chunks (columns show the order, not the time; lanes
-run side by side):
+Forward, n = 3 chunks (columns show the order, not the time; lanes run side by side). A task is named by a
+letter (`Kind` lists all of them) and the number of its chunk:
+
+    G  copies rows to the send buffer            S  dispatch all-to-all
+    L  experts on rows that stay on this rank    C  experts on rows that other ranks sent
+    R  combine all-to-all                        O  sums the results of each token
+
+L0 computes the rows that stay of chunks 0 and 1, L1 those of chunk 2:
 
     communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
     compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2

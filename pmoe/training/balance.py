@@ -474,10 +474,12 @@ class BalanceLoss:
     # ---- the sum over layers
 
     def _summed(self, calls: Mapping[str, _LayerSums], totals: StepTotals) -> Tensor:
-        """Returns the loss of these calls, as a summand of the step's loss, summed over layers: a scalar.
+        """Returns the part of the step's loss that comes from some calls, a scalar: the sum over all layers.
 
-        calls: the sums over the calls, by layer.
-        totals: the numbers of the whole step.
+        The parts of all micro-batches add up to the loss of the step.
+
+        calls: for each layer, by name, the numbers of these calls.
+        totals: the numbers of tokens, sequences and choices of the whole step, by which the loss is divided.
         """
         losses = []
         for name, of_layer in calls.items():

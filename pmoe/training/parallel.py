@@ -166,20 +166,24 @@ def reduce_gradients(
         meshes: the meshes of `make_meshes`.
         divide_by: divisor of the sum of losses. It depends on the losses:
 
-            - None means P, the number of ranks: the mean of P losses, if each rank computes a loss of its own
-              tokens.
-            - DP, the number of copies of the dense part, if the ranks of "mp" compute one loss together, from
-              an output that a DTensor gathered: torch counts the gradient of this loss once.
-            - 1 for the sum.
+            - None means P, the number of ranks. Use it if each rank computes a loss of its own tokens: the
+              gradients are those of the mean of the P losses.
+            - DP, the number of copies of the dense part. Use it if all ranks of "mp" compute the same loss,
+              from an output that is a gathered DTensor. torch then counts the gradient of this loss once,
+              not once for each rank of "mp", so there are DP losses to average.
+            - 1 for the sum of the losses.
             - The number of all ranks' tokens, possibly a scalar tensor, if each loss is a sum over tokens.
         experts_only: True reduces the experts' gradients only. Use it if something else, for example
             DistributedDataParallel, reduces the dense part. DistributedDataParallel must then ignore the
             parameters for which `is_expert` is True.
         replicated: plain dense parameters that have the same whole gradient on every rank of "mp", because
-            their module gets the same tokens and the same output gradients on these ranks. Parameters of
-            modules after a split of the tokens (such as the gate) must not be listed, nor parameters before a
-            split by plain indexing: each rank's gradient then comes from its own part of the tokens. DTensors
-            must not be listed either: their placements show whether they are replicated.
+            their module gets the same tokens and the same output gradients on these ranks. Do not list:
+
+            - parameters of modules that get only this rank's part of the tokens, such as the gate: each
+              rank's gradient comes from its own tokens;
+            - parameters of modules whose output is then split by plain indexing: the gradient that flows
+              back is 0 for the tokens of the other ranks;
+            - DTensors: their placements show whether they are replicated.
 
     Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
     as zero and becomes zero, even if it is None on every rank. Set requires_grad=False on parameters that are

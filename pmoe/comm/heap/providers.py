@@ -423,9 +423,10 @@ def _groups() -> list[dist.ProcessGroup]:
 
 
 def _fits(group: dist.ProcessGroup, spare: int) -> bool:
-    """Returns whether NCCL takes at most ``spare`` multiprocessors for a group, and no clusters of them.
+    """Returns whether NCCL can run a group's collectives on ``spare`` free multiprocessors of the GPU.
 
-    A cluster needs neighbouring multiprocessors, which may not be among the free ones.
+    NCCL must need no more multiprocessors than that. It must also use no thread block clusters, because a
+    cluster needs neighbouring multiprocessors, and the free ones may not be neighbours.
     """
     blocks = _asked(group, "NCCL_MAX_CTAS", "max_ctas")
     return 0 <= blocks <= spare and 0 <= _asked(group, "NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size") <= 1
@@ -434,7 +435,7 @@ def _fits(group: dist.ProcessGroup, spare: int) -> bool:
 def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int:
     """Returns the number that a user has set for one of NCCL's options of a group; negative if none is set.
 
-    NCCL then chooses the number itself.
+    If none is set, NCCL itself chooses the number.
 
     group: the process group.
     variable: the environment variable of the option. It overrides the group's own option, as it does in NCCL.

@@ -86,10 +86,14 @@ class _OnTrial(Pass):
         return super().temporary(name, i) if self.failure is None else self._any_memory(f"{name}.{i}")
 
     def _any_memory(self, key: str) -> Tensor:
-        """Returns memory of the shape of a buffer, with any content, for a message that other ranks wait for.
+        """Returns memory with the shape of a buffer, for a collective after memory ran out on this rank.
 
-        If the buffer has memory, the result is the buffer itself. Otherwise it is the memory of another
-        buffer that is large enough; if there is none, new memory.
+        The other ranks wait for this rank in the collective, so it must take part. The content of the memory
+        does not matter, because the trial's results are thrown away. The memory is the first of these:
+
+        - the buffer itself, if its memory was allocated before memory ran out;
+        - the beginning of another buffer that is large enough;
+        - new memory.
 
         key: the buffer's name and chunk, "T_DI.0" for example.
         """

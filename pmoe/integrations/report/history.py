@@ -1,4 +1,8 @@
-"""The data of a training run arranged for the report: rows by layer, losses, and summary numbers."""
+"""The data of a training run arranged for the report: statistics by layer, losses, and summary numbers.
+
+A log line is a line of layers.csv, read as a `Row`: the statistics of one layer at one step. It is none of the
+rows that experts compute, which are copies of tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,12 @@ COMMUNICATION = ("communication", "exposed")
 
 @dataclass(frozen=True)
 class History:
-    """A run's logged rows by layer, and numbers computed from them.
+    """The log lines of a run, by layer, and numbers computed from them.
+
+    A log line has the statistics of one layer at one step.
 
     run: all data of the run.
-    by_layer: the rows of each layer by ascending step, under the name that the layer has on the page.
+    by_layer: the log lines of each layer by ascending step, under the name that the layer has on the page.
     """
 
     run: Run
@@ -32,7 +38,7 @@ class History:
 
     @property
     def latest(self) -> dict[str, Row]:
-        """The last logged row of each layer, by name."""
+        """The last log line of each layer, by the layer's name on the page."""
         return {name: rows[-1] for name, rows in self.by_layer.items()}
 
     @property
@@ -75,15 +81,18 @@ class History:
 
     @property
     def imbalance(self) -> float | None:
-        """The worst imbalance of any layer in its last logged row; None if no layer had rows.
+        """The worst imbalance of any layer at its last logged step; None if experts had nothing to compute.
 
-        Imbalance is rows of the busiest expert / mean rows of an expert.
+        Imbalance is token copies of the busiest expert / mean token copies of an expert.
         """
         return max((row.imbalance for row in self.latest.values() if row.imbalance is not None), default=None)
 
     @property
     def drop_rate(self) -> float | None:
-        """Share of rows that all layers together dropped in their last logged rows; None if unknown."""
+        """Share of (token, choice) pairs that all layers together dropped at their last logged steps.
+
+        None if no layer has logged its drop rate.
+        """
         rows = self.latest.values()
         slots = [
             (row.num_slots, row.drop_rate) for row in rows if row.num_slots and row.drop_rate is not None
@@ -126,9 +135,9 @@ class History:
 
 
 def history_of(run: Run) -> History:
-    """Returns a run's rows by layer, with short names of the layers.
+    """Returns a run's log lines by layer, under short names of the layers.
 
-    If a step has several rows of a layer, the last one counts.
+    If a layer has several log lines for one step, only the last of these is in the result.
     """
     by_layer: dict[str, dict[int, Row]] = {}
     for row in run.rows:

@@ -315,7 +315,13 @@ class Carrying:
 
 @contextmanager
 def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
-    """A context in which this thread's rows of tokens are ``rows``; its end restores the earlier rows."""
+    """A context in which the experts that run in this thread read the token masks ``rows``.
+
+    A mask says which rows of a running model's call are tokens and not padding. At the end of the context the
+    thread has its earlier masks again.
+
+    rows: the mask of each running call, by the model's `CallPadding`; None if the model computes all rows.
+    """
     before = _calls.by_padding
     _calls.by_padding = dict(rows)
     try:

@@ -360,11 +360,10 @@ def dispatch_hidden_gradient(
 
         gradient of h: s * (g w2[e]) through the nonlinearity's derivative   (N, G)
         s * a, which the gradient of w2 needs                                (N, H)
-        P partial sums of the gradient of s                                  (P, N)
+        P numbers for each row, which add up to the gradient of s            (P, N)
 
-    The gradient of s is <a, g w2[e]> + <b2[e], g>. Each partial sum is the first inner product over some of
-    the H columns. If there is a bias, the last of the P is the second inner product. The P numbers must be
-    added in their order.
+    The gradient of s is <a, g w2[e]> + <b2[e], g>. Each of the P numbers is a part of <a, g w2[e]>, over some
+    of its H columns; with a bias, the last number is <b2[e], g>. The caller must add the P numbers in order.
     """
     fields = []
     grad_hidden = []

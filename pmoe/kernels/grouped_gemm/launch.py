@@ -184,12 +184,13 @@ def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN)
 
 
 def start(device: torch.device, fields: dict[str, Any]) -> None:
-    """Starts a launch with checked arguments.
+    """Launches the kernel of a grouped product. The arguments must have been checked.
 
-    In a block of `beside_communication`, it adds a counter from which thread blocks take their tiles.
+    Inside ``with beside_communication():`` the function adds two arguments: the number of multiprocessors to
+    leave free, and a new counter from which the kernel's thread blocks take their tiles.
 
     device: the device.
-    fields: the arguments, by their names in cuda/grouped_gemm/bind.cpp.
+    fields: the arguments, by their names in cuda/grouped_gemm/bind.cpp. May be changed.
     """
     if spare := spare_of_thread.get():
         counters = counters_of_thread.get()

@@ -175,7 +175,8 @@ def hidden_gradient(
     weighs_active: whether the second result is multiplied by the routing weights.
     out, active: memory for the first two results; None allocates it. To save memory, out may be hidden_NG
         itself, or active may be the first H columns of hidden_NG, but not both.
-    dots: (N,) float32, memory for the third result; None allocates it. PyTorch expressions do not use it.
+    dots: (N,) float32, memory for the third result; None allocates it. If no kernel can run and PyTorch
+        operators compute the product, this memory is not written, and the third result is a new tensor.
 
     Returns three tensors:
 

@@ -300,7 +300,8 @@ class LayerModules(PassModules):
           sent only once to a rank, or if callbacks are inside the layer.
         - If experts are modules whose saved tensors are kept, each chunk of backward consists of whole chunks
           of forward, because a saved autograd graph cannot be split.
-        - With ``pad_to_capacity``, rows are counted in fewer parts, because each part may add an empty row.
+        - The least common multiple of the two numbers is limited, because rows are counted in that many parts
+          of the batch. With ``pad_to_capacity`` the limit is lower: each part may add rows of padding.
 
         restore: the restore pair, which says what is kept for backward.
         """

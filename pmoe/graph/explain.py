@@ -39,8 +39,8 @@ In the first steps ranks measure and agree; the last 3 are timed.
 class PassSeconds:
     """A function that runs and times the passes of a program, for `explain`.
 
-    A program (`pmoe.graph.run.Program`) whose ``watch`` is such a function calls it in place of running a
-    pass.
+    `explain` stores it as ``watch`` of a program (`pmoe.graph.run.Program`). To run a pass, the program then
+    calls this function with the module and its arguments.
 
     durations: the seconds of each pass so far.
     """
@@ -158,9 +158,10 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
 
 
 def _moved(program: Program) -> Counter[str]:
-    """Counts moved weight gradients by the all-to-all after which they run, up to the next all-to-all.
+    """Counts, for each all-to-all, the moved weight gradients that run between it and the next all-to-all.
 
-    Weight gradients that were moved to a place before the first all-to-all are counted under the name "".
+    The result has the name of each such all-to-all with its number. Weight gradients that were moved to a
+    place before the first all-to-all are counted under the name "".
 
     program: what was decided for a graph.
     """
@@ -171,9 +172,10 @@ def _moved(program: Program) -> Counter[str]:
 
 
 def _reduced(program: Program) -> Counter[str]:
-    """Counts reductions of gradients by the all-to-all after which they begin, up to the next all-to-all.
+    """Counts, for each all-to-all, the gradient reductions that begin between it and the next all-to-all.
 
-    Reductions before the first all-to-all are counted under the name "".
+    The result has the name of each such all-to-all with its number. Reductions before the first all-to-all
+    are counted under the name "".
 
     program: what was decided for a graph.
     """

@@ -14,8 +14,8 @@ input exists:
     ...
 
 Autograd runs `HandOver` nodes in the reverse of the order in which the forward pass makes them, and
-AccumulateGrad nodes before any other. So hooks run between two calls of the same graph, where an eager
-backward pass would run them.
+AccumulateGrad nodes before any other. So the hooks of a parameter run between two operators of the graph, as
+soon as its gradient is computed, as in an eager backward pass.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class GradientPass:
 class PendingGradient(Tensor):
     """A tensor that stands for a gradient which is not computed yet. An operator on it first computes it.
 
-    running: the pass that computes it, as a weak reference: the pass must end with its backward pass, but
-        autograd may keep the tensor longer, if one of its nodes fails.
+    running: the pass that computes it, as a weak reference. If an autograd node fails, autograd may keep this
+        tensor after the backward pass; the pass and its memory must be freed all the same.
     number: the number of the gradient among the results of the graph.
     """
 
@@ -147,9 +147,10 @@ def computed(gradient: Any) -> Any:
 
 
 class HandOver(torch.autograd.Function):
-    """The identity. Its backward pass computes the gradient of its input, if that is still pending.
+    """An autograd function that returns its input, and in backward computes the input's gradient if needed.
 
-    That is, it runs the compiled backward graph up to this gradient.
+    If the gradient is still pending, the backward pass of the function runs the compiled backward graph up to
+    this gradient.
     """
 
     @staticmethod
@@ -213,7 +214,9 @@ class GraphInputs:
         Returns {} if the graph must not stop at gradients, or if it is not known whose gradients they are.
 
         module: the backward graph.
-        layers, order: new values of the attributes with these names.
+        layers: numbers of the layers in the graph that communicate. Stored as the attribute ``layers``.
+        order: returns the numbers of the results in the order in which they will be handed over. Stored as
+            the attribute ``order``.
         """
         results: Any = module.graph.output_node().args[0]
         if not self.may_stop or len(results) != len(self.names):

@@ -185,7 +185,7 @@ def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
     """Returns the instructions of an uncut range, changed so that the time of the range can be predicted.
 
     A range is a run of consecutive instructions. Results from outside the range count as complete, so no
-    instruction waits for them. Its seconds are those of ``costs``.
+    instruction waits for them. Each instruction gets its seconds in ``costs``.
 
     body: the instructions of the range.
     costs: the seconds of each instruction.

@@ -6,6 +6,9 @@ A data-parallel wrapper starts to reduce a gradient over ranks when the graph ha
     compute      | head | experts      | block        | experts      | block
     communicate         | S |  head  | R |         | S |  block   | R |         | block |
 
+On the compute lane, "head" and "block" stand for the operators that compute gradients of the head and of a
+transformer block; on the link, for the reductions of these gradients. S is a dispatch, R a combine.
+
 The plan is FSMoE's gradient partition (section 5) for a whole graph. Step 1: a gradient takes the first gap
 on the link in which its reduction ends before the next all-to-all begins. Step 2: if the pass is predicted to
 be faster so, a gradient takes a gap that is too short, and a later all-to-all waits for the rest of its
@@ -65,9 +68,11 @@ def plan_hand_overs(
     """Returns the fastest pass that hands gradients over to autograd: an order, and places for the gradients.
 
     The place of a gradient is the number of all-to-alls that begin before it is handed over. Predictions are
-    not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally fast. For each
-    order, the places that delay all-to-alls least are taken from equally fast ones. Of equally fast orders,
-    the one is taken in which reductions begin earliest on average.
+    not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally fast.
+
+    - For each order of the instructions, several ways to place the gradients are compared. Among the equally
+      fast ones, the one that delays all-to-alls least is taken.
+    - Among orders that are then equally fast, the one in which reductions begin earliest on average is taken.
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
@@ -87,7 +92,12 @@ def _in_order(
 ) -> list[Instruction]:
     """Returns a pass in one order that hands gradients over at the best places, or at agreed places.
 
-    The arguments are those of `plan_hand_overs`, with one order.
+    The place of a gradient is the number of all-to-alls that begin before it is handed over.
+
+    order: the instructions of the pass, in order.
+    gradients: the gradients that the pass returns.
+    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
+    agreed: the places of the gradients, by name, if ranks agreed on them; None to find the best places.
     """
     if agreed is not None:
         return with_hand_overs(order, gradients, agreed, seconds)
@@ -167,8 +177,9 @@ def with_hand_overs(
 ) -> list[Instruction]:
     """Returns a pass with one more instruction for each gradient, which hands it over at its place.
 
-    A place lies between two all-to-alls. There a gradient is handed over as soon as it exists. If it would
-    not exist before the second all-to-all, the instructions that compute it move before that all-to-all.
+    A place is the part of the pass between two all-to-alls. A gradient is handed over as soon as it is
+    computed, but not before its place begins. If it would be computed only after its place ends, the
+    instructions that compute it move into the place.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.

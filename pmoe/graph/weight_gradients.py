@@ -5,6 +5,8 @@
     moved        compute      | dX2 | dW2 |      | dX1 | dW1 |
                  communicate        | all-to-all |
 
+dX is the gradient of a layer's input, for which the next all-to-all may wait; dW is that of its weights.
+
 In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
 may run at any time after its inputs. If it runs while all other computation waits for an all-to-all, it costs
 no time.

@@ -116,10 +116,10 @@ class Messages:
     def pack(self, header: Sequence[int], fault: Tensor | None, not_finite: int, counts_FE: Tensor) -> None:
         """Launches the kernel that writes this rank's messages.
 
-        header: the HEADER numbers in front of each message. The second is a code for faults of this rank.
-        fault: a scalar on the device with which a fault is reported, or None. If it is int64, it is the code,
-            and replaces that of the header. If it is float32, it is the largest magnitude of some values: if
-            it is infinite or NaN, ``not_finite`` replaces the code of the header.
+        header: the HEADER numbers in front of each message. The second is the code of a fault of this rank.
+        fault: a scalar on the device, from which the kernel computes the code of the fault; None to send the
+            code in ``header``. An int64 scalar is the code itself. A float32 scalar is the largest magnitude
+            of some values. If it is infinite or NaN, the code is ``not_finite``, else the code in ``header``.
         not_finite: the code for values that are not finite.
         counts_FE: (F, W * E) int32, contiguous: the row counts to send, for each of F bins (equal ranges of
             tokens) and each of E experts of W ranks.

@@ -74,8 +74,8 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
 
     Gradients of parameters are computed by separate tasks, which add to one sum in list order. For rows that
     stay on this rank, these tasks fill the time until the first gradients arrive. For received rows, a
-    chunk's task comes after the next chunk's experts, so that the last two fill the time while the last R
-    runs. The tensors that such a task reads are held for at most two chunks.
+    chunk's task comes after the next chunk's experts, so that the tasks of the last two chunks fill the time
+    while the last R runs. The tensors that such a task reads are held for at most two chunks.
 
     The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
 

@@ -233,7 +233,7 @@ class Schedule:
     def frozen(self) -> Schedule:
         """This schedule for frozen experts: without the gradients of the experts' parameters (W, LW).
 
-        If a task waits for a removed task, it waits instead for the tasks for which the removed one waits.
+        A task that waited for a removed task now waits for the tasks for which the removed one waited.
         """
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD)
         waits_of: dict[str, tuple[str, ...]] = {}
@@ -250,9 +250,9 @@ class Schedule:
     def halves(self) -> tuple[Schedule, Schedule]:
         """This schedule as two: all tasks but the gradients of parameters (W, LW, XW), and these alone.
 
-        If a task waits for a task of the other half, it waits instead for those tasks of its own half for
-        which the other task waits. Only for schedules without ring slots: in a slot, the next chunk
-        overwrites what W reads.
+        A task that waited for a task X of the other half now waits for the tasks of its own half for which X
+        waited. A schedule with ring slots (memory that chunks use in turn) has no halves, because the next
+        chunk overwrites the tensors that W reads.
         """
         assert not self.slots
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.SHARED_WGRAD)
@@ -296,9 +296,9 @@ class Stages:
     copies: how ranks that host copies of busy experts get the weights: "keep" (sent in forward and kept),
         "communicate" (sent again in backward), "present" (kept from an earlier call); None for no copies.
         Rows for a copy count as received (task C), even if their token is on the same rank.
-    relays_copies: whether some expert has several copies. Its owner then sends each of their ranks another
-        part of the weights (V), and these ranks send the parts to each other (VR). Gradients go the opposite
-        way.
+    relays_copies: whether some expert has several copies. Its owner then sends each of their ranks a
+        different part of the weights (V), and these ranks send the parts to each other (VR). Gradients go the
+        opposite way.
     frozen_copies: whether no gradients of copies are computed, because the experts are frozen on all ranks.
 
     Raises ValueError if ``local`` and ``remote`` are both False.
@@ -628,7 +628,7 @@ class PassBuilder:
     def relay_weights(self) -> None:
         """Appends task VR, in which ranks with copies of one expert send each other parts of its weights.
 
-        The owner of the expert has sent each of these ranks another part, by task V. VR comes behind the
+        The owner of the expert has sent each of these ranks a different part, by task V. VR comes after the
         first chunk's dispatch, so that this dispatch does not wait for V. Nothing is appended if V sends
         whole experts.
         """
@@ -651,10 +651,11 @@ class PassBuilder:
     def copy_wgrad(self, i: int, reads: Sequence[str], *, is_last: bool) -> None:
         """Appends task KW of chunk i: gradients of the parameters of copies. Appends nothing without copies.
 
-        After the last chunk, it also appends the task that sends these gradients: VG, which sends them to the
-        ranks that own the experts. If an expert has several copies, their ranks first sum the gradients: VGR
-        gives each of them one part of all gradients, and VG is left to `add_gradients`. The caller adds the
-        gradients of the other experts (W) afterwards, so that W runs while gradients are sent.
+        After the last chunk, it also appends the task that sends these gradients. If every expert has at most
+        one copy, this is VG, which sends them to the ranks that own the experts. If an expert has several
+        copies, it is VGR, in which the ranks of the copies exchange gradients so that each of these ranks can
+        sum one part of them; `add_gradients` then appends VG. The caller adds the gradients of the other
+        experts (W) afterwards, so that W runs while gradients are sent.
 
         i: number of the chunk.
         reads: the buffers that the task of the other experts' gradients (W) reads.
@@ -672,7 +673,8 @@ class PassBuilder:
         """Appends task VA, which adds the gradients from copies of experts to the experts' own gradients.
 
         It comes after all other tasks that add to the experts' gradients, so that the order of the sum is
-        fixed. Nothing is appended without copies.
+        fixed. If an expert has several copies, VG comes before VA: it sends the gradients of the copies to
+        the ranks that own the experts. Nothing is appended without copies.
         """
         if self.learns_copies:
             if self.stages.relays_copies:

@@ -1,7 +1,7 @@
 """The data of a training run arranged for the report: statistics by layer, losses, and summary numbers.
 
-A log line is a line of layers.csv, read as a `Row`: the statistics of one layer at one step. It is none of the
-rows that experts compute, which are copies of tokens.
+A log line is a line of layers.csv, read as a `Row`: the statistics of one layer at one step. It is not one of
+the rows that experts compute, which are copies of tokens.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Steps:
         This rank may fail between two launches, for example because it runs out of memory, while the other
         ranks go on and wait for its rows. Ranks set flags in each other's heaps when rows have been written.
         If this rank began a new pass, the other ranks would take its new flags for those of the unfinished
-        pass, and read rows that are not there.
+        pass, and read rows that were never written.
         """
         try:
             yield

@@ -264,7 +264,7 @@ class Launcher:
             chunk_columns   number of columns that the combining kernel sends together
             local_experts   number of experts of the rank
 
-        division: the split that is wanted. Fewer blocks communicate if otherwise no block would compute.
+        division: the split that is wanted. If it leaves no block to compute, fewer blocks communicate.
         own: the rank's other arguments of the launch. If own["computes"] is 0, the launch only dispatches
             rows and all blocks communicate.
         """

@@ -19,10 +19,11 @@ class RowSlots(NamedTuple):
 
     slot_N: (N,) int32, from 0 to T * K - 1. The token of a slot is slot // top_k.
     top_k: K, the number of choices of a token.
-    position_TK: (T, K) int32, the row of each slot, with which `hidden` may permute the tokens before a wide
-        product; None if only slot_N is known. Then the product gathers.
+    position_TK: (T, K) int32, the row of each slot. With it, `hidden` can copy the tokens of a wide product
+        into the order of the rows before the product. None if it is not known: the product then gathers each
+        row from its token.
 
-    Routing weights are then indexed by slot, (T * K,), and not by row.
+    If a product gets a RowSlots, its routing weights are indexed by slot, (T * K,), and not by row.
     """
 
     slot_N: Tensor
@@ -43,11 +44,11 @@ def check_operands(
 ) -> int:
     """Checks the operands of a grouped product, and returns N, the number of rows that are multiplied.
 
-    rows: (N, columns), or the T tokens (T, columns) if ``gathered``.
+    rows: (N, I), or the T tokens (T, I) if ``gathered``; (N, O) for the gradient of a product's rows.
     weight: (E, O, I), a matrix of O rows and I columns for each of E experts.
     ends: (E,) int32, the index after each expert's last row.
-    columns: the dimension of the weight that must have as many elements as a row has columns: 2 for a
-        product, 1 for the gradient of its rows.
+    columns: the dimension of the weight that must be as long as a row: 2 for a product, whose rows have I
+        columns; 1 for the gradient of its rows, which is computed from rows of O columns.
     slots: for each row, the index of its (token, choice) pair; or None.
     gathered: whether rows are read from tokens: row r is then the token of its (token, choice) pair.
     bias: (E, O), or None.

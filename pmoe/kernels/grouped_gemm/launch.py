@@ -168,7 +168,10 @@ def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN)
 
     They can be used again for other launches of the same kind.
 
-    kernels, form, like, epilogue: the arguments of `launch`.
+    kernels: name of the kernel code, "sm_90a" or "sm_80".
+    form: which product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.
+    like: a tensor with the operands' dtype and device.
+    epilogue: what is computed after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of `pmoe.kernels.gemm`.
     """
     return {
         "device": like.device.index,

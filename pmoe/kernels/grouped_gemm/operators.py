@@ -87,7 +87,7 @@ def grouped_product(
     weight_EOI: (E, O, I).
     ends_E: (E,) int32, the index behind each expert's last row. The last entry must be N.
     bias_EO: (E, O), or None.
-    scale: factor of each row, (N,); of each slot if there are slots; or None.
+    scale: (N,), a factor for each row; if there are slots, a factor for each slot; None multiplies by 1.
     slots: slot of each row, its index among all (token, choice) pairs; or None.
     gathered: whether rows are read from tokens: row r is then rows[slot[r] // top_k].
 

@@ -107,8 +107,11 @@ def launch_move(
     """Launches one of the kernels of `move` on tensors that have been checked and are not empty.
 
     kernel: name of the kernel.
-    position_TK, weight_TK, num_rows, rows: the arguments of `move`.
-    written: d_weight_TK of `move`, if it is needed.
+    position_TK: (T, K) int32, row of each of the K choices of T tokens; outside 0 .. num_rows - 1 if dropped.
+    weight_TK: (T, K) float32, or None for 1.
+    num_rows: number of rows that are sorted by expert.
+    written: (T, K) float32, memory for the gradient of the weights; left out if it is not needed.
+    rows: the kernel's other tensors, by the names that `move` lists.
     """
     first = next(iter(rows.values()))
     tokens, top_k = position_TK.shape

@@ -72,7 +72,8 @@ class DeferredRouting(NamedTuple):
     logits_TE: (T, E), the gate's logits of T tokens for E experts. If ``product`` is given, they have no
         values yet either.
     routes: the tensors that will be written.
-    options: arguments of `route`: top_k, normalize and z_loss_weight.
+    options: the arguments top_k (experts of a token), normalize (whether a token's weights are divided by
+        their sum) and z_loss_weight (factor of the z-loss) of `route`.
     product: the tokens (T, M), of M = d_model columns, and the gate's weight (E, M), if the launch must also
         compute the logits x weight^T; else None.
     """
@@ -98,7 +99,9 @@ def deferred_routing(
     """Returns the tensors of a routing without computing their values, which a later launch must write.
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts.
-    top_k, normalize, z_loss_weight: arguments of `route`.
+    top_k: number of experts of a token.
+    normalize: whether a token's weights are divided by their sum.
+    z_loss_weight: factor of the z-loss in the auxiliary loss.
     """
     routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
     # Users may set these to numpy numbers during training. The launch takes Python numbers only.
@@ -288,7 +291,10 @@ def launch_route(
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts, which must have been checked.
     out: the result of `empty_routes`.
-    normalize, z_loss_weight, sorted_chunks, last: arguments of `route`.
+    normalize: whether a token's weights are divided by their sum.
+    z_loss_weight: factor of the z-loss in the auxiliary loss.
+    sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
+    last: experts whose rows come after those of all other experts of a chunk.
     """
     num_chunks, num_experts = out.counts_nE.shape
     module = extension.module()

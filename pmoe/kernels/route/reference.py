@@ -101,7 +101,10 @@ def check_order(logits_TE: Tensor, num_chunks: int, sorted_chunks: int, last: ra
     """Raises ValueError for arguments of `route` that ask for an order of rows which it cannot produce.
 
     logits_TE: (T, E), the logits of T tokens for E experts.
-    num_chunks, sorted_chunks, last: arguments of `route`.
+    num_chunks: number of chunks of consecutive tokens.
+    sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk. It must
+        divide num_chunks.
+    last: experts whose rows come after those of all other experts of a chunk; a range within 0 .. E - 1.
     """
     if sorted_chunks < 1 or num_chunks % sorted_chunks:
         raise ValueError(f"sorted_chunks ({sorted_chunks}) must divide num_chunks ({num_chunks})")

@@ -64,7 +64,7 @@ class Layout:
         """Returns the system's names of the tensors that together make up one of pmoe's tensors.
 
         name: pmoe's name.
-        experts: the numbers of the experts, which replace {e} in the system's names.
+        experts: the indices of the experts, which replace {e} in the system's names.
 
         Example, Mixtral's "experts.w1" for experts 0 and 1: four names, "w1" of both experts, then "w3" of
         both.
@@ -134,7 +134,7 @@ PMOE: Place = Layout(names={name: name for name in AXES}), "pmoe's layout", ""
 """The layout of pmoe's own state dicts, without a prefix."""
 
 Found = tuple[dict[str, Tensor], list[int], dict[str, int]]
-"""A layer in pmoe's layout: its tensors by name, the numbers of its experts, the size of each axis."""
+"""A layer in pmoe's layout: its tensors by name, the indices of its experts, the size of each axis."""
 
 
 # ---- the two directions
@@ -330,7 +330,7 @@ def _has_all(state: Mapping[str, Tensor], layout: Layout, num_experts: int) -> b
 def _written(read: Found, place: Place) -> dict[str, Tensor]:
     """Returns the state dict of a layer in the layout of ``place``.
 
-    read: the layer in pmoe's layout: its tensors, the numbers of its experts, the size of each axis.
+    read: the layer in pmoe's layout: its tensors, the indices of its experts, the size of each axis.
     place: the layout, its name for errors, and the prefix of names.
 
     Raises ValueError if the layout has no place for a tensor, or if it is for gated experts only and these
@@ -364,7 +364,7 @@ def parts_of(
 
     name: pmoe's name.
     tensor: pmoe's tensor, in the shape that `AXES` says.
-    experts: the numbers of its experts, for the layout's names.
+    experts: the indices of its experts, for the layout's names.
     sizes: the size of each axis; that of X is the number of experts in ``tensor``.
     """
     axes, dims = layout.order(name)

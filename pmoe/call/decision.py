@@ -103,7 +103,7 @@ class CountsSource(Protocol):
     Both methods have these arguments:
 
         modules  the modules that the schedule computes, with the experts that were really called. They may
-                 not be those of ``call.modules``, because a wrapper may hold several `Experts` and call any
+                 not be those of ``call.modules``: a wrapper may hold several `Experts`, and call any of them
         inputs   the rows and parameters of the call
     """
 

@@ -317,8 +317,8 @@ class LayerModules(PassModules):
         """The restore pairs to choose from: how backward may get the experts' input and hidden activation.
 
         If backward splits chunks of forward and the experts are a user's own modules, only pairs that
-        recompute the hidden activation are left. The autograd graph that a module saves belongs to a whole
-        chunk of forward, and cannot be split.
+        recompute the hidden activation can be chosen: the autograd graph that a module saves belongs to a
+        whole chunk of forward, and cannot be split.
         """
         pairs = self.options.pairs
         if len(pairs) > 1 and self.options.splits_backward and self.experts.are_modules:

@@ -121,8 +121,8 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
 def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     """Returns sizes of a layer that are the same on all ranks, so that all ranks choose the same by them.
 
-    A user may freeze parameters on some ranks only, so ``requires_grad`` does not count. Instead, if experts
-    have an adapter, only the adapter counts as trained; otherwise all parameters do.
+    A user may freeze parameters on some ranks only, so ``requires_grad`` does not say which parameters count
+    as trained. If experts have an adapter, only the adapter does; otherwise all parameters do.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.

@@ -767,8 +767,9 @@ class CountsExchange:
     # ---- by kernels, on a GPU
 
     def _packed(self, header: list[int], fault: Tensor | Fault) -> Messages | None:
-        """Launches the kernel that writes this rank's messages; None if the kernels cannot write these
-        counts.
+        """Launches the kernel that writes this rank's messages, and returns the messages.
+
+        Returns None, and launches nothing, if the kernels cannot write these counts.
 
         The kernels write plain row counts only: experts are not sharded, each row is sent for one expert, no
         rank passes on rows of others, and the loads of experts are not asked for.
@@ -796,7 +797,10 @@ class CountsExchange:
         return messages
 
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
-        """Computes the result of `_to_host` by kernels, from messages that have arrived. A collective.
+        """Computes the numbers that the host needs by kernels, and copies them to the host. A collective.
+
+        Returns two things, as `_to_host` does: (F, W, X) on the device, the X counts that this rank received
+        from each of W ranks for each of F bins (equal ranges of tokens); and a list of tensors on the host.
 
         messages: the messages of all ranks.
         """

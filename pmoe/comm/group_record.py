@@ -33,7 +33,7 @@ class GroupRecord:
     settled_at: `left_at` of the last time that all ranks left at the same place.
     num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
     exchanges: how many exchanges of row counts this rank has begun. A call has the number of its exchange.
-    begun_before: `Collectives.begun` when the last exchange began.
+    begun_before: how many collectives the layers of this process had begun when the last exchange began.
     open_calls: numbers of the calls, on the CPU, for which a backward pass may come and has not begun. Only
         the last `MOST_OPEN` are kept, because some calls never have a backward pass. A dict serves as an
         ordered set.

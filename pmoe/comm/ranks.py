@@ -148,9 +148,9 @@ class Ranks:
         )
 
     def count_exchange(self) -> None:
-        """Gives a number to the exchange of row counts that begins now.
+        """Gives the exchange of row counts that begins now the next number among the group's exchanges.
 
-        The call of the layer has the same number.
+        The layer's call that starts the exchange has the same number.
         """
         self.record.exchanges += 1
         self.record.begun_before = collectives.begun

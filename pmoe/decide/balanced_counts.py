@@ -445,8 +445,8 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
 def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:
     """Returns for each (token, choice) slot the index of the expert or copy that computes its row, (T, K).
 
-    The index is in a common numbering of experts and copies (`HostedCopies`). The ranks that compute rows of
-    an expert are its hosts. The rows of this rank for one expert are counted in the order of the slots, and
+    Experts and copies have common indices (`HostedCopies`). The ranks that compute rows of an expert are its
+    hosts. The rows of this rank for one expert are counted in the order of the slots, and
     `pmoe.planner.copies.row_cuts` says which host gets a row, by its position in this count.
 
     copies: the copies of the call.

@@ -224,7 +224,9 @@ def in_chunks(
     orders: sorts the (token, choice) slots of the call for any number of chunks.
     counts: the row counts.
     choice: the number of chunks of each pass, and the restore pair.
-    max_tokens, kept_device_E: fields of `HostRowCounts`, the row counts for statistics after the call.
+    max_tokens: the largest number of tokens of any rank.
+    kept_device_E: (E,) on the device, for each of the E experts of all ranks this rank's rows that are not
+        padding, for statistics after the call; None if there is no padding.
     """
     call = source.call
     plan = orders.plan(counts, choice)

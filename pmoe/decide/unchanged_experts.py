@@ -25,10 +25,11 @@ ExpertsState = tuple[object, ...]
 
 
 def state_of(modules: LayerModules) -> ExpertsState | None:
-    """Returns the addresses and torch's counters of in-place changes of this rank's experts.
+    """Returns a record of this rank's experts, by which later calls notice that the experts were changed.
 
-    The result is None if addresses and counters do not show all changes: if weights are computed from other
-    parameters in each call, or if a wrapper has taken the place of the experts.
+    The record has the address of each parameter, and torch's count of its in-place changes. The result is
+    None if the record would miss changes: if weights are computed from other parameters in each call, or if a
+    wrapper has taken the place of the experts.
 
     modules: the modules of the layer.
     """

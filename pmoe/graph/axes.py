@@ -580,7 +580,7 @@ def _index_add(node: fx.Node) -> Iterator[Combination]:
 def _repeat(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a repetition into parts: along each dimension that it does not repeat.
 
-    It may put new dimensions in front.
+    The repetition may add new dimensions before the first one.
     """
     source = tensors(node)[0]
     repeats = _number(node, 1)

@@ -35,7 +35,7 @@ class LayerUsage:
     tokens_per_expert: for each of all E experts, the number of rows routed to it and not dropped.
     num_slots: number of rows before any were dropped. None if it is not known for a call (expert choice,
         SoftMoE).
-    num_calls: number of calls that had rows. On all ranks together, each rank's calls count.
+    num_calls: number of calls that had rows. For all ranks together, a call is counted once on each rank.
     max_vio_sum: the sum over these calls of MaxVio = rows of the busiest expert / mean rows of an expert - 1
         (arXiv 2408.15664, Eq. 4).
     rank_imbalance: number of rows that the experts of the busiest rank get / mean of this number over ranks.

@@ -287,8 +287,9 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         """Computes the gradients of the experts' weights, which a backward pass has left out.
 
         Backward leaves them out with Megatron's option ``delay_wgrad_compute``. If several backward passes
-        did, each call of this method computes the gradients of the oldest of these. Autograd adds them to the
-        parameters' gradients, so Megatron's hooks run. Does nothing if no gradients are missing.
+        have left out gradients, each call of this method computes those of the oldest such pass. Autograd
+        adds them to the parameters' gradients, so Megatron's hooks run. Does nothing if no gradients are
+        missing.
         """
         if self._later:
             self._later.popleft()()

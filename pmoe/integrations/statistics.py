@@ -111,7 +111,7 @@ class LayerStats:
 
     @property
     def load(self) -> LayerUsage:
-        """The rows of all calls that `usage` has counted; those of the last call if it has none."""
+        """The load of the experts in all calls that ``usage`` has counted; in the last call without it."""
         if self.usage is not None and self.usage.num_calls:
             return self.usage
         num_calls = int(sum(self.tokens_per_expert) > 0)

@@ -31,8 +31,8 @@ _checked: dict[Hashable, int] = {}
 def with_alignment(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same values whose memory begins at a multiple of `ALIGNMENT` bytes.
 
-    A tensor whose memory begins there already is returned itself. This is so for memory that torch has just
-    allocated.
+    If the tensor's own memory begins at such a multiple, as all memory does that torch has just allocated,
+    the tensor itself is returned.
     """
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
@@ -63,7 +63,7 @@ def rows_of_tile(
 def _are_places_equal(
     compute: Callable[[Tensor], Sequence[Tensor]], rows: int, columns: int, like: Tensor
 ) -> bool:
-    """Returns whether random rows have the same results, bit by bit, at other places of a tile.
+    """Returns whether random rows have the same results, bit by bit, at all places of a tile.
 
     Every row of `TRIED_TILES` tiles is computed at several places, and beside other rows. Many rows are
     tried, because two orders of a sum often give the same bits.

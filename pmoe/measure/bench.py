@@ -61,8 +61,8 @@ class Bench:
 
     ranks: the ranks that measure together.
     device: the device on which the work runs.
-    run: calls the function of each lane as often as its number says. Returns for each lane, in seconds, when
-        its first call started, then when each call ended.
+    run: a function that runs all lanes side by side. Its argument has for each lane a function and how often
+        to call it. Returns for each lane, in seconds, when its first call started, then when each call ended.
     """
 
     ranks: Ranks

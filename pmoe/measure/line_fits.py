@@ -134,7 +134,7 @@ def transfer(
 
     lane: the queue in which they run: messages or copies.
     size: bytes of one unit, in which the size of the work is counted.
-    make: a function that takes a number of units, and returns a function that sends or copies so many units.
+    make: a function that takes a number of units, and returns a function that sends or copies these units.
     first_bytes: smallest size to try, in bytes.
     unit_bytes: bytes of memory that one unit takes. None stands for 2 * size: a tensor to read and a tensor
         to write.

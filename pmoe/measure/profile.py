@@ -213,7 +213,9 @@ def stored_profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) ->
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
-    """Returns the path of the file in which a profile is stored. Its name is made of what was measured.
+    """Returns the path of the file in which a profile is stored.
+
+    The file's name is made of the device, ranks, backend, dtype and versions.
 
     who: the device, ranks, backend, dtype and versions for which the profile is valid.
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.

@@ -9,7 +9,7 @@ from pmoe.ordering.sorted import SortedOrder
 BLOCK_TOKENS = 1024
 """Number of tokens whose rows are summed at a time if rows are narrower than float32, to save memory.
 
-Their float32 copies then exist only for so many tokens.
+Their float32 copies then exist only for that number of tokens.
 """
 
 

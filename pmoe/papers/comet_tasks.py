@@ -38,7 +38,7 @@ ranks for chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
     R0   sums of this rank's rows in chunk 0, written to the ranks that own the tokens
     O0   sums of all ranks in chunk 0, for the tokens that this rank owns
 
-Letters: T tokens of this rank, W ranks (and so many levels), E experts of a rank, B blocks, n_c communicating
+Letters: T tokens of this rank, W ranks (and W levels), E experts of a rank, B blocks, n_c communicating
 blocks, T_N columns of a chunk.
 """
 

@@ -398,9 +398,9 @@ def figure6() -> list[dict[str, Any]]:
 
     A range is a run of operators that is cut into parts of the batch. A row has these fields:
 
-        range          the operators that are cut: none ("Orig."); each MoE layer and so many ms of operators
-                       before and after it (0 ms is Tutel's range); or those that Lancet's dynamic programme
-                       chooses
+        range          the operators that are cut: none ("Orig."); each MoE layer with the operators that run
+                       in the given number of ms before and after it (0 ms is Tutel's range); or those that
+                       Lancet's dynamic programme chooses
         2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts, and so on
         best ms        the least of these; for "Lancet" the prediction of the dynamic programme
     """

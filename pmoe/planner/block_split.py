@@ -37,7 +37,7 @@ BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
 BLOCK_STEP = 6
 """Above the largest of `BLOCK_COUNTS`, every sixth number of communicating thread blocks is tried.
 
-With so many blocks, one more or less hardly changes the time.
+With this number of blocks, one more or less hardly changes the time.
 """
 
 CHUNKS = (256, 512, 1024)

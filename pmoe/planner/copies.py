@@ -116,7 +116,7 @@ class CopyPlan:
 
 
 def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None) -> int:
-    """Returns how many copies of experts a rank may host, if there is room for only so many bytes.
+    """Returns how many copies of experts a rank may host, if it has only a given number of bytes for them.
 
     per_rank: the most copies that may be hosted.
     copy_bytes: bytes of a copy with all that belongs to it, such as its gradients.

@@ -39,7 +39,7 @@ BITS = 5
 """Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
 
 CLOSE = 0.7
-"""A number of chunks counts as fast as the fastest if it is at most so many standard errors slower."""
+"""A number of chunks counts as fast as the fastest if it is slower by at most this many standard errors."""
 
 CONTRADICTED = 4.0
 """Standard errors beyond which measurements count more than the hypothesis of the search.

@@ -57,7 +57,7 @@ def export_weights(
     rename: Rename | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ExportedItems:
-    """Returns an iterator over all weights of a model: (name, number of the expert, tensor), on every rank.
+    """Returns an iterator over all weights of a model: (name, index of the expert, tensor), on every rank.
 
         for name, _, tensor in pmoe.export_weights(model, "qwen-moe", dtype=torch.bfloat16):
             engine.load_weights([(name, tensor)])  # vLLM, SGLang
@@ -326,7 +326,7 @@ class _Export:
         layer: the name of the layer.
         own: pmoe's name of the tensor, such as "experts.w1".
         tensor: the values, (1, ...) for one expert.
-        expert: the expert's number; None if the tensor belongs to no expert.
+        expert: the expert's index; None if the tensor belongs to no expert.
 
         Raises ValueError if the layout has no place for the tensor.
         """

@@ -57,7 +57,7 @@ def prune_experts(state: State, keep: Sequence[int]) -> tuple[dict[str, Tensor],
     state dict from both results. The results share no memory with ``state``.
 
     state: the state dict of a layer with E experts; w1 is (E, ...), for example.
-    keep: the numbers of the experts to keep, in their new order.
+    keep: the indices of the experts to keep, in their new order.
 
     Raises ValueError or TypeError for numbers out of range, and for a state dict without experts.
     """
@@ -111,10 +111,10 @@ def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[
 
     This is the grouping of M-SMoE (arXiv 2310.01334). The ``count`` experts with the most rows are leaders.
     Each other expert joins the group of the leader whose router row has the largest cosine with its own
-    router row. If several leaders have the same cosine, it joins the one with the lowest number.
+    router row. If several leaders have the same cosine, it joins the one with the lowest index.
 
-    Returns a list of the numbers of experts for each group, in the order of the leaders' numbers. Each list
-    begins with the leader.
+    Returns a list of expert indices for each group. Groups are in the order of their leaders' indices, and
+    each list begins with the leader.
 
     state: the state dict of a layer with ``gate.weight`` (E, M), for E experts and M = d_model.
     rows: for each expert its number of rows.
@@ -178,7 +178,7 @@ def _mean(value: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tens
     """Returns the weighted mean of some experts' values; their sum if they are integers.
 
     value: (E, ...), a tensor of all E experts.
-    group: the numbers of the experts.
+    group: the indices of the experts whose values are averaged.
     weights: the weight of each of the E experts.
     """
     parts = value[list(group)]
@@ -242,7 +242,7 @@ def _ints(what: str, values: Any) -> list[int]:
 
 
 def _checked_experts(what: str, experts: Any, num_experts: int) -> list[int]:
-    """Returns the numbers of some experts as a list, after checks.
+    """Returns the indices of some experts as a list, after checks.
 
     Raises ValueError or TypeError unless they are one or more different integers in 0 ... num_experts - 1.
 

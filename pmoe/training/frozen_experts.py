@@ -59,7 +59,7 @@ def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
     Args:
         model: the model, or a layer. The experts of its layers must be stacked ("ffn", "swiglu"). Adapters of
             the frozen experts are frozen too, if each expert has its own.
-        experts: the numbers of the experts among all experts of a layer, from 0. A rank freezes those that it
+        experts: the indices of the experts among all experts of a layer, from 0. A rank freezes those that it
             holds.
 
     After each backward pass the gradients of the frozen experts are zeros. An optimizer's step leaves their
@@ -98,7 +98,7 @@ def _check(name: str, layer: MoELayer, numbers: list[Any]) -> None:
 
     name: the name of the layer, for the message.
     layer: the layer.
-    numbers: the numbers of the experts to freeze, among all experts of the layer.
+    numbers: the indices of the experts to freeze, among all experts of the layer.
     """
     experts = layer.layer_modules.experts
     if not isinstance(experts, StackedExperts) or not {"w1", "w2"} <= experts._parameters.keys():

@@ -316,9 +316,9 @@ MAX_WAIT_SECONDS = 86400.0
 def wait_seconds(ranks: Ranks) -> float:
     """Returns how many seconds a kernel of this rank waits for a peer before it gives up.
 
-    The result is $PMOE_WAIT_SECONDS, or the group's timeout if that is shorter or the variable is not set. So
-    a kernel waits for a late peer (one that writes a checkpoint, say) as long as a collective would. A group
-    without a timeout counts as 600 s.
+    A kernel should wait for a late peer (one that writes a checkpoint, say) as long as a collective would. So
+    the result is the group's timeout, but at most a day; 600 s if the group has no timeout. If the variable
+    $PMOE_WAIT_SECONDS is set, the result is its value, but at most the group's timeout.
 
     Raises ValueError if the variable is not a number of seconds, more than 0 and at most a day.
     """

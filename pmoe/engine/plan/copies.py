@@ -39,7 +39,7 @@ class ExpertPart(NamedTuple):
     most one number.
 
     peer: the other rank.
-    expert: the expert's number among all experts.
+    expert: the expert's index among all experts.
     number: the number of this part, from 0 to ``of_all`` - 1.
     of_all: the number of parts.
     """
@@ -90,12 +90,12 @@ class KeptCopies:
 class HostedCopies:
     """The copies of busy experts in one call: what this rank hosts, sends and receives.
 
-    In a call with copies, experts and copies are numbered together. Each rank has E_local + `per_rank`
-    numbers: first those of its own experts, then those of the copies that it hosts, sorted by expert. The
-    last numbers of a rank that hosts fewer copies than another rank are unused.
+    In a call with copies, experts and copies have common indices. Each rank has E_local + `per_rank` indices:
+    first those of its own experts, then those of the copies that it hosts, sorted by expert. The last indices
+    of a rank that hosts fewer copies than another rank are unused.
 
     An expert's weights are sent as one row of P numbers. If it has several copies, the row is cut into parts:
-    the owner sends each host another part (task V), and the hosts send each other the parts that they got
+    the owner sends each host a different part (task V), and the hosts send each other the parts that they got
     (task VR).
 
     plan: which ranks host copies of which experts, the same on all ranks.
@@ -119,7 +119,7 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
-        """The experts of which each rank hosts a copy: for each rank their numbers, in rising order."""
+        """The experts of which each rank hosts a copy: for each rank their indices, in rising order."""
         hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for expert in sorted(self.plan.hosts):
             for rank, _ in self.plan.hosts[expert][1:]:
@@ -128,7 +128,7 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted(self) -> list[int]:
-        """The numbers of the experts of which this rank hosts a copy, in rising order."""
+        """The indices of the experts of which this rank hosts a copy, in rising order."""
         return self.hosted_by[self.rank]
 
     @functools.cached_property
@@ -225,13 +225,13 @@ class HostedCopies:
 
             bounds   expert * 2**32 + first position of the interval. These rise from entry to entry, so that
                      a row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
-            numbers  the number of the expert or copy that computes the interval's rows, in the numbering of
-                     `HostedCopies`
+            numbers  the index of the expert or copy that computes the interval's rows, among the common
+                     indices of experts and copies (`HostedCopies`)
 
         num_experts: the number of experts of all ranks, without copies.
 
         Example: 2 ranks with one expert each, expert 0 has a copy on rank 1, half of the rows each -> bounds
-        [0, 2**31, 2**32] and numbers [0, 3, 2]: rank 1's own expert is 2, its copy 3.
+        [0, 2**31, 2**32] and numbers [0, 3, 2]: rank 1's own expert has index 2, its copy index 3.
         """
         width = self.num_local + self.per_rank
         bounds = []

@@ -254,7 +254,7 @@ class PassModules(abc.ABC):
         all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
     copies: which copies of busy experts the call has on which ranks (``balance``); None if it has none. In a
-        call with copies, experts and copies are numbered together (`HostedCopies`).
+        call with copies, experts and copies have common indices (`HostedCopies`).
     """
 
     grid: Grid
@@ -315,17 +315,17 @@ class PassModules(abc.ABC):
 
     @property
     def num_numbers(self) -> int:
-        """The count of numbers that a rank has for experts: E_local for its own, and some for copies.
+        """How many indices each rank has for its experts and for copies of other ranks' experts.
 
-        In a call with copies of busy experts, experts and copies are numbered together. Each rank has E_local
-        numbers, and as many more as the largest number of copies that any rank hosts. A rank that hosts fewer
-        copies leaves its last numbers unused.
+        Without copies these are the rank's E_local experts. In a call with copies of busy experts, experts
+        and copies have common indices: each rank has E_local indices for its experts, and one more for each
+        copy on the rank that hosts most copies. A rank that hosts fewer leaves its last indices unused.
         """
         return self.experts.num_local_experts + (0 if self.copies is None else self.copies.per_rank)
 
     @functools.cached_property
     def staying(self) -> range:
-        """The numbers of this rank's experts whose rows from this same rank stay on it; else an empty range.
+        """The indices of this rank's experts whose rows from this same rank stay on it; else an empty range.
 
         The range is empty if rows are also sent from a rank to itself. Copies of busy experts are never in
         the range, because copies compute received rows only: a row for a copy is sent even if both are on the

@@ -138,7 +138,7 @@ class _WithCopies(Pass):
         """Copies parts of experts' weights, or of gradients, one after the other to the buffer of a message.
 
         parts: the parts, in the order of the message.
-        of_expert: function from an expert's number to its P weights or gradients, in one or several tensors.
+        of_expert: function from an expert's index to its P weights or gradients, in one or several tensors.
         out: the buffer of the message.
         """
         pieces: list[Tensor] = []
@@ -158,7 +158,7 @@ class _WithCopies(Pass):
 
         message: the message, in which ``parts`` lie one after another.
         parts: the parts.
-        of_expert: function from an expert's number to the memory of its P weights, (P,).
+        of_expert: function from an expert's index to the memory of its P weights, (P,).
         """
         first = 0
         for part in parts:
@@ -169,7 +169,7 @@ class _WithCopies(Pass):
     def own_weights(self, expert: int) -> list[Tensor]:
         """Returns the weights and biases of one of this rank's experts.
 
-        expert: the expert's number among all experts.
+        expert: the expert's index among all experts.
         """
         place = expert - self.hosted.rank * self.hosted.num_local
         return [parameter[place] for parameter in self.parameters]

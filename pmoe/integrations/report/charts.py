@@ -186,7 +186,8 @@ def line_chart(
     curves: the values of each line, by name.
     unit: text beside the title, such as the unit of the values.
     floor: a value that the y axis must include; None for none.
-    show: makes texts of values. If it is `format_seconds` or `format_share`, the y axis has its unit too.
+    show: function that turns a value into text. If it is `format_seconds` or `format_share`, the numbers on
+        the y axis also have its unit.
     note: text below the chart.
     max_points: largest number of points of a line. A longer line is drawn through the averages of
         neighbouring points.
@@ -331,7 +332,8 @@ def heat_map(title: str, steps: Sequence[float], ratios: Any, y_label: str, note
 
     title: title of the chart.
     steps: the step of each column, ascending.
-    ratios: (number of rows, number of columns) values / their even share; the first row is on top.
+    ratios: (number of rows of the map, number of steps), each value divided by the mean of its column. The
+        first row is on top.
     y_label: what a row stands for, such as "expert".
     note: text below the chart.
     """

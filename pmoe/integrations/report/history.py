@@ -43,7 +43,7 @@ class History:
 
     @property
     def shortened(self) -> tuple[str, str] | None:
-        """The name on the page and the name in the model of the first layer; None if these are the same."""
+        """The names, on the page and in the model, of the first layer whose name was shortened; else None."""
         names = ((name, row.layer) for name, row in self.latest.items())
         return next(((name, full) for name, full in names if full and name != full), None)
 

@@ -186,7 +186,7 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy without device memory: its ``..._device`` fields have the host's tensors instead."""
+        """Returns a copy without device memory: its ``..._device`` fields have the tensors of the host."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:

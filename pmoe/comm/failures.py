@@ -94,8 +94,7 @@ def publish_leaving(record: GroupRecord) -> None:
 
     The error is stored under two keys (`FAILED`):
 
-    - One key has the group's name and is never emptied. It is for ranks that wait in that group, which can no
-      longer be used.
+    - One key has the group's name and is never emptied. It is for ranks that wait in that group.
     - The other key is for ranks that wait for this rank in any other group. This rank's next call empties it.
 
     record: this rank's record of the group.

@@ -9,19 +9,19 @@ copy. One call takes these steps:
        number of rows that all ranks together routed to each expert.
     3. Each rank plans the copies (`pmoe.planner.copies`). All ranks make the same plan, because all have the
        same loads.
-    4. The rows of an expert with copies are divided among its hosts. Experts and copies get new indices,
-       which count both.
+    4. The rows of an expert with copies are divided among its hosts. For this, experts and copies get common
+       indices.
     5. The ranks exchange row counts once more: how many rows each expert and each copy gets.
 
 If no copy would save enough time, steps 4 and 5 are left out.
 
-The new indices count a rank's own experts first, then its places for copies, then those of the next rank.
+The common indices count rank 0's experts, then its places for copies, then the same of rank 1, and so on.
 Example: 2 ranks with 2 experts each; expert 0 has a copy on rank 1. Each rank has one place for a copy, and
 that of rank 0 is empty:
 
     expert or copy   0    1    -    2    3    copy of 0
     rank             0    0    0    1    1    1
-    new index        0    1    2    3    4    5
+    common index     0    1    2    3    4    5
 
 Letters: T tokens, K choices, E experts of all ranks, W ranks.
 """
@@ -145,7 +145,7 @@ class BalancedCounts(ExactCounts):
     def sort_early(self) -> None:
         """Sorts the rows while counts are exchanged, unless copies of experts will probably change the order.
 
-        Copies are probable if the last call had some.
+        Copies are probable in this call if the last call had copies.
         """
         if not self.call.modules.cache.had_copies or self.copies is not None:
             super().sort_early()
@@ -203,8 +203,8 @@ class BalancedCounts(ExactCounts):
         """Divides the rows of experts with copies among the ranks that compute these experts.
 
         A copy is the weights of a busy expert on another rank. Each row gets the index of the expert or copy
-        that computes it, in a common numbering: the experts of rank 0, its copies, the experts of rank 1, and
-        so on. Afterwards ``orders`` sorts the rows by these indices.
+        that computes it. Experts and copies have common indices, which count the experts of rank 0, its
+        copies, the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these indices.
 
         modules: the modules that the schedule computes, without the copies.
         copies: the copies of all ranks in this call.

@@ -38,7 +38,7 @@ class ExactCounts:
     call     the call
     routed   the call's tokens with their routing
     orders   sorts the (token, choice) slots of the call by chunk and expert, for each number of chunks
-    fuses    whether fused kernels may compute the call instead (`kernels_may_take_it`)
+    fuses    whether fused kernels may compute the call, and not the engine (`kernels_may_take_it`)
     loads    if set, the exchange also collects the rows that all ranks together routed to each expert, for
              copies of busy experts; else None
     """
@@ -293,9 +293,9 @@ class LoadedExchange:
         If any rank has loaded experts from a state dict, the first exchange only says so. All ranks then
         compare their experts, and exchange the counts a second time.
 
-        Raises FaultError on all ranks if any rank reported a fault; the rank with the fault raises the
-        original error instead. Raises ValueError on all ranks if two ranks hold equal experts after loading,
-        which means that they have loaded the file of one rank.
+        Raises an error on all ranks if any rank reported a fault: the original error on the rank with the
+        fault, FaultError on the others. Raises ValueError on all ranks if two ranks hold equal experts after
+        loading, which means that they have loaded the file of one rank.
         """
         try:
             return self._exchange.finish()

@@ -4,7 +4,7 @@ A fused kernel overlaps communication with the products of the experts inside on
 COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one persistent kernel for each pass
 (``fused="persistent"``).
 
-If the fused kernels cannot compute a call, all ranks run it in chunks (micro-batches) instead. pmoe then
+If the fused kernels cannot compute a call, all ranks run the call in chunks (micro-batches). pmoe then
 warns once for each reason, except with "auto".
 
 Three functions look for a reason not to use fused kernels, in this order. All ranks get the same answers.

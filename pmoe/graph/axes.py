@@ -278,8 +278,8 @@ class _Inference:
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
-        The axis is then undecided, because the tensor was computed as a whole. It can be cut along a
-        dimension, but not get the axis `SUM`, which means that each part has computed a summand of it.
+        A tensor without an axis was computed as a whole. It may get a dimension, along which it is then cut.
+        It may not get `SUM`, because that axis means that each part has computed a summand of the tensor.
 
         node: the node of the tensor.
         axis: the dimension along which it would be cut, `IRREGULAR`, `SUM` or None.

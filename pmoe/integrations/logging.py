@@ -382,7 +382,7 @@ def _number(name: str, value: object) -> float | Tensor:
 def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """Returns the entry of run.json for this start of the run: time, ranks, device, versions and settings.
 
-    The number of the model's parameters is that of this rank.
+    The entry also has the number of the model's parameters that this rank holds.
 
     model: the model.
     settings: the settings that the user gave for the report.

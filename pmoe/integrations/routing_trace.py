@@ -66,8 +66,8 @@ def record_routing(
             logits = model(tokens)
 
     The block's value is the trace: by layer name, a list with an int64 tensor (T, K) for each of the layer's
-    calls, the K experts of each of T tokens, on the device of the tokens. With a folder, each rank writes a
-    file of its own instead, and replaces the one of an earlier block; the dict stays empty, and
+    calls, the K experts of each of T tokens, on the device of the tokens. With a folder, each rank writes its
+    choices to a file, which replaces the file of an earlier block; the dict stays empty, and
     `read_routing` returns the trace. On CUDA the host then waits for the device in each call.
 
     Nothing is communicated. Choices are recorded before a capacity drops any. The recomputation of an

@@ -154,8 +154,8 @@ class Messages:
         host_rows: the number of rows for which this rank has host memory; None if this is not checked.
         asks_rows: whether ranks must know the largest number of rows of a rank.
         irregular: whether some choices of this rank's tokens have no row, or more than one.
-        limits: for each degree (number of chunks) the pair (degree, most rows of a chunk / largest number of
-            tokens of a rank).
+        limits: for each degree (number of chunks) a pair (degree, ratio): a chunk may bring a rank at most
+            ratio * (largest number of tokens of any rank) rows.
         """
         extension.module().counts_agree(
             **self._where(), received=received_WL.data_ptr(), agreed=self.memory.data_ptr(),

@@ -190,9 +190,10 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     def unpack(i: int) -> None:
         """Adds the callbacks on chunk i's gradients that arrived, and the all-gather of them inside the node.
 
-        Adds nothing unless experts are sharded and the layer has callbacks (`Stages.hooked`); in other layers
-        these are no separate tasks. If backward also sends forward's dispatched rows (T_DI) again, the same
-        two tasks for these rows come first.
+        Adds nothing unless experts are sharded and the layer has callbacks (`Stages.hooked`). In other layers
+        the all-gather is added together with the dispatch, and callbacks are a part of the experts' task. If
+        backward also sends forward's dispatched rows (T_DI) again, the same two tasks for these rows come
+        first.
 
         i: number of the chunk.
         """

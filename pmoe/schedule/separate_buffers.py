@@ -40,7 +40,7 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     def stay(pieces: range) -> None:
         """Adds tasks in which the experts compute rows that stay on this rank.
 
-        pieces: the numbers of the tasks: each computes one part of these rows.
+        pieces: the indices of the tasks, each of which computes one part of these rows.
         """
         for j in pieces:
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]

@@ -114,10 +114,10 @@ class Kind(str, enum.Enum):
         return Kind("L" + self.value) if place else self
 
     def again(self, is_again: bool) -> Kind:
-        """Returns the kind of task that does the same for forward's dispatched rows, as a part of backward.
+        """Returns the kind of task that does the same work in backward, on forward's dispatched rows (T_DI).
 
-        Backward sends these rows (T_DI) again if forward has not kept them. Example: S, the dispatch
-        all-to-all, becomes SI.
+        Backward sends these rows again if forward has not kept them. Example: S, the dispatch all-to-all,
+        becomes SI.
 
         is_again: False returns this kind.
         """
@@ -512,7 +512,7 @@ class PassBuilder:
         """Appends task G of chunk i, which copies the rows to be sent into the send buffer.
 
         i: number of the chunk.
-        again: True appends GI instead, which copies forward's rows, so that backward sends them again.
+        again: whether backward sends forward's rows (T_DI) again. The task is then GI.
         """
         source = "T_I" if again else self._source
         self.add(Kind.GATHER.again(again), i, [f"{source}.{i}"], [f"send{'_again' * again}.{i}"])
@@ -520,8 +520,8 @@ class PassBuilder:
     def send(self, i: int, *, again: bool = False) -> None:
         """Appends task S, the dispatch all-to-all of chunk i.
 
-        If experts are sharded, it also appends AG, the all-gather inside the node. But if callbacks run
-        between S and AG (`Stages.hooked`), `open` appends AG instead.
+        If experts are sharded, it also appends AG, the all-gather inside the node, unless callbacks run
+        between S and AG (`Stages.hooked`): `open` then appends the callbacks and AG.
 
         i: number of the chunk.
         again: whether backward sends forward's rows (T_DI) again. The tasks are then SI and AGI.
@@ -561,7 +561,8 @@ class PassBuilder:
         """Appends task R, the combine all-to-all of chunk i, which sends results back to the tokens' ranks.
 
         If experts are sharded, it appends RS before R: a reduce-scatter of partial results inside the node.
-        But if callbacks run between RS and R (`Stages.hooked`), `close` appends R instead.
+        If callbacks run between RS and R (`Stages.hooked`), it appends only RS: `close` then appends the
+        callbacks and R.
 
         i: number of the chunk.
         """

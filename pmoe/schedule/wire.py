@@ -34,7 +34,7 @@ SCALE_BYTES = 4
 
 
 def number_bytes(d_model: int) -> int:
-    """Returns the bytes of a row's e4m3 numbers, rounded up to 4 so that a float32 scale may follow.
+    """Returns the bytes of a row's e4m3 numbers, up to a multiple of 4, so that a float32 scale may follow.
 
     d_model: M, columns of the row; each is one byte.
     """

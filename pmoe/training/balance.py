@@ -498,12 +498,13 @@ class BalanceLoss:
         return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
 
     def _pooled(self, calls: Mapping[str, _LayerSums], totals: StepTotals) -> Tensor:
-        """Returns the loss of these calls as transformers computes it: for all layers' tokens together.
+        """Returns the part of the step's loss that comes from some calls, as transformers computes the loss.
 
-        The result is a scalar, a summand of the step's loss.
+        The result is a scalar: one loss for the tokens of all layers together, not a sum over layers. The
+        parts of all micro-batches add up to the loss of the step.
 
-        calls: the sums over the calls, by layer.
-        totals: the numbers of the whole step.
+        calls: for each layer, by name, the numbers of these calls.
+        totals: the numbers of tokens, sequences and choices of the whole step, by which the loss is divided.
         """
         first = next(iter(calls.values())).share
         assert first is not None

@@ -138,7 +138,7 @@ def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plai
 def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) -> None:
     """Sets the extra states of a model's modules, and runs the hooks for load_state_dict.
 
-    Before it, torch.distributed.checkpoint must have read the model's tensors in place.
+    torch.distributed.checkpoint must have read the model's tensors in place before this call.
 
     model: the model.
     names: maps parameters to their names in the checkpoint.

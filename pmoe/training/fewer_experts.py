@@ -31,9 +31,9 @@ KEPT = "kept_experts"
 
 
 def busiest_experts(rows: Sequence[float], count: int) -> list[int]:
-    """Returns the numbers of the ``count`` experts with the most rows, in ascending order.
+    """Returns the indices of the ``count`` experts with the most rows, in ascending order.
 
-    Of experts with equally many rows, the lowest numbers are taken.
+    Of experts with equally many rows, those with the lowest indices are taken.
 
     rows: for each expert its number of rows, such as ``pmoe.stats(model).layers[0].tokens_per_expert`` over a
         representative set of tokens.

@@ -82,8 +82,8 @@ def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks
 def for_inference(config: Any) -> Any:
     """Returns a model's configuration for a checkpoint, changed so that every process holds all experts.
 
-    Processes that build the model from it, for generate or eval-lm, do not communicate. If experts were
-    spread over them, they would wait for each other, because their batches differ.
+    The processes of generate or eval-lm, which build the model from this configuration, do not communicate.
+    If experts were spread over these processes, a process would wait for others that have no more batches.
 
     config: the configuration of the model.
     """

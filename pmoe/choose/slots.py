@@ -52,10 +52,9 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
     """Returns a restore pair for which the host memory of all ranks is enough.
 
-    If ``restore`` offloads the dispatched rows (T_DI) and any rank lacks host memory for them, all ranks send
-    T_DI again in backward instead. A warning says so, and the result is the pair that does this. Its other
-    half, for the hidden activation (T_M), is that of ``restore``. In all other cases ``restore`` is returned
-    unchanged.
+    If ``restore`` offloads the dispatched rows (T_DI) and any rank lacks host memory for them, the result is
+    the pair in which backward sends T_DI again, with the same fate of the hidden activation (T_M) as in
+    ``restore``. A warning says so. In all other cases ``restore`` is returned unchanged.
 
     restore: the restore pair that was chosen.
     counts: the row counts after the ranks have exchanged them; they also say whether any rank lacks host

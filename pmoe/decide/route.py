@@ -316,11 +316,11 @@ def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
 
 
 def is_fetched(modules: LayerModules) -> bool:
-    """Returns whether the experts' parameters may still be on the meta device before the experts are called.
+    """Returns whether the experts' parameters may be on the meta device until the experts are called.
 
-    A library may keep them there and load them by hooks when the experts are called; accelerate's offloading
-    does. So the caller must not compare the device of the parameters with that of the input. True if the
-    experts have any hook or replaced forward method.
+    A library such as accelerate, with offloading, loads the parameters by hooks when the experts are called.
+    So the caller must not compare the device of the parameters with that of the input. The result is True if
+    the experts have any hook or a replaced forward method.
     """
     return any(map(is_watched, modules.experts_module.modules()))
 

@@ -48,7 +48,7 @@ CURE = (
 class ExpertPlace:
     """The record of which experts a rank holds: a range of all experts, or a part of each expert in a range.
 
-    first_expert       number of the first expert of the range
+    first_expert       index of the first expert of the range, among the experts of all ranks
     num_local_experts  number of experts in the range
     num_experts        number of experts of all ranks
     shard              index of this rank's part, if each expert's hidden columns are split over ranks; else 0

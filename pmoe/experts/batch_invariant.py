@@ -72,9 +72,10 @@ class _ExpertsInTiles(StackedExperts):
         )
 
     def tile_rows(self, parameters: Sequence[Tensor]) -> int:
-        """Returns R, the number of rows of a tile. The first call for experts of these shapes tests it.
+        """Returns R, the number of rows of a tile.
 
-        The test checks that a row's results in a tile of R rows do not depend on the other rows.
+        The first call for experts of these shapes finds R by a test: a row's results in a tile of R rows must
+        not depend on the other rows of the tile.
 
         parameters: the tensors to compute with, of which only shapes, dtype and device are read.
         """
@@ -208,7 +209,7 @@ class _Product:
 
     weight_EOI: (E, O, I), the weights of E experts, with O output and I input features.
     bias_EO: (E, O), or None.
-    expert: the expert's number on this rank.
+    expert: the expert's index among this rank's experts.
     """
 
     def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None, expert: int) -> None:

@@ -188,7 +188,7 @@ class Gate(nn.Module, abc.ABC):
         super()._save_to_state_dict(*args, **options)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Returns S, the number of lines of the `Routing` for this number of tokens.
+        """Returns S, the number of lines (rows of its tensors) that a `Routing` of these tokens has.
 
         Memory predictions use it. It is only called if the gate `picks_tokens`; other gates have one line for
         each token.

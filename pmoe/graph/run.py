@@ -253,7 +253,8 @@ class GraphRunner:
     def _hand_over_order(self) -> list[int]:
         """Returns the order in which gradients are handed over: their positions among the graph's results.
 
-        The result is [] if the order is not known yet."""
+        The result is [] if the order is not known yet.
+        """
         if self._run is None and (self.ranks is None or self.program.is_agreed):
             self._lower()
         return [] if self._run is None else handed_over(self._run)

@@ -437,7 +437,7 @@ class Chooser:
 def without_offload(choices: Sequence[Choice]) -> list[Choice]:
     """Returns the choices that do not offload T_DI, the rows that experts received, to the host.
 
-    If all choices offload it, they are changed: T_DI is sent again in backward instead.
+    If all choices offload T_DI, they are changed so that backward sends T_DI again.
     """
     return [choice for choice in choices if choice.restore.dispatched != "offload"] or [
         replace(choice, restore=Restore("communicate", choice.restore.hidden)) for choice in choices

@@ -261,8 +261,9 @@ class BalanceLoss:
     def loss(self, totals: StepTotals | None = None) -> Tensor:
         """Returns the balance loss of all calls since the last `loss` or `totals`: a differentiable scalar.
 
-        If a step has several `loss` calls, their sum is this rank's summand of the step's loss. The loss of
-        the whole step is the mean of the summands over ranks with ``averaged``, else their sum.
+        If a step has several `loss` calls, such as one for each micro-batch, their results add up to this
+        rank's part of the step's loss. With ``averaged``, the loss of the whole step is the mean of the
+        ranks' parts; without it, their sum.
 
         totals: the numbers of the whole step. None if these calls, on all ranks, are the whole step; they are
             then summed by a collective, one all-reduce.
@@ -398,7 +399,7 @@ class BalanceLoss:
         return self._lengths
 
     def _taken(self) -> dict[str, _LayerSums]:
-        """Returns the sums over the calls since the last `loss` or `totals`, by layer, and resets them."""
+        """Returns the numbers of the calls since the last `loss` or `totals`, by layer, and resets them."""
         calls = self._calls
         self._calls = {name: _LayerSums() for name in calls}
         return calls

@@ -113,7 +113,7 @@ class DevicePool:
         """Returns an uninitialised tensor of the given shape, with the dtype and device of ``like``.
 
         When no tensor uses its memory any more, the pool can use it again. While torch's profiler runs, the
-        memory comes from torch's allocator instead, so that the profiler counts it.
+        memory comes from torch's allocator and not from the pool, so that the profiler counts it.
         """
         is_plain = like.device.type == "cpu" and type(like) in (Tensor, torch.nn.Parameter)
         if is_plain and math.prod(shape) * like.element_size() >= LARGE_BYTES and not _profiler_enabled():

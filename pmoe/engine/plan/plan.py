@@ -315,7 +315,7 @@ class PassModules(abc.ABC):
 
     @property
     def num_numbers(self) -> int:
-        """How many indices each rank has for its experts and for copies of other ranks' experts.
+        """The number of indices that each rank has for its experts and for copies of other ranks' experts.
 
         Without copies these are the rank's E_local experts. In a call with copies of busy experts, experts
         and copies have common indices: each rank has E_local indices for its experts, and one more for each

@@ -653,8 +653,9 @@ class CountsExchange:
 
         On several ranks it is a collective, after the messages of the other ranks have arrived.
 
-        Returns two things. The first is (F, W, X) on the device, the counts that this rank received: X counts
-        for each of F bins and W ranks. The second is a list of tensors on the host: the counts that this rank
+        Returns two things. The first is (F, W, X) on the device, the counts that this rank received from each
+        of W ranks: for each of F bins (equal ranges of tokens) X counts, the rows for each of its experts and
+        perhaps one more (`_split`). The second is a list of tensors on the host: the counts that this rank
         sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
         """
         if self._messages is not None:

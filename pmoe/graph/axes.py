@@ -306,7 +306,7 @@ def _divides(divisor: int | torch.SymInt, size: int | torch.SymInt) -> bool:
 
 
 def _dims(node: fx.Node) -> range:
-    """Returns the numbers of the dimensions of a node's tensor, from 0."""
+    """Returns the indices of the dimensions of a node's tensor: range(number of dimensions)."""
     return range(len(shape(node)))
 
 

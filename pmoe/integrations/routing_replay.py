@@ -82,7 +82,7 @@ def replay_routing(
     - a gate cannot give weights to experts that it did not choose.
 
     A call raises ValueError if it has another number of tokens than the recorded one, or if it was not
-    recorded. The end of the block raises ValueError if recorded calls are left.
+    recorded. The end of the block raises ValueError if fewer calls were made than were recorded.
     """
     check_module(model=model)
     replays: list[_Replay] = []
@@ -218,7 +218,7 @@ class _Replay:
         return torch.where(is_live_TK, live_TK, recorded_TK)
 
     def check_end(self) -> None:
-        """Raises ValueError if recorded calls are left at the end of the block."""
+        """Raises ValueError if fewer calls were made in the block than were recorded."""
         if self.num_done < len(self.calls):
             raise ValueError(
                 f"trace[{self.name!r}] has {len(self.calls)} calls, but the layer was called "

@@ -175,7 +175,7 @@ def combine_fields(heap: Heap, fused_routing: FusedRouting, a: Tensor, result_TM
 
     heap: this rank's symmetric heap. The results overwrite the rows that were dispatched into it.
     fused_routing: the `FusedRouting` by which the rows were dispatched.
-    a: (rows, columns), the first operand of the product.
+    a: (N, columns), the first operand of the product, for the N rows that arrived.
     result_TM: (T, M), memory for the sum of each token's results.
     """
     shape = heap.shape

@@ -228,6 +228,10 @@ class LastCall:
     counts: LastRowCounts | None = None
     ran: RunReport | None = None
 
+    def with_loss(self, l_aux: Tensor | None) -> LastCall:
+        """Returns the record with another auxiliary loss."""
+        return replace(self, l_aux=l_aux)
+
     @staticmethod
     def of(decision: Decision) -> LastCall:
         """Returns the record that the layer keeps of a call which was run as ``decision`` says."""

@@ -1,8 +1,8 @@
 """Captures MoELayers in graphs: traces `MoELayer.forward` as operators that the backend "pmoe" can move.
 
-The operators are those of `pmoe.graph.operators` and `pmoe.graph.messages`. For any other backend, and for a
-layer that cannot be captured, torch.compile breaks the graph at the layer. The layer then runs as it does
-without torch.compile.
+The operators are those of `pmoe.graph.operators` and `pmoe.graph.messages`. If a layer cannot be captured,
+torch.compile breaks the graph at the layer, which then runs as it does without torch.compile. For any other
+backend, the layer is one operator (`pmoe.graph.one_operator`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.decide.route import autocast_dtype
 from pmoe.gates.capacity import expert_capacity
 from pmoe.graph import messages, operators
+from pmoe.graph.one_operator import outside
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.layer import MoELayer
 from pmoe.warn import warn_once
@@ -92,10 +93,11 @@ def _forward(
     layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
     # `install` copies the docstring of MoELayer.forward to this function.
-    if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without Dynamo
-        number = _number(layer)
-        if number >= 0:
-            return _captured(layer, number, x, token_ids)
+    if torch.compiler.is_dynamo_compiling() and _is_traced_for_us():  # torch.export may trace without Dynamo
+        number = -1 if mask is not None else _number(layer)
+        if number < 0:
+            return outside(layer, x, token_ids, mask)
+        return _captured(layer, number, x, token_ids)
     return _eager(layer, x, token_ids, mask)
 
 
@@ -106,8 +108,6 @@ def _number(layer: MoELayer) -> int:
     Dynamo, the tracer of torch.compile, runs this function while it traces, and puts its result into the
     graph as a constant. Warns once for each reason why a layer cannot be captured.
     """
-    if not _is_traced_for_us():
-        return -1
     reason = _refusal(layer)
     if reason is not None:
         warn_once(f"torch.compile runs a MoELayer outside of the graph: {reason}", for_each_reason=True)
@@ -146,6 +146,7 @@ def _refusal(layer: MoELayer) -> str | None:
     return None
 
 
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_traced_for_us() -> bool:
     """Returns whether torch.compile traces at this moment, and for one of the `BACKENDS`.
 
@@ -179,7 +180,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     if layer.layer_modules.experts.is_parallelized:
         own_parameters = [parameter.to_local() for parameter in own_parameters]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != own_parameters[0].dtype):
-        return _eager(layer, x, token_ids)  # raises the same error as a call outside a graph
+        return outside(layer, x, token_ids)  # raises the same error as a call outside a graph
     x_TM = x.reshape(-1, layer.d_model)
     tokens = x_TM.shape[0]
     ranks = layer.ranks.size

@@ -44,21 +44,20 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NO_GRAPH = (
-    "a MoELayer decides each call on the host, so torch.compile breaks the graph around it: leave "
-    'fullgraph=True out, or use backend="pmoe", which keeps the layer in its graph'
-)
+def _traced(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands for `MoELayer.forward` where torch.compile traces it: the layer becomes one operator."""
+    # Dynamo takes default values from `forward`, whose wrapper has none, so this function has none either.
+    from pmoe.graph.one_operator import forward_in_graph
+
+    return forward_in_graph(*args, **kwargs)
 
 
-def _breaks_graphs(forward: F) -> F:
-    """Makes torch.compile break the graph at ``forward``, and report `NO_GRAPH` as the reason.
-
-    torch.compiler.disable does the same, but it imports the compiler, which is slow.
-    """
-    excluded: Any = torch._disable_dynamo(forward)  # type: ignore[attr-defined]
-    excluded._torchdynamo_disable = True
-    excluded._torchdynamo_disable_msg = NO_GRAPH
-    return cast(F, excluded)
+def _one_operator(forward: F) -> F:
+    """Makes torch.compile trace `_traced` in place of ``forward``, and compile nothing of ``forward`` itself."""
+    # torch.compiler.disable does the latter too, but it imports the compiler, which is slow.
+    eager: Any = torch._disable_dynamo(forward)  # type: ignore[attr-defined]
+    eager._torchdynamo_inline = _traced
+    return cast(F, eager)
 
 
 class MoELayer(OldAttributes, nn.Module):
@@ -372,9 +371,7 @@ class MoELayer(OldAttributes, nn.Module):
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.ep, self.traffic)
 
-    # The decorator is on this method and not on one that it calls, because torch.compile would then compile
-    # this method as a frame of its own, with a graph break of its own.
-    @_breaks_graphs
+    @_one_operator
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Maps x (..., d_model) to the same shape, in x's dtype, or in autocast's dtype under autocast.
 
@@ -449,7 +446,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     @l_aux.setter
     def l_aux(self, value: Tensor | None) -> None:
-        self.last = replace(self.last, l_aux=value)
+        self.last = self.last.with_loss(value)
 
     @property
     def ran(self) -> RunReport | None:
@@ -605,7 +602,7 @@ class MoELayer(OldAttributes, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The loss is attached to a graph, which can be neither copied nor pickled. The cache, which has what
         # the ranks have agreed on, is left out too, because a copy may be used with other ranks.
-        last = replace(self.last, l_aux=None)
+        last = self.last.with_loss(None)
         return {
             **self.__dict__,
             "last": last,

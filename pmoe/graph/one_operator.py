@@ -1,0 +1,335 @@
+"""A layer as one operator of a compiled graph, for every backend of torch.compile but pmoe's own.
+
+torch.compile cannot trace a MoE layer, because the host decides each call by row counts. So in a graph, the
+layer is one operator, `run`, which runs it as it runs without torch.compile: with all its options, on any
+number of ranks. The graph does not break at the layer (``fullgraph=True``). The backward pass is one operator
+too, `run_backward`.
+
+`run` keeps the autograd graph of what it ran, for `run_backward`. A number connects the two. `run` returns it
+in a tensor, the *ticket*. A kept graph is freed by its backward pass, or together with the ticket if there is
+no backward pass.
+
+Two kinds of modules run like this: a MoELayer ("layer"), and the experts of a transformers model ("experts",
+in `pmoe.integrations.transformers.layers`). `KINDS` says how each runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pmoe.call.decision import LastCall, LastRowCounts, RunReport
+from pmoe.graph.operators import LAYERS, number_of
+from pmoe.layer import MoELayer
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How modules of one kind run as an operator.
+
+    run: function (module, inputs) that runs the module. Returns its results.
+    shapes: function (module, inputs) that returns empty tensors like these results. The inputs have no
+        values. The first result has the dtype of the first input; under autocast, that of autocast.
+    """
+
+    run: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]
+    shapes: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]
+
+
+KINDS: dict[str, Kind] = {}
+"""The kinds of modules by name."""
+
+
+@dataclass
+class KeptGraph:
+    """The autograd graph of a module's run, kept for its backward pass.
+
+    results: the module's results.
+    sources: the inputs and the parameters that need gradients.
+    """
+
+    results: list[Tensor]
+    sources: list[Tensor]
+
+
+KEPT: dict[int, KeptGraph] = {}
+"""The kept graphs, by the number in the ticket."""
+
+_NUMBERS = itertools.count(1)
+
+
+def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Runs a module by the operators of this file, and returns its results. torch.compile traces this function.
+
+    kind: the name of the module's `Kind`.
+    inputs: the module's inputs.
+    """
+    grad = torch.is_grad_enabled()
+    parameters = [_local(each) for each in module.parameters() if grad and each.requires_grad]
+    given = [each for each in inputs if each is not None]
+    is_given = [each is not None for each in inputs]
+    needs_grad = [grad and each.requires_grad for each in given]
+    device = given[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return run(kind, _number(module), given, is_given, parameters, needs_grad, autocast)[:-1]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that this rank has: of a DTensor its local tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _number(module: nn.Module) -> int:
+    """Returns the number that stands for a module in the graph, where it is a constant."""
+    return number_of(module)
+
+
+# ---- the operators
+
+
+@torch.library.custom_op("pmoe_graph::run", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def run(
+    kind: str,
+    number: int,
+    inputs: Sequence[Tensor],
+    is_given: Sequence[bool],
+    parameters: Sequence[Tensor],
+    needs_grad: Sequence[bool],
+    autocast: torch.dtype | None,
+) -> list[Tensor]:
+    """Runs a module. Returns its results, and behind them the ticket of the kept autograd graph.
+
+    kind: the name of the module's `Kind`.
+    number: the number that stands for the module (`pmoe.graph.operators.number_of`).
+    inputs: the module's inputs that are not None.
+    is_given: for each of the module's inputs, whether it is not None.
+    parameters: the parameters that need gradients; empty if gradients are disabled. They say to the graph
+        that the results depend on them. The module reads its own.
+    needs_grad: for each of ``inputs``, whether it needs a gradient.
+    autocast: the dtype of autocast, which is on if this is not None.
+
+    The ticket is an int64 scalar on the host. It is 0 if no autograd graph was kept.
+    """
+    module = LAYERS[number]
+    wants_grad = any(needs_grad) or bool(parameters)
+    own = [each.detach().requires_grad_(needed) for each, needed in zip(inputs, needs_grad, strict=True)]
+    device = inputs[0].device.type
+    with (
+        _with_autograd(),
+        torch.set_grad_enabled(wants_grad),
+        torch.autocast(device, dtype=autocast, enabled=autocast is not None),
+    ):
+        results = KINDS[kind].run(module, _all_inputs(own, is_given))
+    ticket = torch.zeros((), dtype=torch.int64, device="cpu")
+    if any(result.requires_grad for result in results):
+        trained = [each for each in module.parameters() if each.requires_grad] if parameters else []
+        ticket.fill_(next(_NUMBERS))
+        KEPT[int(ticket)] = KeptGraph(results, [each for each in (*own, *trained) if each.requires_grad])
+        weakref.finalize(ticket, KEPT.pop, int(ticket), None)
+    # The compiler may overwrite a result that is not read again, so results share no memory with the kept graph.
+    return [*(result.detach().clone() for result in results), ticket]
+
+
+@run.register_fake
+def _(
+    kind: str, number: int, inputs: Any, is_given: Any, parameters: Any, needs_grad: Any, autocast: Any
+) -> list[Tensor]:
+    first, *others = KINDS[kind].shapes(LAYERS[number], _all_inputs(inputs, is_given))
+    if autocast is not None:
+        first = first.to(autocast)
+    return [first, *others, torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+def _all_inputs(inputs: Sequence[Tensor], is_given: Sequence[bool]) -> list[Tensor | None]:
+    """Returns a module's inputs: the given ones in their places, and None elsewhere."""
+    remaining = iter(inputs)
+    return [next(remaining) if given else None for given in is_given]
+
+
+@torch.library.custom_op("pmoe_graph::run_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def run_backward(
+    gradients: Sequence[Tensor],
+    ticket: Tensor,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    needs_grad: Sequence[bool],
+) -> list[Tensor]:
+    """Runs the backward pass of what `run` ran. Returns the gradients of its inputs and parameters.
+
+    gradients: the gradients of the results.
+    ticket: the last result of `run`.
+    inputs, parameters, needs_grad: the arguments of `run`. The result has gradients of the inputs that need
+        one, and of all these parameters.
+
+    Raises RuntimeError if this backward pass has run before.
+    """
+    kept = KEPT.pop(int(ticket), None)
+    if kept is None:
+        raise RuntimeError(
+            "a MoE layer in a compiled graph runs backward once for each forward pass: leave retain_graph=True "
+            "out, or do not compile the layer (torch.compiler.disable)"
+        )
+    of_results = [
+        (result, gradient)
+        for result, gradient in zip(kept.results, gradients, strict=True)
+        if result.requires_grad
+    ]
+    with _with_autograd(), _without_hooks(kept.sources):
+        results, given = zip(*of_results, strict=True)
+        found = torch.autograd.grad(results, kept.sources, given, allow_unused=True)
+    return [_laid_out(gradient, source) for gradient, source in zip(found, kept.sources, strict=True)]
+
+
+@run_backward.register_fake
+def _(gradients: Any, ticket: Any, inputs: Any, parameters: Any, needs_grad: Any) -> list[Tensor]:
+    wanted = [each for each, needed in zip(inputs, needs_grad, strict=True) if needed]
+    return [torch.empty_like(each) for each in (*wanted, *parameters)]
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    """Saves the ticket, and all tensors that the kept graph reads, so that the compiler keeps their values."""
+    _, _, tensors, _, parameters, ctx.needs_grad, _ = inputs
+    ctx.num_inputs = len(tensors)
+    ctx.save_for_backward(output[-1], *tensors, *parameters)
+
+
+def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
+    """Returns the gradients of the arguments of `run`."""
+    ticket, *tensors = ctx.saved_tensors
+    inputs, parameters = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
+    found = iter(run_backward(gradients[:-1], ticket, inputs, parameters, ctx.needs_grad))
+    of_inputs = [next(found) if needed else None for needed in ctx.needs_grad]
+    return None, None, of_inputs, None, list(found), None, None
+
+
+run.register_autograd(_backward, setup_context=_save)
+
+WITHOUT_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+"""Dispatch keys that PyTorch excludes while an operator's own code runs, so that it records no graph."""
+
+
+def _with_autograd() -> Any:
+    """Returns a context in which operations record an autograd graph, also inside of an operator."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in WITHOUT_AUTOGRAD:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+@contextlib.contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Runs the block without the tensors' own hooks (`Tensor.register_hook`).
+
+    Autograd calls them with the gradients that the operator returns. The kept graph must not call them too.
+    """
+    hooks = [tensor._backward_hooks or {} for tensor in tensors]
+    before = [dict(own) for own in hooks]
+    for own in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, removed in zip(hooks, before, strict=True):
+            own.update(removed)
+
+
+def _laid_out(gradient: Tensor | None, source: Tensor) -> Tensor:
+    """Returns a gradient with the strides for which the graph was compiled; zeros if there is no gradient.
+
+    gradient, source: a gradient and its tensor. Both may be DTensors.
+    """
+    like = _local(source)
+    if gradient is None:
+        return torch.zeros_like(like)
+    local = _local(gradient)
+    return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)
+
+
+# ---- a MoELayer
+
+OUTSIDE = (
+    "this call of a MoELayer cannot be in a graph, so torch.compile breaks the graph around it (a warning "
+    "names the option; tensor subclasses and torch.export cannot be there either): leave fullgraph=True out"
+)
+
+outside = torch._dynamo.disable(MoELayer.forward.__wrapped__, reason=OUTSIDE)  # type: ignore[attr-defined]
+"""`MoELayer.forward`, at which torch.compile breaks its graph."""
+
+LAST: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary()
+"""The record of each layer's last run, without its auxiliary loss."""
+
+
+class LastCallInGraph(LastCall):
+    """The record of a call that ran in a compiled graph. Only the auxiliary loss is a value of that graph.
+
+    Row counts and the report are not known when the graph is traced, so they are looked up in `LAST`.
+    """
+
+    number: int
+
+    def __init__(self, l_aux: Tensor, number: int) -> None:
+        object.__setattr__(self, "l_aux", l_aux)
+        object.__setattr__(self, "number", number)
+
+    @property
+    def counts(self) -> LastRowCounts | None:  # type: ignore[override]
+        """The row counts of the layer's last run."""
+        return LAST[LAYERS[self.number]].counts
+
+    @property
+    def ran(self) -> RunReport | None:  # type: ignore[override]
+        """How the layer's last run was computed."""
+        return LAST[LAYERS[self.number]].ran
+
+    def with_loss(self, l_aux: Tensor | None) -> LastCall:
+        """Returns the record with another auxiliary loss."""
+        return LastCall(l_aux=l_aux, counts=self.counts, ran=self.ran)
+
+
+def forward_in_graph(
+    layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Computes `MoELayer.forward` by the operators of this file. torch.compile traces this function.
+
+    x, token_ids, mask: as in `MoELayer.forward`.
+
+    Returns the layer's output, in the shape of x.
+
+    The graph breaks at the layer if x is of a tensor subclass, which the layer first converts, and in
+    torch.export, because another process has no layer with this number.
+    """
+    if type(x) is not Tensor or torch.compiler.is_exporting():
+        return outside(layer, x, token_ids, mask)
+    y, l_aux = run_in_graph("layer", layer, [x, token_ids, mask])
+    object.__setattr__(layer, "last", LastCallInGraph(l_aux, _number(layer)))
+    return y
+
+
+def _run_layer(layer: MoELayer, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Runs a layer. Returns its output and its auxiliary loss."""
+    x, token_ids, mask = inputs
+    assert x is not None
+    y = layer.forward(x, token_ids, mask)
+    l_aux = layer.l_aux
+    LAST[layer] = layer.last.with_loss(None)
+    return [y, l_aux]
+
+
+def _shapes_of_layer(layer: MoELayer, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns empty tensors like a layer's output and its auxiliary loss."""
+    x = inputs[0]
+    assert x is not None
+    l_aux = x.new_empty((), dtype=layer.layer_modules.no_loss().dtype)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format), l_aux]
+
+
+KINDS["layer"] = Kind(_run_layer, _shapes_of_layer)

@@ -7,7 +7,7 @@ that holds the old one. The layer calls the wrapper, and reads options from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import Gate
 from pmoe.gates.logits import router_logits
 from pmoe.warn import warn_once
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module keeps the hooks that ``register_..._hook`` has registered."""
@@ -110,6 +112,23 @@ def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
     if "_orig_mod" in attributes["_modules"] and not any(attributes.get(kind) for kind in HOOKS):
         module = attributes["_modules"]["_orig_mod"]
     return module if module._compiled_call_impl is None else module._call_impl
+
+
+def traced_as(traced: Callable[..., Tensor]) -> Callable[[F], F]:
+    """Returns a decorator with which torch.compile traces ``traced`` in place of the decorated function.
+
+    Nothing of the decorated function itself is compiled, also if it is called by code that is not compiled.
+    ``traced`` gets the same arguments. It takes them as (*args, **kwargs), because torch.compile looks for
+    default values in the decorated function, where it finds none.
+    """
+
+    def decorate(function: F) -> F:
+        # torch.compiler.disable does the same, but it imports the compiler, which is slow.
+        eager: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+        eager._torchdynamo_inline = traced
+        return cast(F, eager)
+
+    return decorate
 
 
 def described(value: object) -> str:

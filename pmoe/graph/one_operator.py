@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from pmoe.call.decision import LastCall, LastRowCounts, RunReport
@@ -67,7 +68,7 @@ _NUMBERS = itertools.count(1)
 
 
 def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Runs a module by the operators of this file, and returns its results. torch.compile traces this function.
+    """Runs a module by the operators, and returns its results. torch.compile traces this function.
 
     kind: the name of the module's `Kind`.
     inputs: the module's inputs.
@@ -135,7 +136,8 @@ def run(
         ticket.fill_(next(_NUMBERS))
         KEPT[int(ticket)] = KeptGraph(results, [each for each in (*own, *trained) if each.requires_grad])
         weakref.finalize(ticket, KEPT.pop, int(ticket), None)
-    # The compiler may overwrite a result that is not read again, so results share no memory with the kept graph.
+    # The compiler may overwrite a result that is not read again, so results are copies of what the kept
+    # graph may read.
     return [*(result.detach().clone() for result in results), ticket]
 
 
@@ -175,8 +177,8 @@ def run_backward(
     kept = KEPT.pop(int(ticket), None)
     if kept is None:
         raise RuntimeError(
-            "a MoE layer in a compiled graph runs backward once for each forward pass: leave retain_graph=True "
-            "out, or do not compile the layer (torch.compiler.disable)"
+            "a MoE layer in a compiled graph runs backward once for each forward pass: leave "
+            "retain_graph=True out, or do not compile the layer (torch.compiler.disable)"
         )
     of_results = [
         (result, gradient)
@@ -196,7 +198,7 @@ def _(gradients: Any, ticket: Any, inputs: Any, parameters: Any, needs_grad: Any
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    """Saves the ticket, and all tensors that the kept graph reads, so that the compiler keeps their values."""
+    """Saves the ticket, and all tensors that the kept graph reads, so that their values are kept."""
     _, _, tensors, _, parameters, ctx.needs_grad, _ = inputs
     ctx.num_inputs = len(tensors)
     ctx.save_for_backward(output[-1], *tensors, *parameters)
@@ -328,7 +330,9 @@ def _shapes_of_layer(layer: MoELayer, inputs: Sequence[Tensor | None]) -> list[T
     """Returns empty tensors like a layer's output and its auxiliary loss."""
     x = inputs[0]
     assert x is not None
-    l_aux = x.new_empty((), dtype=layer.layer_modules.no_loss().dtype)
+    with unset_fake_temporarily():
+        dtype = layer.layer_modules.no_loss().dtype
+    l_aux = x.new_empty((), dtype=dtype)
     return [torch.empty_like(x, memory_format=torch.contiguous_format), l_aux]
 
 

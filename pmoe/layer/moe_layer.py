@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.call.decision import LastCall, RunReport
-from pmoe.call.module_calls import SharedGate, experts_inside, gate_inside
+from pmoe.call.module_calls import SharedGate, experts_inside, gate_inside, traced_as
 from pmoe.call.modules import LayerCache, LayerModules
 from pmoe.call.options import FusedName, LayerOptions, Switches, option
 from pmoe.comm import Combine, Dispatch, ExchangeName, Traffic, make_exchanges
@@ -42,22 +41,11 @@ if TYPE_CHECKING:
     from pmoe.planner.memory import PredictedMemory
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
     """Stands for `MoELayer.forward` where torch.compile traces it: the layer becomes one operator."""
-    # Dynamo takes default values from `forward`, whose wrapper has none, so this function has none either.
     from pmoe.graph.one_operator import forward_in_graph
 
     return forward_in_graph(*args, **kwargs)
-
-
-def _one_operator(forward: F) -> F:
-    """Makes torch.compile trace `_traced` in place of ``forward``, and compile nothing of ``forward`` itself."""
-    # torch.compiler.disable does the latter too, but it imports the compiler, which is slow.
-    eager: Any = torch._disable_dynamo(forward)  # type: ignore[attr-defined]
-    eager._torchdynamo_inline = _traced
-    return cast(F, eager)
 
 
 class MoELayer(OldAttributes, nn.Module):
@@ -371,7 +359,7 @@ class MoELayer(OldAttributes, nn.Module):
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.ep, self.traffic)
 
-    @_one_operator
+    @traced_as(_traced)
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Maps x (..., d_model) to the same shape, in x's dtype, or in autocast's dtype under autocast.
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pmoe.call.module_calls import traced_as
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.borrowed import BorrowedSwiGLU, Stacks
 from pmoe.experts.few_rows import is_short
@@ -61,7 +62,14 @@ def configure(**options: Any) -> None:
 # ---- a call
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+def _traced(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands for `run_module` where torch.compile traces it: the experts become one operator."""
+    from pmoe.integrations.transformers.in_graph import run_module_in_graph
+
+    return run_module_in_graph(*args, **kwargs)
+
+
+@traced_as(_traced)
 def run_module(
     module: nn.Module,
     hidden_states: Tensor,

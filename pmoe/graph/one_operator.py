@@ -80,7 +80,8 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
     needs_grad = [grad and each.requires_grad for each in given]
     device = given[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return run(kind, _number(module), given, is_given, parameters, needs_grad, autocast)[:-1]
+    results: list[Tensor] = run(kind, _number(module), given, is_given, parameters, needs_grad, autocast)
+    return results[:-1]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -263,7 +264,10 @@ OUTSIDE = (
     "names the option; tensor subclasses and torch.export cannot be there either): leave fullgraph=True out"
 )
 
-outside = torch._dynamo.disable(MoELayer.forward.__wrapped__, reason=OUTSIDE)  # type: ignore[attr-defined]
+outside: Callable[..., Tensor] = torch._dynamo.disable(
+    MoELayer.forward.__wrapped__,  # type: ignore[attr-defined]
+    reason=OUTSIDE,
+)
 """`MoELayer.forward`, at which torch.compile breaks its graph."""
 
 LAST: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary()
@@ -283,12 +287,12 @@ class LastCallInGraph(LastCall):
         object.__setattr__(self, "number", number)
 
     @property
-    def counts(self) -> LastRowCounts | None:  # type: ignore[override]
+    def counts(self) -> LastRowCounts | None:
         """The row counts of the layer's last run."""
         return LAST[LAYERS[self.number]].counts
 
     @property
-    def ran(self) -> RunReport | None:  # type: ignore[override]
+    def ran(self) -> RunReport | None:
         """How the layer's last run was computed."""
         return LAST[LAYERS[self.number]].ran
 

@@ -107,7 +107,11 @@ def step_job(
 ) -> dict[str, Any]:
     import pmoe.integrations.transformers as integration
 
-    model = load(path, name, spread, options)
+    is_compiled = "compiled" in options
+    model = load(path, name, spread, {key: value for key, value in options.items() if key != "compiled"})
+    if is_compiled:
+        torch._dynamo.reset()
+        model.compile(backend="aot_eager")
     own = parts(batch(4), num_batches(world, spread))[rank // spread.get("tp_size", 1)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", r"FSDP2-wrapped module \(\w*Experts\) returned a view")
@@ -170,6 +174,11 @@ def test_they_are_equal_however_the_pipeline_runs(
     options: dict[str, Any], saved: Callable[[str], Path]
 ) -> None:
     assert_same_step(saved("gpt-oss"), "gpt-oss", SPREAD, options)
+
+
+@pytest.mark.parametrize("spread", [SPREAD, SHARED], ids=["own batches", "one batch"])
+def test_compiled_models_are_equal_too(spread: dict[str, Any], saved: Callable[[str], Path]) -> None:
+    assert_same_step(saved("Mixtral"), "Mixtral", spread, {"compiled": True, **QUICK})
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])

@@ -76,6 +76,21 @@ def test_they_are_equal_however_the_pipeline_runs(name: str, options: dict[str, 
     assert_same_step(name, **options)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_is_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    ids = batch(3)
+    wanted, plain = trained(make_model(name, "pmoe"), ids)
+    model = make_model(name, "pmoe")
+    model.compile(backend="aot_eager", fullgraph=True)
+    found, ours = trained(model, ids)
+    torch._dynamo.reset()
+    assert relative(found.loss, wanted.loss) < 1e-6
+    worst = max((relative(ours[each], plain[each]), each) for each in plain)
+    assert worst[0] < 1e-5, worst
+
+
 # ---- whose the weights are
 
 

@@ -1,16 +1,16 @@
 """A layer as one operator of a compiled graph, for every backend of torch.compile but pmoe's own.
 
 torch.compile cannot trace a MoE layer, because the host decides each call by row counts. So in a graph, the
-layer is one operator, `run`, which runs it as it runs without torch.compile: with all its options, on any
-number of ranks. The graph does not break at the layer (``fullgraph=True``). The backward pass is one operator
-too, `run_backward`.
+layer is one operator, `run_and_keep`, which runs the layer as it runs without torch.compile: with all its
+options, on any number of ranks. The graph does not break at the layer (``fullgraph=True``). The backward pass
+is one operator too, `run_backward`.
 
-`run` keeps the autograd graph of what it ran, for `run_backward`. A number connects the two. `run` returns it
-in a tensor, the *ticket*. A kept graph is freed by its backward pass, or together with the ticket if there is
-no backward pass.
+`run_and_keep` keeps the autograd graph of what it ran, for `run_backward`. A number connects the two. The
+first operator returns the number in a tensor, the *ticket*. A kept graph is freed by its backward pass, or
+together with the ticket if there is no backward pass.
 
-Two kinds of modules run like this: a MoELayer ("layer"), and the experts of a transformers model ("experts",
-in `pmoe.integrations.transformers.layers`). `KINDS` says how each runs.
+Two kinds of modules run like this (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and the
+experts of a transformers model, in `pmoe.integrations.transformers.in_graph`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +28,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from pmoe.call.decision import LastCall, LastRowCounts, RunReport
+from pmoe.call.operator_kinds import KINDS, OperatorKind
 from pmoe.graph.operators import LAYERS, number_of
-from pmoe.layer import MoELayer
 
-
-@dataclass(frozen=True)
-class Kind:
-    """How modules of one kind run as an operator.
-
-    run: function (module, inputs) that runs the module. Returns its results.
-    shapes: function (module, inputs) that returns empty tensors like these results. The inputs have no
-        values. The first result has the dtype of the first input; under autocast, that of autocast.
-    """
-
-    run: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]
-    shapes: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]
-
-
-KINDS: dict[str, Kind] = {}
-"""The kinds of modules by name."""
+if TYPE_CHECKING:
+    from pmoe.layer.moe_layer import MoELayer
 
 
 @dataclass
@@ -70,7 +56,7 @@ _NUMBERS = itertools.count(1)
 def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     """Runs a module by the operators, and returns its results. torch.compile traces this function.
 
-    kind: the name of the module's `Kind`.
+    kind: the name of the module's `OperatorKind`.
     inputs: the module's inputs.
     """
     grad = torch.is_grad_enabled()
@@ -80,7 +66,9 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
     needs_grad = [grad and each.requires_grad for each in given]
     device = given[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    results: list[Tensor] = run(kind, _number(module), given, is_given, parameters, needs_grad, autocast)
+    results: list[Tensor] = run_and_keep(
+        kind, _number(module), given, is_given, parameters, needs_grad, autocast
+    )
     return results[:-1]
 
 
@@ -98,8 +86,8 @@ def _number(module: nn.Module) -> int:
 # ---- the operators
 
 
-@torch.library.custom_op("pmoe_graph::run", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def run(
+@torch.library.custom_op("pmoe_graph::run_and_keep", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def run_and_keep(
     kind: str,
     number: int,
     inputs: Sequence[Tensor],
@@ -110,7 +98,7 @@ def run(
 ) -> list[Tensor]:
     """Runs a module. Returns its results, and behind them the ticket of the kept autograd graph.
 
-    kind: the name of the module's `Kind`.
+    kind: the name of the module's `OperatorKind`.
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
     inputs: the module's inputs that are not None.
     is_given: for each of the module's inputs, whether it is not None.
@@ -142,7 +130,7 @@ def run(
     return [*(result.detach().clone() for result in results), ticket]
 
 
-@run.register_fake
+@run_and_keep.register_fake
 def _(
     kind: str, number: int, inputs: Any, is_given: Any, parameters: Any, needs_grad: Any, autocast: Any
 ) -> list[Tensor]:
@@ -166,12 +154,12 @@ def run_backward(
     parameters: Sequence[Tensor],
     needs_grad: Sequence[bool],
 ) -> list[Tensor]:
-    """Runs the backward pass of what `run` ran. Returns the gradients of its inputs and parameters.
+    """Runs the backward pass of what `run_and_keep` ran. Returns the gradients of its inputs and parameters.
 
     gradients: the gradients of the results.
-    ticket: the last result of `run`.
-    inputs, parameters, needs_grad: the arguments of `run`. The result has gradients of the inputs that need
-        one, and of all these parameters.
+    ticket: the last result of `run_and_keep`.
+    inputs, parameters, needs_grad: the arguments of `run_and_keep`. The result has gradients of the inputs
+        that need one, and of all these parameters.
 
     Raises RuntimeError if this backward pass has run before.
     """
@@ -206,7 +194,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
-    """Returns the gradients of the arguments of `run`."""
+    """Returns the gradients of the arguments of `run_and_keep`."""
     ticket, *tensors = ctx.saved_tensors
     inputs, parameters = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
     found = iter(run_backward(gradients[:-1], ticket, inputs, parameters, ctx.needs_grad))
@@ -214,7 +202,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     return None, None, of_inputs, None, list(found), None, None
 
 
-run.register_autograd(_backward, setup_context=_save)
+run_and_keep.register_autograd(_backward, setup_context=_save)
 
 WITHOUT_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 """Dispatch keys that PyTorch excludes while an operator's own code runs, so that it records no graph."""
@@ -230,7 +218,7 @@ def _with_autograd() -> Any:
 
 @contextlib.contextmanager
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Runs the block without the tensors' own hooks (`Tensor.register_hook`).
+    """Runs the block without the tensors' own hooks (`torch.Tensor.register_hook`).
 
     Autograd calls them with the gradients that the operator returns. The kept graph must not call them too.
     """
@@ -264,11 +252,15 @@ OUTSIDE = (
     "names the option; tensor subclasses and torch.export cannot be there either): leave fullgraph=True out"
 )
 
-outside: Callable[..., Tensor] = torch._dynamo.disable(
-    MoELayer.forward.__wrapped__,  # type: ignore[attr-defined]
-    reason=OUTSIDE,
-)
-"""`MoELayer.forward`, at which torch.compile breaks its graph."""
+
+def _forward(
+    layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    return layer.forward(x, token_ids, mask)
+
+
+outside: Callable[..., Tensor] = torch._dynamo.disable(_forward, reason=OUTSIDE)
+"""`MoELayer.forward` outside of the graph, which torch.compile breaks here."""
 
 LAST: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary()
 """The record of each layer's last run, without its auxiliary loss."""
@@ -293,7 +285,7 @@ class LastCallInGraph(LastCall):
 
     @property
     def ran(self) -> RunReport | None:
-        """How the layer's last run was computed."""
+        """The report on how the layer's last run was computed."""
         return LAST[LAYERS[self.number]].ran
 
     def with_loss(self, l_aux: Tensor | None) -> LastCall:
@@ -340,4 +332,4 @@ def _shapes_of_layer(layer: MoELayer, inputs: Sequence[Tensor | None]) -> list[T
     return [torch.empty_like(x, memory_format=torch.contiguous_format), l_aux]
 
 
-KINDS["layer"] = Kind(_run_layer, _shapes_of_layer)
+KINDS["layer"] = OperatorKind(_run_layer, _shapes_of_layer)

@@ -89,6 +89,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.engine.halves": (
         "Only a backward pass whose graph is kept may have two halves, as zero-bubble schedules ask for."
     ),
+    "pmoe.graph.one_operator": "It loads the compiler, which only models under torch.compile need.",
     "pmoe.runners.few_rows": "Only calls of few rows without gradients need it.",
     "pmoe.experts.dtensor_layout": (
         "Only experts that `pmoe.parallelize` or `MoELayer.spread` lays out need it."
@@ -107,7 +108,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.integrations.transformers.expert_parallel": (
         "It imports transformers, of which the caller first checks the release."
     ),
-    "pmoe.integrations.transformers.layers": (
+    "pmoe.integrations.transformers.in_graph": (
         "An installed transformers of a new enough release is checked first."
     ),
     "pmoe.layer.calls_with_any": "Only inputs that are not plain tensors with values need it.",

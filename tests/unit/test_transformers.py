@@ -315,7 +315,7 @@ def test_registering_again_changes_nothing(registry: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         registry.register()
-    run = importlib.import_module("pmoe.integrations.transformers.layers").run_module
+    run = importlib.import_module("pmoe.integrations.transformers.in_graph").run_experts_module
     parallel = importlib.import_module("pmoe.integrations.transformers.expert_parallel").PipelinedEP
     assert ExpertsInterface()["pmoe"] is run and EPImplementationInterface()["pmoe"] is parallel
 

@@ -294,5 +294,5 @@ def test_fp8_experts_find_pmoe_in_their_registry_and_are_refused() -> None:
 
     assert (
         ALL_FP8_EXPERTS_FUNCTIONS["pmoe"]
-        is importlib.import_module("pmoe.integrations.transformers.layers").run_module
+        is importlib.import_module("pmoe.integrations.transformers.in_graph").run_experts_module
     )

@@ -1,38 +1,48 @@
-"""The experts of a transformers model as one operator of a compiled graph (`pmoe.graph.one_operator`)."""
+"""The experts of a transformers model, which torch.compile keeps in its graph as one operator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pmoe.graph.one_operator import KINDS, Kind, run_in_graph
-from pmoe.integrations.transformers.layers import run_module
-
-outside: Callable[..., Tensor] = torch._dynamo.disable(
-    run_module.__wrapped__,  # type: ignore[attr-defined]
-    reason="experts that are spread over ranks cannot be in a graph yet: leave fullgraph=True out",
-)
-"""`run_module`, at which torch.compile breaks its graph."""
+from pmoe.call.module_calls import traced_as
+from pmoe.call.operator_kinds import KINDS, OperatorKind
+from pmoe.integrations.transformers import layers
 
 
-def run_module_in_graph(
-    module: nn.Module,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    group: dist.ProcessGroup | None = None,
+def _traced(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands for `run_experts_module` where torch.compile traces it: the experts become one operator."""
+    return _run_in_graph(*args, **kwargs)
+
+
+@traced_as(_traced)
+def run_experts_module(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Computes `run_module`, with the same arguments, by an operator. torch.compile traces this function.
+    """Runs an experts module on one rank, as `pmoe.integrations.transformers.layers.run_module` does.
+
+    transformers calls this function for experts_implementation="pmoe". Arguments, result and errors are those
+    of that function.
+    """
+    return layers.run_module(module, hidden_states, top_k_index, top_k_weights)
+
+
+def _run_in_graph(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Computes `run_experts_module`, with the same arguments, by an operator. torch.compile traces it.
 
     The graph breaks at experts that are spread over ranks: transformers replaces their parameters for the
     time of a call, and when the operator runs, this time is over.
     """
-    if group is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return outside(module, hidden_states, top_k_index, top_k_weights, group)
+    from pmoe.graph.one_operator import run_in_graph
+
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return layers.run_module(module, hidden_states, top_k_index, top_k_weights)
     [y] = run_in_graph("experts", module, [hidden_states, top_k_index, top_k_weights])
     return y
 
@@ -41,7 +51,7 @@ def _run(module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     """Runs an experts module. Returns a list with its output."""
     hidden_states, top_k_index, top_k_weights = inputs
     assert hidden_states is not None and top_k_index is not None and top_k_weights is not None
-    return [run_module(module, hidden_states, top_k_index, top_k_weights)]
+    return [layers.run_module(module, hidden_states, top_k_index, top_k_weights)]
 
 
 def _shapes(module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -50,4 +60,4 @@ def _shapes(module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     return [torch.empty_like(inputs[0], memory_format=torch.contiguous_format)]
 
 
-KINDS["experts"] = Kind(_run, _shapes)
+KINDS["experts"] = OperatorKind(_run, _shapes)

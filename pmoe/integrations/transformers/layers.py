@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.call.module_calls import traced_as
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.borrowed import BorrowedSwiGLU, Stacks
 from pmoe.experts.few_rows import is_short
@@ -62,14 +61,7 @@ def configure(**options: Any) -> None:
 # ---- a call
 
 
-def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands for `run_module` where torch.compile traces it: the experts become one operator."""
-    from pmoe.integrations.transformers.in_graph import run_module_in_graph
-
-    return run_module_in_graph(*args, **kwargs)
-
-
-@traced_as(_traced)
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def run_module(
     module: nn.Module,
     hidden_states: Tensor,

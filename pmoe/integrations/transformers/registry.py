@@ -37,14 +37,14 @@ def register() -> None:
             f"transformers ({version}) must be at least 5.7: older releases have no registry to which pmoe "
             'could add its experts implementation. pip install -U "transformers>=5.23"'
         )
-    from pmoe.integrations.transformers.layers import run_module
+    from pmoe.integrations.transformers.in_graph import run_experts_module
 
     warn_of_untested_release("transformers", version)
     # transformers looks up implementations for FP8 experts in another registry. pmoe does not support FP8,
     # but is added there too: the error is then pmoe's, which gives the reason, and not "unknown name".
     for registry in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
         if registry is not None:
-            registry.register("pmoe", run_module)
+            registry.register("pmoe", run_experts_module)
     parallel = _find(EXPERT_PARALLEL, "EPImplementationInterface")
     if parallel is None:
         warnings.warn(

@@ -1,0 +1,29 @@
+"""The kinds of modules that are one operator in a graph of torch.compile (`pmoe.graph.one_operator`).
+
+They are registered here and not in that file, which imports the compiler, because this is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OperatorKind:
+    """Two functions with which modules of one kind run as an operator.
+
+    run: function (module, inputs) that runs the module. Returns its results.
+    shapes: function (module, inputs) that returns empty tensors like these results. The inputs have shapes
+        and no values. The first result has the dtype of the first input, or that of autocast.
+    """
+
+    run: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]
+    shapes: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]
+
+
+KINDS: dict[str, OperatorKind] = {}
+"""The kinds by name: "layer" for a MoELayer, "experts" for an experts module of transformers."""

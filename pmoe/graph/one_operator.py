@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
@@ -203,6 +204,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
 
 
 run_and_keep.register_autograd(_backward, setup_context=_save)
+
+for operator in (run_and_keep, run_backward):
+    # These operators communicate, so all ranks must run them in one order: that of the model's calls.
+    operator.register_effect(EffectType.ORDERED)
 
 WITHOUT_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 """Dispatch keys that PyTorch excludes while an operator's own code runs, so that it records no graph."""

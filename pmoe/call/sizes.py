@@ -149,6 +149,7 @@ def copies_at_most(modules: LayerModules) -> CopyNumbers:
 def _elements_of(parameters: Iterable[Tensor], is_sharded: bool = False) -> int:
     """Returns the number of elements of parameters, of any shape, with which this rank computes.
 
+    parameters: the parameters.
     is_sharded: whether FSDP2 shards the parameters over the ranks that hold copies of them. They are gathered
         before use, so the number is that of a whole copy.
     """

@@ -256,6 +256,7 @@ class StackedExperts(Experts):
 
         If FSDP2 shards the experts over their copies, a rank holds a part of the parameter.
 
+        name: the parameter's name.
         parameter: (E_local, ...) or this rank's part of it.
         local_expert: the expert's number on this rank.
         values: (...), the parameter's values for this expert.

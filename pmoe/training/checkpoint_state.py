@@ -351,6 +351,7 @@ def _number_of_part(tensor: DTensor, dim: int) -> int:
     """Returns which of the equal parts along one dimension of a DTensor this rank holds, from 0.
 
     tensor: of any shape.
+    dim: the dimension of the tensor.
 
     Mesh dimensions split a dimension of the tensor in their order. Only a `_StridedShard` splits the parts
     that the others have made.

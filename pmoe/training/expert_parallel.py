@@ -266,6 +266,7 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
     """Returns the part of ``mesh`` over which one copy of the experts is spread: "ep" and "esp".
 
+    mesh: the argument of `parallelize`.
     may_replicate: whether the mesh may have two further dimensions instead of one.
 
     Raises ValueError if the mesh has no "ep", has too many further dimensions, or lacks this rank.

@@ -314,7 +314,9 @@ class _Export:
     def _value(self, layer: MoELayer, own: str, value: Tensor) -> Tensor:
         """Returns the value of a tensor of `_stacked`. A collective if FSDP2 shards the experts.
 
+        layer: the layer.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".
+        value: the tensor that `_stacked` returned.
         """
         if not value.is_meta:
             return value

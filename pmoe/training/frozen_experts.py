@@ -101,6 +101,7 @@ def _rows_of(experts: Experts, name: str, local: list[int]) -> list[int]:
 
     If FSDP2 shards the experts over their copies, this rank may have no part of some of them.
 
+    experts: this rank's experts.
     name: the parameter's name.
     local: the experts' numbers on this rank.
     """

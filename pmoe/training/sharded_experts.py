@@ -59,13 +59,16 @@ class DividedByOwnRanks:
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
         """Checks, before a backward pass, that all copies of an expert train the same parameters. Collective.
 
-        `MeanOverRanks.compare` says more.
+        wanted: requires_grad of each parameter of the experts on this rank.
+        device: device of these parameters.
+
+        Raises ValueError on every rank if requires_grad differs between copies.
         """
         for mean in self.over_copies:
             mean.compare(wanted, device)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Divides gradients, of any shape, in place. Nothing is communicated."""
+        """Divides gradients, of any shape, in place by the number of ranks. Nothing is communicated."""
         if gradients and self.num_ranks > 1:
             torch._foreach_div_(list(gradients), self.num_ranks)
 
@@ -76,7 +79,9 @@ def sharding_options(shard_experts: bool | Mapping[str, Any]) -> dict[str, Any] 
     None stands for experts that are not sharded. Experts are gathered again in backward
     (``reshard_after_forward=True``) unless the argument says otherwise.
 
-    Raises TypeError or ValueError for anything but a bool or a mapping with `OPTIONS`.
+    shard_experts: True, False, or a mapping with some of `OPTIONS`, which stands for True.
+
+    Raises TypeError or ValueError for anything else.
     """
     if not isinstance(shard_experts, Mapping):
         check_flag("shard_experts", shard_experts)
@@ -98,6 +103,7 @@ def sharding_options(shard_experts: bool | Mapping[str, Any]) -> dict[str, Any] 
 def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
     """Raises ValueError or TypeError if the experts of a layer cannot be sharded over their copies.
 
+    layer: the layer.
     grid: the ranks over which `pmoe.parallelize` spreads the layer.
     count: number of ranks over which an expert is sharded.
     """
@@ -124,11 +130,10 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
     The parameters, DTensors that are Replicate over the copies, become DTensors that are Shard over the
     inner dimension of copies.
 
+    experts: this rank's experts, for which `check_shardable` raises no error.
     mesh: the mesh of the parameters.
     copies: names of the dimensions of copies; the last one is sharded, the one before it replicated.
     options: arguments for fully_shard.
-
-    `check_shardable` must have found that this is possible.
     """
     assert isinstance(experts, StackedExperts)
     from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
@@ -160,7 +165,10 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
 
 
 def is_gathered(experts: Experts) -> bool:
-    """Returns whether this rank has whole experts now: they are not sharded, or FSDP2 has gathered them."""
+    """Returns whether this rank has whole experts now: they are not sharded, or FSDP2 has gathered them.
+
+    experts: this rank's experts.
+    """
     return all(
         tuple(getattr(experts, name).placements) == experts.placements[name] for name in experts.copy_parts
     )
@@ -170,8 +178,10 @@ def is_gathered(experts: Experts) -> bool:
 def whole_parameter(experts: Experts, name: str) -> Tensor:
     """Returns the whole of a parameter that FSDP2 shards over copies, (E_local, ...). Collective over copies.
 
-    It has the parameter's own dtype, whatever mixed precision FSDP2 computes with.
+    E_local is the number of this rank's experts. The result has the parameter's own dtype, also if FSDP2
+    computes with another one.
 
+    experts: this rank's experts, which FSDP2 has not gathered.
     name: the parameter's name.
     """
     dim, part = experts.copy_parts[name]
@@ -193,6 +203,7 @@ def whole_parameter(experts: Experts, name: str) -> Tensor:
 def check_gathered(experts: Experts, name: str, cure: str) -> None:
     """Raises ValueError if this rank has only its part of experts that FSDP2 shards over their copies.
 
+    experts: this rank's experts.
     name: name of the layer, for the message.
     cure: what to do, for the message.
     """
@@ -203,7 +214,9 @@ def check_gathered(experts: Experts, name: str, cure: str) -> None:
 def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, list[int]]:
     """Returns the shape of a rank's part of each parameter after experts are spread over ``grid``.
 
+    experts: this rank's experts, before or after they are spread.
     num_experts: number of experts of all ranks.
+    grid: the ranks along "ep" and along "esp".
     """
     shapes = {}
     for name, dim in (experts.hidden_dims() or {}).items():
@@ -222,8 +235,10 @@ def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: 
     Dimension 0 counts experts. It comes first because a rank then has whole experts, and because FSDP2 copies
     once more for any other dimension.
 
+    experts: this rank's experts.
     name: name of the parameter.
     shape: shape of the rank's part of it.
+    count: number of equal parts.
     num_parts: number of ranks ("esp") that share each expert's hidden columns. If there are several, a gated
         w1 or b1 has two separate blocks of columns, which are not cut once more.
 

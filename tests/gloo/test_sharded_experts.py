@@ -354,7 +354,7 @@ def issued(rank: int, world: int, prefetches: bool) -> tuple[list[str], list[str
     """Returns the order in which a step issues its collectives in forward and in backward.
 
     "gather 1" is the all-gather of the experts of block 1, "scatter 1" the reduce-scatter of their gradients,
-    and "rows 1" the first all-to-all of rows in that block's layer.
+    and "rows" all-to-alls of rows.
     """
     model = parallelized(SQUARE, True)
     wrapped = shared("fsdp", model)
@@ -370,15 +370,12 @@ def issued(rank: int, world: int, prefetches: bool) -> tuple[list[str], list[str
         each._get_fsdp_state()._fsdp_param_group for each in (block.moe.experts for block in model.blocks)
     ]
 
-    def note(kind: str) -> Any:
-        original = getattr(dist, kind)
+    exchange = dist.all_to_all_single
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            if kind == "all_to_all_single" and kwargs.get("group") is not None:
-                journal.append("rows")
-            return original(*args, **kwargs)
-
-        return mock.patch.object(dist, kind, noting)
+    def noting_rows(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if output.is_floating_point():  # the exchange of counts has integers
+            journal.append("rows")
+        return exchange(output, *args, **kwargs)
 
     def gathering(number: int, method: Any, word: str) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -390,7 +387,7 @@ def issued(rank: int, world: int, prefetches: bool) -> tuple[list[str], list[str
         return noting
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(note("all_to_all_single"))
+        patches.enter_context(mock.patch.object(dist, "all_to_all_single", noting_rows))
         for number, group in enumerate(groups):
             group.unshard = gathering(number, group.unshard, "gather")
             group.post_backward = gathering(number, group.post_backward, "scatter")

@@ -45,9 +45,9 @@ OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy")
 
 @dataclass(frozen=True)
 class DividedByOwnRanks:
-    """Divides experts' gradients by the number of ranks that share a copy; FSDP2 takes the mean over copies.
+    """Divides experts' gradients by the number of ranks that share a copy of the experts.
 
-    Both together are the mean over all ranks of the mesh.
+    FSDP2 then takes the mean over the copies. Both together are the mean over all ranks of the mesh.
 
     num_ranks: number of ranks that share one copy of the experts, the divisor.
     over_copies: for each dimension of copies what `compare` compares along it.

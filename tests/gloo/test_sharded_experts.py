@@ -171,6 +171,7 @@ def policies(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_policies_of_fsdp2_apply_to_sharded_experts() -> None:
     for found in ranks(4).run(policies, timeout=SLOW_IMPORT):
         plain = found["plain"][0]
@@ -308,6 +309,7 @@ def from_meta(rank: int, world: int, sizes: dict[str, int], expert: str) -> dict
     return {name: whole(value) for name, value in model.named_parameters()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "sizes", [SQUARE, {"dp": 4, "ep": 1}, {"ep": 4, "dp": 1}, {"dp": 2, "ep": 1, "esp": 2}]
 )
@@ -464,6 +466,7 @@ def peak(rank: int, world: int, options: dict[str, Any], shard_experts: Any) -> 
     return layer.predict_memory(512 - 37 * rank, layer.row_counts).peak / found.peak
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2, "memory_reuse": "S4"}], ids=str)
 @pytest.mark.parametrize("shard_experts", [True, {"reshard_after_forward": False}], ids=str)
 def test_the_peak_with_gathered_experts_is_predicted(options: dict[str, Any], shard_experts: Any) -> None:
@@ -515,6 +518,7 @@ def _losses(model: nn.Module, rank: int, world: int) -> list[float]:
         return [*losses, loss_of(model, batch(3, world).chunk(world)[rank]).item()]
 
 
+@pytest.mark.slow
 def test_sharded_experts_work_beside_other_features() -> None:
     for found in ranks(4).run(beside, timeout=SLOW_IMPORT):
         for name, values in found.items():

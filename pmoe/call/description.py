@@ -17,7 +17,15 @@ COMPARED = ("gate", "experts", "shared_expert", "order", "dispatch", "combine", 
 PLAIN = (bool, int, float, str, torch.dtype)
 """The types of attributes that a module's text includes. Attributes of other types are left out."""
 
-NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equal", "are_equal")
+NO_SETTINGS = (
+    "training",
+    "is_parallelized",
+    "built",
+    "was_loaded",
+    "may_be_equal",
+    "are_equal",
+    "keeps_gathered",
+)
 """Attributes that a module's text leaves out, because they change neither results nor times."""
 
 

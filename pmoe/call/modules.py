@@ -167,8 +167,7 @@ class LayerModules(PassModules):
         """
         parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
         reference = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-        is_distributed = hasattr(reference, "to_local")
-        return local_part(reference) if is_distributed and reference is not None else reference
+        return _as_computed(reference) if hasattr(reference, "to_local") else reference
 
     def no_loss(self) -> Tensor:
         """Returns the value of the auxiliary loss (l_aux) before any call: zero, a scalar.
@@ -355,3 +354,14 @@ class LayerModules(PassModules):
             calls; a source of row counts; or a prediction of times or memory.
         """
         return refusal_of(self, component)
+
+
+def _as_computed(parameter: Any) -> Tensor:
+    """Returns a tensor with the dtype and device that this rank's part of a DTensor has when it computes.
+
+    FSDP2 with a CPUOffloadPolicy keeps the part on the host, and gathers parameters on the mesh's device. The
+    result is then an empty tensor, else the part itself, of any shape.
+    """
+    local = local_part(parameter)
+    device_type = parameter.device_mesh.device_type
+    return local if local.device.type in (device_type, "meta") else local.new_empty(0, device=device_type)

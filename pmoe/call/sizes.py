@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
 from pmoe.comm.hierarchical import HierarchicalExchange
+from pmoe.comm.topology import ACROSS, INSIDE
 from pmoe.engine.variants.padding import PaddedRowCounts
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
@@ -92,10 +94,13 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         columns=columns,
         element_size=row_size,
         weight_size=max(4, row_size),
-        expert_parameters=_elements_of(modules.experts.used_parameters()),
+        expert_parameters=_elements_of(modules.experts.used_parameters(), modules.experts.is_sharded),
         frozen_parameters=_elements_of(
-            parameter for parameter in modules.experts.used_parameters() if not parameter.requires_grad
+            (parameter for parameter in modules.experts.used_parameters() if not parameter.requires_grad),
+            modules.experts.is_sharded,
         ),
+        shared_over=modules.experts.shared_over,
+        keeps_gathered=modules.experts.keeps_gathered,
         scaled_parameters=modules.experts.num_scaled,
         gate_parameters=sum(
             parameter.numel() for parameter in modules.gate.parameters() if parameter.requires_grad
@@ -141,6 +146,26 @@ def copies_at_most(modules: LayerModules) -> CopyNumbers:
     return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks)
 
 
-def _elements_of(parameters: Iterable[Tensor]) -> int:
-    """Returns the number of elements of parameters, of any shape, that this rank holds."""
+def _elements_of(parameters: Iterable[Tensor], is_sharded: bool = False) -> int:
+    """Returns the number of elements of parameters, of any shape, with which this rank computes.
+
+    parameters: the parameters.
+    is_sharded: whether FSDP2 shards the parameters over the ranks that hold copies of them. They are gathered
+        before use, so the number is that of a whole copy.
+    """
+    if is_sharded:
+        return sum(map(_gathered_elements, parameters))
     return sum(local_part(parameter).numel() for parameter in parameters)
+
+
+def _gathered_elements(parameter: Any) -> int:
+    """Returns the number of elements of this rank's experts in a parameter, whether it is gathered or not.
+
+    parameter: a DTensor of any shape, on a mesh with named dimensions.
+    """
+    mesh = parameter.device_mesh
+    elements: int = parameter.numel()
+    for name, placement in zip(mesh.mesh_dim_names, parameter.placements, strict=True):
+        if name in (ACROSS, INSIDE) and not placement.is_replicate():
+            elements //= mesh.size(mesh.mesh_dim_names.index(name))
+    return elements

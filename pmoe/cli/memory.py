@@ -57,6 +57,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
     add("--balance", type=int, default=0, metavar="K", help="copies of busy experts on a rank (default 0)")
+    add(
+        "--shard-experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="shard experts over N copies (default 0: no)",
+    )
     add("--theory", action="store_true", help="print MPipeMoE's Eq. 1-6, in elements")
     add(
         "--measure",
@@ -80,11 +87,16 @@ def run_command(args: argparse.Namespace) -> Output:
         raise ValueError(str(error).replace("pipeline_", "--n-").replace("pipeline", "--n")) from None
     if args.measure and args.ranks > 1:
         raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
-    check_int(0, **{"--balance": args.balance})
+    check_int(0, **{"--balance": args.balance, "--shard-experts": args.shard_experts})
+    if args.measure and args.shard_experts:
+        raise ValueError(
+            f"--shard-experts ({args.shard_experts}) must be 0 with --measure, which runs one rank"
+        )
     device = parse_device(args.device, must_exist=args.measure)
     shape = layer_shape(args, device.type)
     num_local = args.num_experts // args.ranks
-    shape = replace(shape, copies=CopyNumbers.at_most(args.balance, num_local, args.ranks))
+    copies = CopyNumbers.at_most(args.balance, num_local, args.ranks)
+    shape = replace(shape, copies=copies, shared_over=args.shard_experts)
     backward = args.n_backward or args.n
     rows = {}
     pairs = ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
@@ -104,7 +116,17 @@ def run_command(args: argparse.Namespace) -> Output:
         balance=args.balance or None,
     )
     fields = {**sizes, "slack": args.slack, "pairs": list(rows.values()), "python": code}
-    return Output(fields, [*_lines(args, rows, device), f"\nwith the fewest bytes:\n  {code}"])
+    lines = [*_lines(args, rows, device), f"\nwith the fewest bytes:\n  {code}"]
+    if args.shard_experts:
+        fields["shard_experts"] = args.shard_experts
+        fields["kept"] = kept = shape.gathered_bytes // args.shard_experts
+        lines.insert(
+            -1,
+            f"\nMiB that each of {args.shard_experts} ranks keeps of these experts: parameters {mib(kept)}, "
+            f"gradients {mib(kept)}, AdamW's states {mib(2 * kept)} (whole: {mib(shape.gathered_bytes)}, "
+            f"{mib(shape.gathered_bytes)}, {mib(2 * shape.gathered_bytes)})",
+        )
+    return Output(fields, lines)
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class ExpertsCall:
         call = self.call
         routed = self.routed
         if x_TM is not routed.x_TM:
-            routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
+            routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM, routed.autocast))
         inputs = make_inputs(call, routed, experts)
         self._stage = ""
         if self.decision is None:
@@ -170,18 +170,21 @@ class ExpertsCall:
         return decision
 
 
-def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
+def _checked_rows(x_TM: Tensor, before_TM: Tensor, autocast: torch.dtype | None) -> Tensor:
     """Checks the rows that a forward pre-hook of the experts returned in place of the layer's rows.
 
     The tokens are routed before the hook runs, so a hook may only change values. Returns the new rows.
 
     x_TM: the value that the hook returned.
     before_TM: (T, M), the rows that the layer passed to its experts, for T tokens with M = d_model columns.
+    autocast: the dtype to which rows are cast after the hook, so the hook may cast them; None if they are not
+        cast. FSDP2's hook casts them for its mixed precision.
 
     Raises ValueError if the new rows differ from the old ones in shape, dtype or device.
     """
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
-    if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
+    cast = (before_TM.shape, autocast, before_TM.device)
+    if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) not in (wanted, cast):
         raise ValueError(
             f"a forward pre-hook of layer.experts returned {described(x_TM)}; it must return "
             f"{described(before_TM)}: the tokens are routed already, so a hook may change values only"

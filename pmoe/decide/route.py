@@ -374,14 +374,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
 
-    If autocast is on, this is autocast's dtype. Otherwise rows and parameters are cast in one case: FSDP's
-    mixed precision has cast x and the gate to 16 bits, and has left the experts in float32, because it does
-    not manage them. The result is then the dtype of x.
+    If autocast is on, this is autocast's dtype. If FSDP2 shards the experts with mixed precision, it is the
+    dtype to which FSDP2 casts them. Otherwise rows and parameters are cast in one case: FSDP's mixed
+    precision has cast x and the gate to 16 bits, and has left the experts in float32, because it does not
+    manage them. The result is then the dtype of x.
 
     modules: the modules and options of the layer.
     x: (..., M), the input; M is d_model.
     """
-    autocast = autocast_dtype(x)
+    autocast = autocast_dtype(x) or modules.experts.gathered_dtype
     if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):
         return autocast
     gate_parameter = next(modules.gate.parameters(), None)

@@ -212,6 +212,15 @@ class Experts(nn.Module, abc.ABC):
     """
     are_equal = False
     """Whether all ranks' experts were equal when last compared, or were copied from one dense network."""
+    copy_parts: Mapping[str, tuple[int, Shard]] = {}
+    """By parameter name: the dimension that FSDP2 shards over copies, and this rank's part of it.
+
+    Empty if FSDP2 does not shard the experts. `pmoe.parallelize` sets it.
+    """
+    keeps_gathered = False
+    """Whether parameters that FSDP2 gathers stay from forward to backward (reshard_after_forward=False)."""
+    gathered_dtype: torch.dtype | None = None
+    """The dtype to which FSDP2 casts parameters and rows (MixedPrecisionPolicy); None if it casts nothing."""
     reduce: Reduce | None = None
     """Reduces the parameters' gradients at the end of each backward pass; None reduces nothing.
 
@@ -262,6 +271,16 @@ class Experts(nn.Module, abc.ABC):
                     "experts out: load the state dict of a parallelized model with "
                     "torch.distributed.checkpoint"
                 )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the experts over the ranks that hold copies of them (`pmoe.parallelize`)."""
+        return bool(self.copy_parts)
+
+    @property
+    def shared_over(self) -> int:
+        """Number of ranks over which FSDP2 shards the experts; 0 if it does not."""
+        return next((part.count for _, part in self.copy_parts.values()), 0)
 
     def as_modules(self) -> list[nn.Module]:
         """Returns this rank's experts if they are a user's own modules; otherwise an empty list."""

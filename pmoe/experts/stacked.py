@@ -247,8 +247,28 @@ class StackedExperts(Experts):
             values = torch.empty(whole_shapes[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
             if name != "b2":
                 values = values[:, columns]
-            part = local_part(parameter)
-            part[local_expert] = values.reshape(part.shape[1:])
+            if name in ("w1", "b1"):
+                values = values.flatten(0, 1)
+            self._put(name, parameter, local_expert, values)
+
+    def _put(self, name: str, parameter: Tensor, local_expert: int, values: Tensor) -> None:
+        """Writes the values of one expert into a parameter, or those of them that this rank holds.
+
+        If FSDP2 shards the experts over their copies, a rank holds a part of the parameter.
+
+        name: the parameter's name.
+        parameter: (E_local, ...) or this rank's part of it.
+        local_expert: the expert's number on this rank.
+        values: (...), the parameter's values for this expert.
+        """
+        dim, own = self.copy_parts.get(name, (0, WHOLE))
+        if dim == 0:
+            experts = own.of(self.num_local_experts)
+            if experts.start <= local_expert < experts.stop:
+                local_part(parameter)[local_expert - experts.start] = values
+        else:
+            at = own.of(values.shape[dim - 1])
+            local_part(parameter)[local_expert] = values.narrow(dim - 1, at.start, at.stop - at.start)
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:

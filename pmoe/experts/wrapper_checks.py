@@ -25,7 +25,8 @@ DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataP
 OWN = "pmoe.expert_parameters(model)"
 RIGHT = {
     DDP: f"{DDP}(pmoe.parallelize(model, mesh)), after every module inside it is wrapped",
-    FSDP2: f"pmoe.parallelize(model, mesh), then {FSDP2}(..., ignored_params={OWN})",
+    FSDP2: f"pmoe.parallelize(model, mesh), then {FSDP2}(..., ignored_params={OWN}). To shard experts over "
+    "their copies, pass shard_experts=True to parallelize",
     FSDP1: f"pmoe.parallelize(model, mesh), then {FSDP1}(model, ignored_states={OWN})",
 }
 """The right way to wrap a model, as a line for error messages, by the name of the wrapper."""
@@ -51,13 +52,15 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     several ranks mixes different experts.
 
     Experts of a model that `pmoe.parallelize` has changed may be in no wrapper, because their gradients are
-    averaged already.
+    averaged already. With ``shard_experts`` FSDP2 averages them, and is the wrapper that they are in.
     """
     parameter = next(experts.parameters(), None)
     ddp = DistributedDataParallel._get_active_ddp_module()
     if parameter is not None and is_expert(parameter) and ddp is None:
         return  # FSDP does not manage a parameter with a mark: it puts in new parameters, which have none
     for wrapper, ranks in _wrappers(experts):
+        if wrapper == FSDP2 and experts.is_sharded:
+            continue
         mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()
         if mixes or experts.is_parallelized:
             raise ValueError(

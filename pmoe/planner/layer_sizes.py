@@ -79,6 +79,9 @@ class LayerSizes:
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
     frozen_parameters: how many of these elements need no gradient.
+    shared_over: number of ranks over which FSDP2 shards these elements. A call gathers them before use. 0 if
+        every rank that holds a copy keeps it.
+    keeps_gathered: whether gathered elements stay from forward to backward (reshard_after_forward=False).
     scaled_parameters: how many of these elements a call copies in order to multiply them by a factor: those
         of the second matrix (B) of adapters, which the adapter's scale multiplies.
     gate_parameters: elements of the gate that need a gradient.
@@ -110,6 +113,8 @@ class LayerSizes:
     expert_parameters: int
     gate_parameters: int
     frozen_parameters: int = 0
+    shared_over: int = 0
+    keeps_gathered: bool = False
     scaled_parameters: int = 0
     bypass_local: bool = True
     has_drops: bool = False
@@ -135,6 +140,11 @@ class LayerSizes:
     def trained_parameters(self) -> int:
         """Elements of this rank's experts that need a gradient."""
         return self.expert_parameters - self.frozen_parameters
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of this rank's experts that FSDP2 gathers before each use; 0 if they are not sharded."""
+        return self.expert_parameters * self.element_size if self.shared_over else 0
 
     @property
     def is_frozen(self) -> bool:

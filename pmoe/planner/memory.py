@@ -48,11 +48,12 @@ class PredictedMemory:
     """Predicted bytes of one forward and one backward pass of a layer.
 
     The layer's input, its parameters and the incoming gradient belong to the caller and are not counted.
+    Parameters that FSDP2 gathers before use (``shard_experts`` of `pmoe.parallelize`) are counted.
 
     - saved: held between the passes, the output included.
     - temporary: the most that a pass holds in addition to ``saved``, without the gradients of the input and
       of the parameters.
-    - gradients: the parameters' gradients.
+    - gradients: the parameters' gradients after the pass; of sharded experts this rank's part.
     - host: offloaded to host memory.
     - peak: the most that the device holds at once, over both passes.
     - forward_peak, backward_peak: the peak of each pass.
@@ -128,6 +129,12 @@ def predict(
     forward_work += copies.forward
     backward_work = _backward_work(sizes, call, backward, backward_held) + copies.backward
     backward_work += inner_bytes * (1 + (padded and restore.dispatched == "communicate"))
+    # FSDP2 gathers sharded experts into one message, and copies them from it into the parameters.
+    weights = sizes.gathered_bytes
+    message = weights * (sizes.shared_over > 1)
+    saved += weights * sizes.keeps_gathered
+    forward_work += message + weights * (not sizes.keeps_gathered)
+    backward_work += weights * (not sizes.keeps_gathered)
     expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
     # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
@@ -147,18 +154,24 @@ def predict(
         + small
         + _gate_gradients(sizes, call)
     )
-    trained = sizes.trained_parameters + sizes.shared_parameters + around.parameters
-    gate_peak = gate_backward + trained * sizes.element_size
+    # Of sharded experts a rank keeps a part of the gradient. The message from which it came is freed later.
+    experts = sizes.trained_parameters // max(sizes.shared_over, 1)
+    trained = experts + sizes.shared_parameters + around.parameters
+    reduction = sizes.trained_parameters * (sizes.shared_over > 1)
+    gate_peak = gate_backward + (trained + reduction) * sizes.element_size
     gradients = trained + sizes.gate_parameters
+    gather_peak = saved + (message + weights) * (not sizes.keeps_gathered)
     return PredictedMemory(
         saved=saved,
         temporary=max(forward_work, backward_work),
         gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
-        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first),
+        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first, gather_peak),
         forward_peak=forward_peak,
         backward_peak=backward_peak,
-        promised=max(forward_peak, in_backward, routing_peak, gate_backward, saved + around.first),
+        promised=max(
+            forward_peak, in_backward, routing_peak, gate_backward, saved + around.first, gather_peak
+        ),
         is_bound=not (forward.exact and backward.exact),
         tensors={
             "T_O": around.tokens or rows_T,
@@ -170,6 +183,7 @@ def predict(
             "parameters' gradients": expert_gradients,
         }
         | ({"shared T_M": shared} if shared else {})
+        | ({"gathered experts": message + weights} if weights else {})
         | ({"copies": copies.saved + max(copies.forward, copies.backward)} if copies.backward else {}),
     )
 

@@ -1,6 +1,8 @@
 """Training a model with MoE layers.
 
 expert_parallel         parallelize: expert parallelism beside DistributedDataParallel or FSDP2
+gradient_mean           the mean of experts' gradients over ranks
+sharded_experts         experts sharded over their copies by FSDP2
 parallel                device meshes for DP x MP x EP x ESP, and reduction of gradients after backward
 reducer                 GradientReducer: all-reduce of dense gradients during backward
 gradient_partitioning   which gradients the reducer sends when

@@ -341,14 +341,35 @@ def _in_boxes(tensor: Tensor) -> Tensor:
     dim = split.dim
     count = int(split.split_factor)
     parts = list(local_part(tensor).chunk(count, dim))
-    first = [0] * tensor.ndim
-    for position, placement in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True):
-        sharded_dim = getattr(placement, "dim", None)  # None where it is replicated
-        if sharded_dim is not None:
-            first[sharded_dim] = position * parts[0].shape[sharded_dim]
+    first = [_number_of_part(tensor, along) * length for along, length in enumerate(parts[0].shape)]
     half = tensor.shape[dim] // count
     offsets = [(*first[:dim], first[dim] + number * half, *first[dim + 1 :]) for number in range(count)]
     return DTensor(LocalShardsWrapper(parts, offsets), tensor._spec, requires_grad=False)
+
+
+def _number_of_part(tensor: DTensor, dim: int) -> int:
+    """Returns which of the equal parts along one dimension of a DTensor this rank holds, from 0.
+
+    tensor: of any shape.
+    dim: the dimension of the tensor.
+
+    Mesh dimensions split a dimension of the tensor in their order. Only a `_StridedShard` splits the parts
+    that the others have made.
+    """
+    splits = [
+        (isinstance(placement, _StridedShard), position, size)
+        for placement, position, size in zip(
+            tensor.placements,
+            tensor.device_mesh.get_coordinate() or (),
+            tensor.device_mesh.shape,
+            strict=True,
+        )
+        if getattr(placement, "dim", None) == dim
+    ]
+    number = 0
+    for _, position, size in sorted(splits, key=lambda split: split[0]):
+        number = number * size + position
+    return number
 
 
 def _split_of_halves(tensor: DTensor) -> _StridedShard | None:

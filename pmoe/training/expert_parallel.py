@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +22,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
-from pmoe.comm.agreement import all_fail_together, largest, same
+from pmoe.comm.agreement import all_fail_together
 from pmoe.comm.failures import at_stage
-from pmoe.comm.gradient_sum import sum_over_ranks
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
@@ -33,7 +32,9 @@ from pmoe.experts.dtensor_layout import replace_parameter
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import check_own_parameters, local_part
 from pmoe.layer import MoELayer
+from pmoe.training.gradient_mean import MeanOverRanks
 from pmoe.training.parameter_kinds import grouped_by_kind
+from pmoe.training.sharded_experts import DividedByOwnRanks, check_shardable, shard, sharding_options
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -47,7 +48,9 @@ DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module that lists the parameters and buffers that DistributedDataParallel ignores."""
 
 
-def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
+def parallelize(
+    model: M, mesh: DeviceMesh, *, reduce: bool = True, shard_experts: bool | Mapping[str, Any] = False
+) -> M:
     """Makes every `MoELayer` of ``model`` expert-parallel over ``mesh``. Returns the model.
 
     Args:
@@ -58,6 +61,12 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         reduce: whether each backward pass reduces the experts' gradients: sums them over the copies of the
             experts and divides them by the number of the mesh's ranks, before they are added to the gradients
             of earlier passes. False leaves it to `pmoe.training.parallel.reduce_gradients`.
+        shard_experts: whether FSDP2 shards experts over the ranks that hold copies of them, so that each of
+            these ranks keeps an equal part of their parameters, gradients and optimizer states. A mapping
+            stands for True, with arguments for `torch.distributed.fsdp.fully_shard`:
+            "reshard_after_forward" (True or False; True if it is missing), "mp_policy", "offload_policy". The
+            mesh may then have two dimensions of copies: experts are sharded over the inner one and copied
+            over the outer one.
 
     What becomes of a layer depends on how it was built:
 
@@ -71,7 +80,8 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 
     - "ffn" and "swiglu" experts, which have one tensor for a weight of all experts of the rank: the
       parameters become DTensors on ``mesh``, Shard(0) over "ep", hidden columns split over "esp", Replicate
-      over copies. The bias b2 is Replicate over "esp".
+      over copies. The bias b2 is Replicate over "esp". With shard_experts they are Shard over copies, along
+      the first dimension that the number of copies divides.
     - Experts that are a user's modules keep plain parameters. They cannot be split over "esp".
     - All of these, and buffers of experts, enter the list of names that `DistributedDataParallel` ignores.
     - The dense part does not change.
@@ -82,16 +92,19 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     `DistributedDataParallel` ignores; that wrapper also does this itself.
 
     Raises ValueError or TypeError, with the layer's name, before any weight is changed: if the model has no
-    layer, a layer has other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh has other
-    dimensions.
+    layer, a layer has other ranks, cannot be spread or is in a data-parallel wrapper, the mesh has other
+    dimensions, or experts cannot be sharded.
     """
-    inner = _experts_mesh(mesh)
+    inner = _experts_mesh(mesh, may_replicate=shard_experts is not False)
     grid = grid_of_mesh(inner)
-    (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
-    copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
-    stage = "comparing the arguments of parallelize"
-    with all_fail_together(copies, stage=stage), all_fail_together(grid.all, stage=stage):
-        layers = _checked_layers(model, reduce, inner, grid)
+    others = [name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE)]
+    # The ranks along each dimension of copies, the inner dimension first.
+    of_copies = [Ranks(mesh.get_group(name)) for name in reversed(others)] or [Ranks.single()]
+    with ExitStack() as together:
+        for ranks in (*of_copies, grid.all):
+            together.enter_context(all_fail_together(ranks, stage="comparing the arguments of parallelize"))
+        sharding = sharding_options(shard_experts)
+        layers = _checked_layers(model, reduce, inner, grid, sharding, of_copies if others else ())
     for name, layer in layers:
         if layer.layer_modules.experts.is_parallelized:
             continue
@@ -100,15 +113,18 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         layer.ranks.layer = name
         layer.ranks.takes_default = False  # DTensors stay on the mesh's groups
         experts = layer.layer_modules.experts
-        take_first(experts, copies, grid.esp, names_of(experts))
+        for ranks in of_copies:
+            take_first(experts, ranks, grid.esp, names_of(experts))
         take_first(experts, grid.ep, Ranks.single(), experts.replicated_names)
         lay_out(experts, mesh, names_of(experts))
         layer.layer_modules.experts.is_parallelized = True
-        if reduce:
-            names = tuple(own for own, _ in layer.layer_modules.experts.named_parameters())
-            layer.layer_modules.experts.reduce = MeanOverRanks(
-                mesh.size(), copies.of_layer(name), layer.ranks, names
-            )
+        names = tuple(own for own, _ in layer.layer_modules.experts.named_parameters())
+        means = [MeanOverRanks(mesh.size(), ranks.of_layer(name), layer.ranks, names) for ranks in of_copies]
+        if sharding is not None:
+            layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means)
+            shard(layer.layer_modules.experts, mesh, others, sharding)
+        elif reduce:
+            layer.layer_modules.experts.reduce = means[0]
     _mark_experts(model)
     for module in model.modules():
         _leave_to_experts(module)
@@ -117,18 +133,34 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 
 
 def _checked_layers(
-    model: nn.Module, reduce: bool, inner: DeviceMesh, grid: Grid
+    model: nn.Module,
+    reduce: bool,
+    inner: DeviceMesh,
+    grid: Grid,
+    sharding: Mapping[str, Any] | None,
+    of_copies: Sequence[Ranks],
 ) -> list[tuple[str, MoELayer]]:
     """Returns the (name, layer) pairs of the model's MoE layers, after all checks of `parallelize`.
 
     model, reduce: the arguments of `parallelize`.
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
+    sharding: arguments for fully_shard if experts are sharded over their copies; else None.
+    of_copies: the ranks along each dimension of copies, the inner dimension first.
 
     Raises ValueError or TypeError, with the layer's name, if a layer or an argument is wrong.
     """
     check_module(model=model)
     check_flag("reduce", reduce)
+    if sharding is not None and not reduce:
+        raise ValueError(
+            "reduce (False) must be True with shard_experts: FSDP2 reduces gradients in backward"
+        )
+    if sharding is not None and not of_copies:
+        raise ValueError(
+            f"shard_experts needs a mesh (dimensions {inner.mesh_dim_names}) with a further dimension, over "
+            'which experts are copied: init_device_mesh(..., mesh_dim_names=("dp", "ep"))'
+        )
     layers = [
         (name or "model", module) for name, module in model.named_modules() if isinstance(module, MoELayer)
     ]
@@ -137,6 +169,8 @@ def _checked_layers(
     for name, layer in layers:
         try:
             _check_layer(layer, inner, grid)
+            if sharding is not None:
+                check_shardable(layer, grid, of_copies[0].size)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{name}: {error}") from None
     _check_wrappers(model)
@@ -229,72 +263,20 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
     return grouped_by_kind(model, lr, weight_decay)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class MeanOverRanks:
-    """Sums experts' gradients over the experts' copies and divides them by the number of all ranks.
-
-    Before this reduction, an expert's gradient is already a sum over the tokens of all ranks that share its
-    copy, because these ranks send their tokens to it. So only the sum over copies is missing.
-
-    num_ranks: number of all ranks of the mesh, the divisor.
-    copies: the ranks that hold copies of this rank's experts.
-    ranks: the ranks over which one copy of the experts is spread.
-    names: names of the experts' parameters, for errors.
-    compared: the sets of requires_grad flags that the ranks have compared before, each a tuple with one flag
-        for each parameter.
-    """
-
-    num_ranks: int
-    copies: Ranks
-    ranks: Ranks = field(default_factory=Ranks.single)
-    names: tuple[str, ...] = ()
-    compared: set[tuple[bool, ...]] = field(default_factory=set)
-
-    def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
-        """Checks, before a backward pass, that all copies of an expert train the same parameters.
-
-        Copies that differ would start different all-reduces, and the ranks would hang or mix up gradients.
-
-        wanted: requires_grad of each parameter of the experts on this rank.
-        device: device of these parameters.
-
-        Raises ValueError on every rank if requires_grad differs between copies.
-
-        Collective. On a GPU, where the check makes the host wait, it is skipped for flags that were checked
-        before.
-        """
-        if self.copies.size == 1 or (device.type != "cpu" and tuple(wanted) in self.compared):
-            return
-        self.copies.reconnect()
-        stage = "comparing which parameters of experts are trained"
-        are_same = same(self.copies, device, wanted, stage=stage)
-        differ = largest(self.ranks, device, [not is_same for is_same in are_same], stage=stage)
-        if any(differ):
-            names = ", ".join(name for name, differs in zip(self.names, differ, strict=True) if differs)
-            raise ValueError(
-                f"requires_grad of experts' {names} must be the same on all copies of the experts"
-            )
-        self.compared.add(tuple(wanted))
-
-    def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Replaces gradients, of any shape, by their means over all ranks, in place. Collective."""
-        if not gradients:
-            return
-        torch._foreach_div_(list(gradients), self.num_ranks)
-        sum_over_ranks(self.copies, "summing the gradients of copies of experts", gradients)
-
-
-def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
     """Returns the part of ``mesh`` over which one copy of the experts is spread: "ep" and "esp".
 
-    Raises ValueError if the mesh has no "ep", has more than one further dimension, or lacks this rank.
+    mesh: the argument of `parallelize`.
+    may_replicate: whether the mesh may have two further dimensions instead of one.
+
+    Raises ValueError if the mesh has no "ep", has too many further dimensions, or lacks this rank.
     """
     names = dimensions_of(mesh)
     of_experts = tuple(name for name in names if name in (ACROSS, INSIDE))
-    if ACROSS not in names or len(names) - len(of_experts) > 1:
+    if ACROSS not in names or len(names) - len(of_experts) > 1 + may_replicate:
         raise ValueError(
             f'mesh (dimensions {names or "without names"}) must have the dimension "{ACROSS}", may have '
-            f'"{INSIDE}", and one more, over which experts are copied'
+            f'"{INSIDE}", and one more, over which experts are copied (with shard_experts two)'
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh ({mesh}) must contain this rank ({dist.get_rank()})")
@@ -329,8 +311,8 @@ def _check_wrappers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             continue
-        layers = (part for part in module.modules() if isinstance(part, MoELayer))
-        if not all(layer.layer_modules.experts.is_parallelized for layer in layers):
+        routed = [part for part in module.modules() if isinstance(part, Experts) and part.is_parallel]
+        if not all(experts.is_parallelized for experts in routed):
             raise ValueError(
                 f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
             )

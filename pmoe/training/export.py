@@ -37,6 +37,7 @@ from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 from pmoe.text import parse_bytes
+from pmoe.training.sharded_experts import is_gathered, whole_parameter
 
 Item = tuple[str, int | None, Tensor]
 """A tensor of an export: its name, the number of its expert (None if it belongs to none), and the tensor."""
@@ -296,10 +297,31 @@ class _Export:
         }
 
     def _stacked(self, layer: MoELayer) -> dict[str, Tensor]:
-        """Returns this rank's values of w1, w2, b1 and b2 by name, (E_local, ...) for its E_local experts."""
+        """Returns this rank's values of w1, w2, b1 and b2 by name, (E_local, ...) for its E_local experts.
+
+        If FSDP2 shards the experts over their copies, the tensors have no values (`_value`).
+        """
         experts = layer.layer_modules.experts
         assert isinstance(experts, StackedExperts)
-        return {name: local_part(getattr(experts, name)).detach() for name in experts.hidden_dims() or {}}
+        tensors = {name: local_part(getattr(experts, name)).detach() for name in experts.hidden_dims() or {}}
+        for name in () if is_gathered(experts) else tensors:
+            dim, part = experts.copy_parts[name]
+            shape = list(tensors[name].shape)
+            shape[dim] *= part.count
+            tensors[name] = tensors[name].new_empty(shape, device="meta")
+        return tensors
+
+    def _value(self, layer: MoELayer, own: str, value: Tensor) -> Tensor:
+        """Returns the value of a tensor of `_stacked`. A collective if FSDP2 shards the experts.
+
+        layer: the layer.
+        own: the name of the tensor: "w1", "w2", "b1" or "b2".
+        value: the tensor that `_stacked` returned.
+        """
+        if not value.is_meta:
+            return value
+        self.meet()
+        return whole_parameter(layer.layer_modules.experts, own)
 
     @staticmethod
     def _whole_shape(layer: MoELayer, own: str, value: Tensor) -> torch.Size:
@@ -361,7 +383,7 @@ class _Export:
                 for key, part in self._parts(name, own, self._cast(_whole_tensor(value)), None):
                     yield self.renamed(key), None, part.contiguous()
             for own, value in self._stacked(layer).items():
-                yield from self._of_experts(name, layer, own, self._cast(value))
+                yield from self._of_experts(name, layer, own, self._cast(self._value(layer, own, value)))
         self.meet()
 
     def _of_experts(self, name: str, layer: MoELayer, own: str, value: Tensor) -> Iterator[Item]:

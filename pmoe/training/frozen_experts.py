@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pmoe.arguments import check_module, is_int, list_of
+from pmoe.experts.base import WHOLE, Experts
 from pmoe.experts.marks import is_stacked
 from pmoe.experts.operands import FROZEN_ROWS, local_part
 from pmoe.experts.stacked import StackedExperts
@@ -33,10 +34,10 @@ class FrozenExperts:
         self._hooks: list[Any] = []
 
     def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
-        """Freezes some experts' part of a parameter, (E_local, ...) for the E_local experts of this rank.
+        """Freezes some experts' part of a parameter, (E_local, ...), or of what this rank has of it.
 
-        parameter: a weight or bias, which holds all experts of the rank.
-        experts: the numbers on this rank of the experts to freeze.
+        parameter: a weight or bias, which holds all experts of the rank, or a part of them.
+        experts: where the parts of the experts to freeze are along dimension 0 of what this rank holds.
         """
         index = torch.tensor(experts, device=local_part(parameter).device)
         setattr(parameter, FROZEN_ROWS, index)
@@ -86,11 +87,27 @@ def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
     for _, layer in layers:
         first = layer.first_expert
         local = sorted({int(n) - first for n in numbers if 0 <= int(n) - first < layer.num_local_experts})
-        for parameter in layer.layer_modules.experts.parameters() if local else ():
-            if is_stacked(parameter):
-                frozen._freeze(parameter, local)
+        own_experts = layer.layer_modules.experts
+        for own_name, parameter in own_experts.named_parameters():
+            rows = _rows_of(own_experts, own_name, local)
+            if rows and is_stacked(parameter):
+                frozen._freeze(parameter, rows)
     _watch_optimizers()
     return frozen
+
+
+def _rows_of(experts: Experts, name: str, local: list[int]) -> list[int]:
+    """Returns where the parts of some experts are along dimension 0 of this rank's part of a parameter.
+
+    If FSDP2 shards the experts over their copies, this rank may have no part of some of them.
+
+    experts: this rank's experts.
+    name: the parameter's name.
+    local: the experts' numbers on this rank.
+    """
+    dim, own = experts.copy_parts.get(name, (0, WHOLE))
+    kept = own.of(experts.num_local_experts) if dim == 0 else slice(0, experts.num_local_experts)
+    return [expert - kept.start for expert in local if kept.start <= expert < kept.stop]
 
 
 def _check(name: str, layer: MoELayer, numbers: list[Any]) -> None:

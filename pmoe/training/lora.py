@@ -48,7 +48,8 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 from pmoe.layer.reshard import share_ranks
 from pmoe.training.checkpoint_state import unwrapped
-from pmoe.training.expert_parallel import MeanOverRanks, lay_out, take_first
+from pmoe.training.expert_parallel import lay_out, take_first
+from pmoe.training.gradient_mean import MeanOverRanks
 
 DEFAULT = "default"
 """The name of an adapter to which the user gave no name."""

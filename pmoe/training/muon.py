@@ -65,7 +65,8 @@ class ExpertMuon(Optimizer):
         dtype: the dtype of the Newton-Schulz steps. torch's Muon uses bfloat16.
 
     Raises ValueError for numbers out of range, for a model without stacked experts, and for experts whose
-    hidden columns are split over ranks ("esp"), because a part of a matrix cannot be orthogonalized alone.
+    hidden columns are split over ranks ("esp"), because a part of a matrix cannot be orthogonalized alone. So
+    too for experts that ``shard_experts`` cuts inside of matrices.
     Raises TypeError for experts that are modules or parametrized.
     """
 
@@ -199,6 +200,12 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
             raise ValueError(
                 f"model has a layer {name!r} whose experts are split over {layer.shard.count} ranks (esp): a "
                 "part of a matrix cannot be orthogonalized. Use AdamW for its experts, or a mesh without esp"
+            )
+        if any(experts.copy_parts.get(weight, (0,))[0] for weight in ("w1", "w2")):
+            raise ValueError(
+                f"model has a layer {name!r} whose experts (with shard_experts) are cut inside of matrices: "
+                "a part of a matrix cannot be orthogonalized. Use AdamW for its experts, or a number of "
+                "copies that divides the number of a rank's experts"
             )
         by_halves[experts.hidden_factor].append(experts.get_parameter("w1"))
         by_halves[1].append(experts.get_parameter("w2"))

@@ -18,6 +18,7 @@ from pmoe.experts.lora import check_no_adapters
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
+from pmoe.training.sharded_experts import check_gathered
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
 """Names of the linear layers of a dense module, for plain experts (1) and for gated experts (2).
@@ -82,6 +83,7 @@ def copy_into_experts(
     check_positive(router_std=router_std)
     experts = layer.experts
     check_no_adapters(layer.layer_modules.experts, "layer")
+    check_gathered(layer.layer_modules.experts, "layer", "call copy_into_experts before pmoe.parallelize")
     if any(parameter.is_meta for parameter in experts.parameters()):
         raise ValueError("layer (on the meta device) must have values: call to_empty(device=...) before")
     router = getattr(layer.layer_modules.router, "weight", None)

@@ -124,7 +124,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "make_batch_invariant": {"model": NOTHING},
     "pool": {"device": NONE},
     "checkpoint_contexts": {"policy": "None class function module"},
-    "parallelize": {"model": NOTHING, "mesh": NOTHING, "reduce": FLAG},
+    "parallelize": {"model": NOTHING, "mesh": NOTHING, "reduce": FLAG, "shard_experts": "False"},
     "FFNExperts": {**EXPERTS, "activation": NOTHING},
     "SwiGLUExperts": EXPERTS,
     "Shard": {"index": "0", "count": COUNT},

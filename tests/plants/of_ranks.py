@@ -101,7 +101,7 @@ RANKS = (
     Plant(
         name="other-copies-frozen",
         breaks="copies of experts of which one is frozen are not told of each other",
-        file="pmoe/training/expert_parallel.py",
+        file="pmoe/training/gradient_mean.py",
         old="differ = largest(self.ranks, device, [not is_same for is_same in are_same], stage=stage)\n",
         new="differ = [float(not is_same) for is_same in are_same]\n",
         tests="tests/gloo/test_parallelize_experts.py -k frozen_on_some",

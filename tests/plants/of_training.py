@@ -97,7 +97,7 @@ TRAINING = (
     Plant(
         name="expert-gradients-scaled",
         breaks="experts' gradients are divided by their copies, not by the ranks",
-        file="pmoe/training/expert_parallel.py",
+        file="pmoe/training/gradient_mean.py",
         old="        torch._foreach_div_(list(gradients), self.num_ranks)\n",
         new="        torch._foreach_div_(list(gradients), self.copies.size)\n",
         tests="tests/gloo/test_parallelize.py -k gradients_and_their_norm",

@@ -46,6 +46,7 @@ TAKEN: dict[str, dict[str, set[str]]] = {
         **dict.fromkeys((*SIZES, *WIRES, "--slack", "--n", "--n-backward", "--memory-reuse"), set()),
         "--device": set(),
         "--balance": {"0"},
+        "--shard-experts": {"0"},
     },
     "plan": {
         **dict.fromkeys((*SIZES, *WIRES, "--slack", "--budget", "--profile", "--cluster"), set()),

@@ -182,6 +182,24 @@ def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str])
     assert "forward buffers" in out
 
 
+def test_memory_counts_experts_that_are_gathered_from_their_copies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common = ("memory", *LAYER, "--n", "2", "--memory-reuse", "S4")
+    whole = printed(capsys, *common)["pairs"][0]
+    found = printed(capsys, *common, "--shard-experts", "4")
+    sharded = found["pairs"][0]
+    experts = found["kept"] * 4
+    assert sharded["tensors"]["gathered experts"] == 2 * experts
+    assert sharded["forward_peak"] - whole["forward_peak"] == 2 * experts
+    assert sharded["backward_peak"] - whole["backward_peak"] == experts
+    assert whole["gradients"] - sharded["gradients"] == experts - experts // 4
+    run(*common, "--shard-experts", "4")
+    assert "that each of 4 ranks keeps of these experts: parameters" in capsys.readouterr().out
+    message = refused(capsys, *common, "--shard-experts", "4", "--measure")
+    assert "--shard-experts (4) must be 0 with --measure" in message
+
+
 def test_memory_measures_beside_what_it_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--d-model", "64", "--d-hidden", "256", "--num-experts", "4", "--tokens", "512", "--n", "2"]
     found = printed(capsys, "memory", *sizes, "--measure", "--memory-reuse", "S1")

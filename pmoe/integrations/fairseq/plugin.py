@@ -39,7 +39,7 @@ from pmoe.integrations.fairseq import criterions  # noqa: F401
 from pmoe.integrations.fairseq.checkpoint import for_inference, gather_model, gather_optimizer, own_optimizer
 from pmoe.integrations.fairseq.checks import check_training
 from pmoe.integrations.fairseq.models import ExpertParallelModel
-from pmoe.training.expert_parallel import MeanOverRanks
+from pmoe.training.gradient_mean import MeanOverRanks
 from pmoe.training.parallel import make_meshes
 from pmoe.warn import log
 

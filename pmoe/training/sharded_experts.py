@@ -1,0 +1,254 @@
+"""Experts sharded over the ranks that hold copies of them: ``shard_experts`` of `pmoe.parallelize`.
+
+The work is that of FSDP2 (`torch.distributed.fsdp.fully_shard`), which manages the experts of each layer as a
+group of its own. Take a mesh ("dp", "ep") and an expert's weight, of which "dp" ranks hold a copy:
+
+    between steps      each of these ranks keeps 1 / dp of the weight, its gradient and its optimizer state
+    before a forward   an all-gather over "dp" makes the whole weight; it is freed after the forward pass
+    before a backward  again
+    after a backward   a reduce-scatter over "dp" gives each rank the mean of its part of the gradient
+
+FSDP2 issues the all-gathers in the forward pre-hook and before the backward pass of ``layer.experts``, so
+pmoe's call reads whole weights. `DividedByOwnRanks` does the rest of the mean.
+
+With two dimensions of copies, such as ("nodes", "dp", "ep"), experts are sharded over the inner one and
+replicated over the outer one, as FSDP2 does with a mesh of two dimensions (HSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from pmoe.arguments import check_flag, check_kind
+from pmoe.comm.failures import at_stage
+from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.topology import ACROSS, INSIDE
+from pmoe.experts.base import Experts
+from pmoe.experts.base import Shard as Part
+from pmoe.experts.operands import local_part
+from pmoe.experts.stacked import HIDDEN_DIMS, StackedExperts
+from pmoe.layer import MoELayer
+from pmoe.training.gradient_mean import MeanOverRanks
+
+OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy")
+"""The arguments of fully_shard that ``shard_experts`` may have."""
+
+
+@dataclass(frozen=True)
+class DividedByOwnRanks:
+    """Divides experts' gradients by the number of ranks that share a copy of the experts.
+
+    FSDP2 then takes the mean over the copies. Both together are the mean over all ranks of the mesh.
+
+    num_ranks: number of ranks that share one copy of the experts, the divisor.
+    over_copies: for each dimension of copies what `compare` compares along it.
+    """
+
+    num_ranks: int
+    over_copies: Sequence[MeanOverRanks]
+
+    def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
+        """Checks, before a backward pass, that all copies of an expert train the same parameters. Collective.
+
+        wanted: requires_grad of each parameter of the experts on this rank.
+        device: device of these parameters.
+
+        Raises ValueError on every rank if requires_grad differs between copies.
+        """
+        for mean in self.over_copies:
+            mean.compare(wanted, device)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Divides gradients, of any shape, in place by the number of ranks. Nothing is communicated."""
+        if gradients and self.num_ranks > 1:
+            torch._foreach_div_(list(gradients), self.num_ranks)
+
+
+def sharding_options(shard_experts: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments for fully_shard that ``shard_experts`` of `pmoe.parallelize` stands for.
+
+    None stands for experts that are not sharded. Experts are gathered again in backward
+    (``reshard_after_forward=True``) unless the argument says otherwise.
+
+    shard_experts: True, False, or a mapping with some of `OPTIONS`, which stands for True.
+
+    Raises TypeError or ValueError for anything else.
+    """
+    if not isinstance(shard_experts, Mapping):
+        check_flag("shard_experts", shard_experts)
+        return {"reshard_after_forward": True} if shard_experts else None
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+    unknown = [name for name in shard_experts if name not in OPTIONS]
+    if unknown:
+        raise ValueError(f"shard_experts (with {unknown[0]!r}) may have only {', '.join(OPTIONS)}")
+    options = {"reshard_after_forward": True, **shard_experts}
+    check_flag("shard_experts['reshard_after_forward']", options["reshard_after_forward"])
+    for name, kind in (("mp_policy", MixedPrecisionPolicy), ("offload_policy", OffloadPolicy)):
+        if name in options:
+            what = f"a torch.distributed.fsdp.{kind.__name__}"
+            check_kind(kind, what, **{f"shard_experts[{name!r}]": options[name]})
+    return options
+
+
+def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
+    """Raises ValueError or TypeError if the experts of a layer cannot be sharded over their copies.
+
+    layer: the layer.
+    grid: the ranks over which `pmoe.parallelize` spreads the layer.
+    count: number of ranks over which an expert is sharded.
+    """
+    experts = layer.layer_modules.experts
+    if experts.is_parallelized and not experts.is_sharded:
+        raise ValueError(
+            "a layer that is parallelized already must not be sharded later: pass shard_experts to its first "
+            "pmoe.parallelize"
+        )
+    names = {name for name, _ in experts.named_parameters()}
+    if not isinstance(experts, StackedExperts) or not names <= set(HIDDEN_DIMS):
+        kind = "modules" if experts.are_modules else type(experts).__name__
+        raise TypeError(
+            f"experts ({kind}) must be ffn or swiglu experts without adapters to be sharded: leave "
+            "shard_experts out"
+        )
+    for name, shape in _shapes(experts, layer.num_experts, grid).items():
+        _dimension(experts, name, shape, count, grid.esp.size)
+
+
+def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: dict[str, Any]) -> None:
+    """Shards the parameters of experts over the ranks that hold their copies, by fully_shard.
+
+    The parameters, DTensors that are Replicate over the copies, become DTensors that are Shard over the
+    inner dimension of copies.
+
+    experts: this rank's experts, for which `check_shardable` raises no error.
+    mesh: the mesh of the parameters.
+    copies: names of the dimensions of copies; the last one is sharded, the one before it replicated.
+    options: arguments for fully_shard.
+    """
+    assert isinstance(experts, StackedExperts)
+    from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+
+    *outer, inner = copies
+    count = mesh.size((mesh.mesh_dim_names or ()).index(inner))
+    part = Part(mesh.get_local_rank(inner), count)
+    dims = dict[Tensor, int]()
+    copy_parts = dict[str, tuple[int, Part]]()
+    for name, parameter in experts.named_parameters():
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh is not mesh:
+            # torch may have put in an equal mesh of an earlier call, from a cache. fully_shard wants ours.
+            parameter._spec = replace(parameter._spec, mesh=mesh)
+        dims[parameter] = _dimension(experts, name, local_part(parameter).shape, count, experts.shard.count)
+        copy_parts[name] = dims[parameter], part
+    fully_shard(
+        experts,
+        mesh=mesh,
+        dp_mesh_dims=DataParallelMeshDims(shard=inner, replicate=outer[0] if outer else None),
+        shard_placement_fn=lambda parameter: Shard(dims[parameter]),
+        **options,
+    )
+    experts.copy_parts = copy_parts
+    experts.keeps_gathered = not options["reshard_after_forward"]
+    if "mp_policy" in options:
+        experts.gathered_dtype = options["mp_policy"].param_dtype
+    experts.mark_parameters()
+
+
+def is_gathered(experts: Experts) -> bool:
+    """Returns whether this rank has whole experts now: they are not sharded, or FSDP2 has gathered them.
+
+    experts: this rank's experts.
+    """
+    return all(
+        tuple(getattr(experts, name).placements) == experts.placements[name] for name in experts.copy_parts
+    )
+
+
+@torch.no_grad()
+def whole_parameter(experts: Experts, name: str) -> Tensor:
+    """Returns the whole of a parameter that FSDP2 shards over copies, (E_local, ...). Collective over copies.
+
+    E_local is the number of this rank's experts. The result has the parameter's own dtype, also if FSDP2
+    computes with another one.
+
+    experts: this rank's experts, which FSDP2 has not gathered.
+    name: the parameter's name.
+    """
+    dim, part = experts.copy_parts[name]
+    parameter: Any = getattr(experts, name)
+    mesh = parameter.device_mesh
+    along = next(
+        along
+        for along, placement in zip(mesh.mesh_dim_names, parameter.placements, strict=True)
+        if along not in (ACROSS, INSIDE) and not placement.is_replicate()
+    )
+    own = local_part(parameter).to(mesh.device_type).contiguous()
+    parts = [torch.empty_like(own) for _ in range(part.count)]
+    ranks = Ranks(mesh.get_group(along))
+    with at_stage("gathering experts from their copies", ranks):
+        dist.all_gather(parts, own, group=ranks.group)
+    return torch.cat(parts, dim)
+
+
+def check_gathered(experts: Experts, name: str, cure: str) -> None:
+    """Raises ValueError if this rank has only its part of experts that FSDP2 shards over their copies.
+
+    experts: this rank's experts.
+    name: name of the layer, for the message.
+    cure: what to do, for the message.
+    """
+    if not is_gathered(experts):
+        raise ValueError(f"{name} (with shard_experts) must have whole experts on each rank: {cure}")
+
+
+def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, list[int]]:
+    """Returns the shape of a rank's part of each parameter after experts are spread over ``grid``.
+
+    experts: this rank's experts, before or after they are spread.
+    num_experts: number of experts of all ranks.
+    grid: the ranks along "ep" and along "esp".
+    """
+    shapes = {}
+    for name, dim in (experts.hidden_dims() or {}).items():
+        shape = list(experts.get_parameter(name).shape)
+        shape[0] = num_experts // grid.ep.size
+        if dim is not None:
+            factor = experts.hidden_factor if dim == 1 else 1
+            shape[dim] = factor * experts.all_hidden // grid.esp.size
+        shapes[name] = shape
+    return shapes
+
+
+def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: int, num_parts: int) -> int:
+    """Returns the first dimension of a parameter that can be cut into ``count`` equal parts.
+
+    Dimension 0 counts experts. It comes first because a rank then has whole experts, and because FSDP2 copies
+    once more for any other dimension.
+
+    experts: this rank's experts.
+    name: name of the parameter.
+    shape: shape of the rank's part of it.
+    count: number of equal parts.
+    num_parts: number of ranks ("esp") that share each expert's hidden columns. If there are several, a gated
+        w1 or b1 has two separate blocks of columns, which are not cut once more.
+
+    Raises ValueError if no dimension can be cut.
+    """
+    in_blocks = num_parts > 1 and experts.hidden_factor > 1 and (experts.hidden_dims() or {})[name] == 1
+    for dim, length in enumerate(shape):
+        if length % count == 0 and not (in_blocks and dim == 1):
+            return dim
+    raise ValueError(
+        f"experts' {name} (of shape {tuple(shape)} on a rank) must have a dimension that the {count} copies "
+        "divide to be sharded over them: leave shard_experts out, or take another mesh"
+    )

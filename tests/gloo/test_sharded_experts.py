@@ -1,0 +1,645 @@
+"""Experts that FSDP2 shards over their copies (``shard_experts`` of parallelize) train as whole copies do."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint
+
+import pmoe
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.marks import is_expert
+from tests.gloo.kit import error_of
+from tests.gloo.lm import SLOW_IMPORT, Model, batch, build, loss_of, make_mesh, shared, submesh, whole
+from tests.gloo.test_footprint import step_bytes
+from tests.own_experts import mlp
+from tests.pool import ranks
+
+MAX_NORM, STEPS = 0.9, 4
+SQUARE = {"dp": 2, "ep": 2}
+
+
+def parallelized(
+    sizes: dict[str, int], shard_experts: Any, dtype: torch.dtype = torch.float32, **options: Any
+) -> Model:
+    mesh = make_mesh(sizes)
+    model = build(submesh(mesh), dtype, **options)
+    return pmoe.parallelize(model, mesh, shard_experts=shard_experts)
+
+
+def backward(wrapped: nn.Module, wrap: str, step: int, passes: int, rank: int, world: int) -> float:
+    """Runs the passes of a step, of which the last one reduces the dense part. Returns the sum of losses."""
+    total = 0.0
+    for at in range(passes):
+        with contextlib.ExitStack() as waiting:
+            if wrap == "fsdp":
+                wrapped.set_requires_gradient_sync(at == passes - 1)
+            elif at < passes - 1:
+                waiting.enter_context(wrapped.no_sync())
+            loss = loss_of(wrapped, batch(passes * step + at, world).chunk(world)[rank]) / passes
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def trained(
+    rank: int, world: int, sizes: dict[str, int], shard_experts: Any, wrap: str, passes: int, expert: str
+) -> dict[str, Any]:
+    """Returns losses, norms, the first step's gradients, and parameters after some steps with clipping."""
+    model = parallelized(sizes, shard_experts, expert=expert)
+    wrapped = shared(wrap, model)
+    optimizer = torch.optim.AdamW(pmoe.parameter_groups(wrapped), lr=1e-2, foreach=True)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found["losses"].append(backward(wrapped, wrap, step, passes, rank, world))
+        if step == 0:
+            found["gradients"] = {name: whole(each.grad).clone() for name, each in model.named_parameters()}
+            found["held"] = {
+                name: each.to_local().numel() / each.numel()
+                for name, each in model.named_parameters()
+                if is_expert(each)
+            }
+        found["norms"].append(pmoe.clip_grad_norm_(wrapped, MAX_NORM).item())
+        optimizer.step()
+    found["parameters"] = {name: whole(each) for name, each in model.named_parameters()}
+    return found
+
+
+CASES = [
+    # the sizes of the mesh, that of the run with whole copies, wrapper, passes, experts
+    (SQUARE, SQUARE, "ddp", 1, "ffn"),
+    (SQUARE, SQUARE, "fsdp", 2, "swiglu"),
+    (SQUARE, SQUARE, "ddp", 2, "swiglu"),
+    (SQUARE, SQUARE, "fsdp", 1, "ffn"),
+    ({"ep": 2, "dp": 2}, {"ep": 2, "dp": 2}, "fsdp", 1, "swiglu"),
+    ({"dp": 4, "ep": 1}, {"dp": 4, "ep": 1}, "ddp", 1, "swiglu"),
+    ({"nodes": 2, "dp": 2, "ep": 1}, {"dp": 4, "ep": 1}, "fsdp", 2, "ffn"),
+    ({"nodes": 2, "dp": 1, "ep": 2}, SQUARE, "ddp", 1, "ffn"),
+    ({"dp": 2, "ep": 1, "esp": 2}, {"dp": 2, "ep": 1, "esp": 2}, "fsdp", 1, "swiglu"),
+    ({"dp": 2, "ep": 1, "esp": 2}, {"dp": 2, "ep": 1, "esp": 2}, "ddp", 1, "ffn"),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plain", "wrap", "passes", "expert"),
+    [pytest.param(*case, marks=() if at < 2 else pytest.mark.slow) for at, case in enumerate(CASES)],
+)
+def test_sharded_experts_train_as_whole_copies_do(
+    sizes: dict[str, int], plain: dict[str, int], wrap: str, passes: int, expert: str
+) -> None:
+    job = ranks(4)
+    expected = job.run(trained, plain, False, wrap, passes, expert, timeout=SLOW_IMPORT)
+    found = job.run(trained, sizes, True, wrap, passes, expert, timeout=SLOW_IMPORT)
+    for own, wanted in zip(found, expected, strict=True):
+        assert own["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+        assert own["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+        assert own["norms"] == found[0]["norms"]
+        for kind in ("gradients", "parameters"):
+            assert own[kind].keys() == wanted[kind].keys()
+            for name, value in own[kind].items():
+                torch.testing.assert_close(value, wanted[kind][name], rtol=1e-5, atol=1e-7)
+        if passes == 1 and sizes == plain and sizes["dp"] == 2:  # sums of two numbers, divided by 2 or 4
+            assert all(torch.equal(value, wanted["gradients"][n]) for n, value in own["gradients"].items())
+        parts = {name: sizes["dp"] * sizes["ep"] * sizes.get("esp", 1) for name in own["held"]}
+        for name in own["held"]:
+            parts[name] //= sizes.get("esp", 1) if name.endswith("b2") else 1
+        assert own["held"] == {name: 1 / parts[name] for name in parts} and parts
+
+
+# ---- policies
+
+
+def policies(rank: int, world: int) -> dict[str, Any]:
+    """Returns the losses of two steps under each policy of FSDP2, and what the experts' parameters are."""
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    everyone = make_mesh({"all": world})
+    cases: dict[str, Any] = {
+        "plain": False,
+        "sharded": True,
+        "kept": {"reshard_after_forward": False},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "bf16": {"mp_policy": bf16},
+        "bf16 everywhere": {"mp_policy": bf16},
+        "bf16, dense part only": False,
+        "bf16, dense part, sharded": True,
+    }
+    found: dict[str, Any] = {}
+    for name, shard_experts in cases.items():
+        model = parallelized(SQUARE, shard_experts)
+        if name.startswith("bf16 ") or name.startswith("bf16,"):
+            experts = pmoe.expert_parameters(model)
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=everyone, ignored_params=experts, mp_policy=bf16)
+            wrapped: nn.Module = model
+        else:
+            wrapped = shared("ddp", model)
+        optimizer = torch.optim.SGD(pmoe.parameter_groups(model), lr=0.1, momentum=0.9)
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            losses.append(backward(wrapped, "ddp", step, 1, rank, world))
+            optimizer.step()
+        with torch.no_grad():
+            losses.append(loss_of(wrapped, batch(3, world).chunk(world)[rank]).item())
+        kinds = {each.dtype for each in model.blocks[0].moe.experts.parameters()}
+        path = model.blocks[0].moe.ran.path
+        found[name] = losses, kinds, path
+    return found
+
+
+@pytest.mark.slow
+def test_policies_of_fsdp2_apply_to_sharded_experts() -> None:
+    for found in ranks(4).run(policies, timeout=SLOW_IMPORT):
+        plain = found["plain"][0]
+        for name in ("sharded", "kept", "offloaded"):
+            assert found[name][0] == plain, name
+        for name in ("bf16", "bf16 everywhere", "bf16, dense part only", "bf16, dense part, sharded"):
+            assert found[name][0] != plain
+            assert found[name][0] == pytest.approx(plain, rel=2e-2), name
+        # Autocast of whole experts and FSDP2's cast of sharded ones compute the same numbers.
+        dense = found["bf16, dense part only"][0]
+        assert found["bf16, dense part, sharded"][0] == pytest.approx(dense, rel=1e-6)
+        assert {tuple(kinds) for _, kinds, _ in found.values()} == {(torch.float32,)}
+
+
+# ---- checkpoints
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(pmoe.parameter_groups(model), lr=1e-2)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int) -> float:
+    """Trains one step on all ranks' tokens, with the dense part reduced by hand."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch(step, 4).chunk(world)[rank])
+    loss.backward()
+    for parameter in model.parameters():
+        if not is_expert(parameter):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+    optimizer.step()
+    return loss.item()
+
+
+def saving(rank: int, world: int, folder: str, sizes: dict[str, int], expert: str) -> list[float]:
+    """Saves a run with sharded experts by pmoe and by DCP after two steps; returns the losses that follow."""
+    model = parallelized(sizes, True, expert=expert)
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        one_step(model, optimizer, step, rank, world)
+    pmoe.save_checkpoint(f"{folder}/own", model, optimizer, step=2)
+    dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/dcp")
+    whole_state = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if rank == 0:
+        torch.save(whole_state, f"{folder}/whole.pt")
+    return [one_step(model, optimizer, step, rank, world) for step in (2, 3)]
+
+
+def loading(
+    rank: int, world: int, folder: str, sizes: dict[str, int], shard_experts: Any, expert: str
+) -> tuple[list[float], list[bool]]:
+    """Loads a checkpoint into another layout. Returns the losses that follow, and if DCP loads the same."""
+    torch.manual_seed(1)
+    model = parallelized(sizes, shard_experts, expert=expert)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = optimizer_of(model)
+    assert pmoe.load_checkpoint(f"{folder}/own", model, optimizer).step == 2
+    loaded = {name: whole(each).clone() for name, each in model.named_parameters()}
+    same = []
+    state = get_model_state_dict(model)
+    with torch.no_grad():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    set_model_state_dict(model, state)
+    same.append(all(torch.equal(whole(each), loaded[name]) for name, each in model.named_parameters()))
+    full = torch.load(f"{folder}/whole.pt", weights_only=True)
+    same.append(all(torch.equal(full[name], value) for name, value in loaded.items()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
+    same.append(all(torch.equal(whole(each), loaded[name]) for name, each in model.named_parameters()))
+    return [one_step(model, optimizer, step, rank, world) for step in (2, 3)], same
+
+
+LAYOUTS = [
+    # saved with, ranks, loaded with, sharded there
+    (SQUARE, 2, {"dp": 2, "ep": 1}, True),
+    (SQUARE, 4, {"dp": 1, "ep": 4}, False),
+    (SQUARE, 4, {"dp": 4, "ep": 1}, True),
+    (SQUARE, 2, {"ep": 2}, False),
+    ({"nodes": 2, "dp": 2, "ep": 1}, 4, {"ep": 2, "dp": 2}, True),
+    ({"dp": 2, "ep": 1, "esp": 2}, 4, SQUARE, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "others", "shard_experts"),
+    [pytest.param(*case, marks=() if at < 1 else pytest.mark.slow) for at, case in enumerate(LAYOUTS)],
+)
+def test_checkpoints_of_sharded_experts_load_on_other_numbers_of_ranks(
+    sizes: dict[str, int], world: int, others: dict[str, int], shard_experts: bool, tmp_path: Path
+) -> None:
+    expert = "ffn" if "esp" in sizes else "swiglu"  # DCP does not take gated experts over "esp"
+    going_on = ranks(4).run(saving, str(tmp_path), sizes, expert, timeout=SLOW_IMPORT)
+    found = ranks(world).run(loading, str(tmp_path), others, shard_experts, expert, timeout=SLOW_IMPORT)
+    for step in range(2):
+        mean = sum(losses[step] for losses, _ in found) / world
+        assert mean == pytest.approx(sum(losses[step] for losses in going_on) / 4, rel=1e-5)
+    assert [same for _, same in found] == [[True] * 3] * world
+
+
+def gated_over_esp(rank: int, world: int, folder: str) -> bool:
+    sizes = {"dp": 2, "ep": 1, "esp": 2}
+    model = parallelized(sizes, True, expert="swiglu")
+    before = {name: whole(each).clone() for name, each in model.named_parameters()}
+    pmoe.save_checkpoint(folder, model, step=0)
+    other = parallelized(sizes, False, expert="swiglu")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    pmoe.load_checkpoint(folder, other)
+    return all(torch.equal(whole(each), before[name]) for name, each in other.named_parameters())
+
+
+def test_gated_experts_over_esp_and_copies_are_saved_in_two_boxes(tmp_path: Path) -> None:
+    assert ranks(4).run(gated_over_esp, str(tmp_path), timeout=SLOW_IMPORT) == [True] * 4
+
+
+def from_meta(rank: int, world: int, sizes: dict[str, int], expert: str) -> dict[str, torch.Tensor]:
+    mesh = make_mesh(sizes)
+    with torch.device("meta"):
+        model = nn.Sequential(pmoe.MoELayer(6, 8, 4, 2, group=Ranks.single(), expert=expert))
+    pmoe.parallelize(model, mesh, shard_experts=True)
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    model[0].reset_parameters()
+    model(torch.randn(3, 6)).sum().backward()
+    return {name: whole(value) for name, value in model.named_parameters()}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "sizes", [SQUARE, {"dp": 4, "ep": 1}, {"ep": 4, "dp": 1}, {"dp": 2, "ep": 1, "esp": 2}]
+)
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+def test_sharded_experts_of_the_meta_device_are_drawn_as_whole_ones(
+    sizes: dict[str, int], expert: str
+) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(pmoe.MoELayer(6, 8, 4, 2, expert=expert))
+    for found in ranks(4).run(from_meta, sizes, expert, timeout=SLOW_IMPORT):
+        for name, value in model.named_parameters():
+            assert torch.equal(found[name], value), name
+
+
+def inside_of_matrices(rank: int, world: int) -> bool:
+    """Experts that the copies do not divide are cut along their hidden columns, or d_model."""
+    mesh = make_mesh({"dp": 2, "ep": 2})
+    torch.manual_seed(5)
+    expected = pmoe.MoELayer(6, 8, 2, 2, expert="swiglu", group=Ranks.single())
+    with torch.device("meta"):
+        layer = pmoe.MoELayer(6, 8, 2, 2, expert="swiglu", group=Ranks.single())
+    pmoe.parallelize(layer, mesh, shard_experts=True)
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    own, plain = layer.experts.w1, expected.experts.w1
+    assert own.to_local().shape == (1, 8, 6)
+    with pytest.raises(ValueError, match="cut inside of matrices"):
+        pmoe.ExpertMuon(layer)
+    return torch.equal(whole(own), plain) and torch.equal(whole(layer.experts.b2), expected.experts.b2)
+
+
+def test_experts_that_copies_do_not_divide_are_cut_inside() -> None:
+    assert ranks(4).run(inside_of_matrices, timeout=SLOW_IMPORT) == [True] * 4
+
+
+# ---- the order of collectives, and bytes
+
+
+def issued(rank: int, world: int, prefetches: bool) -> tuple[list[str], list[str]]:
+    """Returns the order in which a step issues its collectives in forward and in backward.
+
+    "gather 1" is the all-gather of the experts of block 1, "scatter 1" the reduce-scatter of their gradients,
+    and "rows" all-to-alls of rows.
+    """
+    model = parallelized(SQUARE, True)
+    wrapped = shared("fsdp", model)
+    if prefetches:
+        units = [[block, block.moe.experts] for block in model.blocks]
+        for (part, *_), following in zip([[model], *units], units, strict=False):
+            part.set_modules_to_forward_prefetch(following)
+        for (part, *_), following in zip([[model], *units[::-1]], units[::-1], strict=False):
+            part.set_modules_to_backward_prefetch(following)
+    loss_of(wrapped, batch(0, world).chunk(world)[rank]).backward()
+    journal: list[str] = []
+    groups = [
+        each._get_fsdp_state()._fsdp_param_group for each in (block.moe.experts for block in model.blocks)
+    ]
+
+    exchange = dist.all_to_all_single
+
+    def noting_rows(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if output.is_floating_point():  # the exchange of counts has integers
+            journal.append("rows")
+        return exchange(output, *args, **kwargs)
+
+    def gathering(number: int, method: Any, word: str) -> Any:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            group = groups[number]
+            if word == "scatter" or not (group.is_unsharded or group._all_gather_result is not None):
+                journal.append(f"{word} {number}")
+            return method(*args, **kwargs)
+
+        return noting
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(dist, "all_to_all_single", noting_rows))
+        for number, group in enumerate(groups):
+            group.unshard = gathering(number, group.unshard, "gather")
+            group.post_backward = gathering(number, group.post_backward, "scatter")
+        loss = loss_of(wrapped, batch(1, world).chunk(world)[rank])
+        forward = list(journal)
+        journal.clear()
+        loss.backward()
+    return _without_repeats(forward), _without_repeats(journal)
+
+
+def _without_repeats(journal: list[str]) -> list[str]:
+    return [word for word, _ in itertools.groupby(journal)]
+
+
+def test_gathers_are_issued_behind_the_layer_before_and_scatters_beside_the_next() -> None:
+    for forward, backward_ in ranks(4).run(issued, False, timeout=SLOW_IMPORT):
+        assert forward == ["gather 0", "rows", "gather 1", "rows"]
+        assert backward_[:4] == ["gather 1", "rows", "scatter 1", "gather 0"]
+    for forward, backward_ in ranks(4).run(issued, True, timeout=SLOW_IMPORT):
+        assert forward == ["gather 0", "gather 1", "rows"]
+        assert backward_[:4] == ["gather 1", "gather 0", "rows", "scatter 1"]
+
+
+def held(rank: int, world: int, shard_experts: Any) -> dict[str, int]:
+    """Returns the bytes that a rank keeps of experts between two steps, by what they are for."""
+    mesh = make_mesh(SQUARE)
+    layer = pmoe.MoELayer(16, 32, 8, 2, mesh=mesh["ep"])
+    pmoe.parallelize(layer, mesh, shard_experts=shard_experts)
+    optimizer = optimizer_of(layer)
+    layer(torch.randn(16, 16)).sum().backward()
+    optimizer.step()
+    experts = list(layer.experts.parameters())
+    states = [value for each in experts for value in optimizer.state[each].values() if value.dim()]
+    found = {
+        "parameters": sum(each.to_local().untyped_storage().nbytes() for each in experts),
+        "gradients": sum(each.grad.to_local().numel() * 4 for each in experts),
+        "states": sum(value.to_local().untyped_storage().nbytes() for value in states),
+        "predicted": layer.predict_memory(16).gradients - 4 * layer.gate.weight.numel(),
+    }
+    if shard_experts:
+        (group,) = layer.experts._get_fsdp_state()._fsdp_param_groups
+        gathered = [tensor for each in group.fsdp_params for tensor in each.all_gather_outputs]
+        found["gathered"] = sum(tensor.untyped_storage().nbytes() for tensor in gathered)
+        found["gathered in a step"] = sum(tensor.numel() * 4 for tensor in gathered)
+        found["predicted gathered"] = layer.predict_memory(16).tensors["gathered experts"] // 2
+    return found
+
+
+def test_a_rank_keeps_a_part_of_parameters_gradients_and_states() -> None:
+    whole_copy = 4 * 4 * (2 * 16 * 32 + 16 + 32)  # 4 experts of float32
+    for found in ranks(4).run(held, False, timeout=SLOW_IMPORT):
+        assert found == {
+            "parameters": whole_copy,
+            "gradients": whole_copy,
+            "states": 2 * whole_copy,
+            "predicted": whole_copy,
+        }
+    for found in ranks(4).run(held, True, timeout=SLOW_IMPORT):
+        assert found == {
+            "parameters": whole_copy // 2,
+            "gradients": whole_copy // 2,
+            "states": whole_copy,
+            "predicted": whole_copy // 2,
+            "gathered": 0,  # freed after backward
+            "gathered in a step": whole_copy,
+            "predicted gathered": whole_copy,
+        }
+
+
+def peak(rank: int, world: int, options: dict[str, Any], shard_experts: Any) -> float:
+    mesh = make_mesh(SQUARE)
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(64, 256, 8, 2, mesh=mesh["ep"], **options)
+    pmoe.parallelize(layer, mesh, shard_experts=shard_experts)
+    x = torch.randn(512 - 37 * rank, 64, generator=torch.Generator().manual_seed(rank))
+    found = step_bytes(layer, x)
+    return layer.predict_memory(512 - 37 * rank, layer.row_counts).peak / found.peak
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2, "memory_reuse": "S4"}], ids=str)
+@pytest.mark.parametrize("shard_experts", [True, {"reshard_after_forward": False}], ids=str)
+def test_the_peak_with_gathered_experts_is_predicted(options: dict[str, Any], shard_experts: Any) -> None:
+    for ratio in ranks(4).run(peak, options, shard_experts, timeout=SLOW_IMPORT):
+        assert 0.98 <= ratio <= 1.02
+
+
+# ---- beside other features
+
+
+def beside(rank: int, world: int) -> dict[str, Any]:
+    """Returns, for each feature, losses of whole and of sharded experts."""
+    found: dict[str, Any] = {}
+    features: dict[str, dict[str, Any]] = {
+        "balance": {"balance": 1},
+        "pipeline": {"pipeline": 2, "memory_reuse": "S4"},
+        "search": {"pipeline": True, "memory_reuse": True},
+        "shared expert": {"shared_expert": 8},
+        "latent": {"d_latent": 4},
+    }
+    for name, options in features.items():
+        found[name] = [
+            _losses(parallelized(SQUARE, shards, torch.float64, **options), rank, world)
+            for shards in (False, True)
+        ]
+    for name in ("checkpoint", "frozen", "half frozen"):
+        found[name] = []
+        for shards in (False, True):
+            model = parallelized(SQUARE, shards, torch.float64)
+            if name == "checkpoint":
+                for block in model.blocks:
+                    block.moe.forward = partial(checkpoint, block.moe.forward, use_reentrant=False)
+            elif name == "frozen":
+                model.blocks[0].moe.experts.requires_grad_(False)
+            else:
+                pmoe.freeze_experts(model, [0, 3])
+            found[name].append(_losses(model, rank, world))
+            if name == "half frozen":
+                start = parallelized(SQUARE, False, torch.float64).blocks[0].moe.experts.w1
+                moved = (whole(model.blocks[0].moe.experts.w1) != whole(start)).flatten(1).any(1)
+                found[name, shards] = moved.tolist()
+    return found
+
+
+def _losses(model: nn.Module, rank: int, world: int) -> list[float]:
+    optimizer = optimizer_of(model)
+    losses = [one_step(model, optimizer, step, rank, world) for step in range(3)]
+    with torch.no_grad():
+        return [*losses, loss_of(model, batch(3, world).chunk(world)[rank]).item()]
+
+
+@pytest.mark.slow
+def test_sharded_experts_work_beside_other_features() -> None:
+    for found in ranks(4).run(beside, timeout=SLOW_IMPORT):
+        for name, values in found.items():
+            if isinstance(name, str):
+                assert values[0] == pytest.approx(values[1], rel=1e-9), name
+        assert found["half frozen", False] == found["half frozen", True] == [False, True, True, False]
+
+
+def odd_passes(rank: int, world: int) -> list[bool]:
+    """Runs ranks without tokens, experts without rows, and a layer twice in a graph."""
+    mesh = make_mesh(SQUARE)
+    found = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        layer = pmoe.MoELayer(4, 6, 4, 2, mesh=mesh["ep"], dtype=torch.float64)
+        pmoe.parallelize(layer, mesh, shard_experts=shards)
+        x = torch.randn(rank // 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        (layer(x).square().sum() + layer(2 * x).square().sum()).backward()
+        layer(x[:0]).sum().backward()  # no rank has a token
+        x.requires_grad_()
+        loss = layer(x).square().sum()
+        torch.autograd.grad(loss, x, retain_graph=True)  # the gradient of the input first
+        loss.backward()
+        found.append({name: whole(each.grad).clone() for name, each in layer.experts.named_parameters()})
+    return [torch.allclose(value, found[0][name]) for name, value in found[1].items()]
+
+
+def test_ranks_without_tokens_and_repeated_calls_go_together() -> None:
+    assert ranks(4).run(odd_passes, timeout=SLOW_IMPORT) == [[True] * 4] * 4
+
+
+def exported(rank: int, world: int, num_experts: int) -> bool:
+    mesh = make_mesh(SQUARE)
+    found = []
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for shards in (False, {"mp_policy": bf16}):
+        torch.manual_seed(0)
+        layer = pmoe.MoELayer(6, 8, num_experts, 2, expert="swiglu", bias=False, mesh=mesh["ep"])
+        pmoe.parallelize(layer, mesh, shard_experts=shards)
+        found.append(list(pmoe.export_weights(layer, "mixtral")))
+    pairs = zip(*found, strict=True)
+    return all(one[:2] == other[:2] and torch.equal(one[2], other[2]) for one, other in pairs)
+
+
+@pytest.mark.parametrize("num_experts", [2, 4])
+def test_exported_weights_are_those_of_whole_experts(num_experts: int) -> None:
+    assert ranks(4).run(exported, num_experts, timeout=SLOW_IMPORT) == [True] * 4
+
+
+# ---- refused
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    mesh = make_mesh(SQUARE)
+    other = make_mesh({"dp": 2, "ep": 1, "esp": 2})
+    three = make_mesh({"a": 1, "b": 1, "dp": 2, "ep": 2})
+    shards = partial(pmoe.parallelize, shard_experts=True)
+
+    def by_hand() -> None:
+        model = pmoe.parallelize(build(mesh["ep"]), mesh)
+        dims = DataParallelMeshDims(shard="dp")
+        for block in model.blocks:
+            for parameter in block.moe.experts.parameters():
+                parameter._spec = replace(parameter._spec, mesh=mesh)  # torch may have cached an equal mesh
+            fully_shard(block.moe.experts, mesh=mesh, dp_mesh_dims=dims)
+        model(batch(0, 1)[:, :-1])
+
+    def wrapped_before() -> None:
+        model = build(mesh["ep"])
+        fully_shard(model.blocks[0].moe.experts, mesh=mesh["dp"])
+        shards(model, mesh)
+
+    def differ() -> None:
+        model = shards(build(mesh["ep"]), mesh)
+        model.blocks[1].moe.experts.w2.requires_grad_(rank != 2)
+        loss_of(model, batch(0, 1)).backward()
+
+    def adapters() -> None:
+        model = build(mesh["ep"])
+        pmoe.add_lora(model, rank=2)
+        shards(model, mesh)
+
+    attempts = [
+        lambda: shards(build(mesh["ep"]), mesh["ep"]),
+        lambda: shards(build(mesh["ep"]), three),
+        lambda: shards(build(mesh["ep"]), mesh, reduce=False),
+        lambda: pmoe.parallelize(build(mesh["ep"]), mesh, shard_experts={"mesh": mesh}),
+        lambda: pmoe.parallelize(build(mesh["ep"]), mesh, shard_experts={"reshard_after_forward": 2}),
+        lambda: pmoe.parallelize(build(mesh["ep"]), mesh, shard_experts={"mp_policy": torch.bfloat16}),
+        lambda: shards(build(mesh["ep"], expert=mlp), mesh),
+        lambda: shards(pmoe.parallelize(build(mesh["ep"]), mesh), mesh),
+        wrapped_before,
+        by_hand,
+        adapters,
+        lambda: pmoe.add_lora(shards(build(mesh["ep"]), mesh), rank=2),
+        lambda: shards(pmoe.MoELayer(4, 6, 1, 1, expert="swiglu", mesh=other["ep", "esp"]), other),
+        lambda: pmoe.copy_into_experts(shards(pmoe.MoELayer(4, 6, 4, mesh=mesh["ep"]), mesh), {}),
+        differ,
+    ]
+    return [error_of(attempt) for attempt in attempts]
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    wanted = [
+        r"ValueError: shard_experts needs a mesh \(dimensions \('ep',\)\) with a further dimension",
+        r"ValueError: mesh \(dimensions \('a', 'b', 'dp', 'ep'\)\) must have .* \(with shard_experts two\)",
+        r"ValueError: reduce \(False\) must be True with shard_experts",
+        r"ValueError: shard_experts \(with 'mesh'\) may have only reshard_after_forward, mp_policy",
+        r"TypeError: shard_experts\['reshard_after_forward'\] \(2\) must be",
+        r"TypeError: shard_experts\['mp_policy'\] .* must be a torch.distributed.fsdp.MixedPrecisionPolicy",
+        r"TypeError: blocks.0.moe: experts \(modules\) must be ffn or swiglu experts without adapters",
+        r"ValueError: blocks.0.moe: a layer that is parallelized already must not be sharded later",
+        r"ValueError: blocks.0.moe.experts \(a FSDPFFNExperts\) must be wrapped after pmoe.parallelize",
+        r"ValueError: experts' parameters must not be in fully_shard, .* shard_experts=True",
+        r"TypeError: blocks.0.moe: experts \(.*Lora.*\) must be ffn or swiglu experts without adapters",
+        r"TypeError: blocks.0.moe \(experts FSDPFFNExperts\) must have plain ffn or swiglu experts",
+        r"ValueError: model: experts' b1 \(of shape \(1, 6\) on a rank\) must have a dimension that the 2",
+        r"ValueError: layer \(with shard_experts\) must have whole experts on each rank: call copy_into",
+        r"ValueError: requires_grad of experts' w2 must be the same on all copies of the experts",
+    ]
+    for found in ranks(4).run(refusals, timeout=SLOW_IMPORT):
+        assert len(found) == len(wanted)
+        for message, pattern in zip(found, wanted, strict=True):
+            assert re.search(pattern, message), message

@@ -157,7 +157,9 @@ TAKEN: dict[str, dict[str, str]] = {
     "BalanceLoss.loss": {"totals": NONE},
     "BalanceLoss.load_state_dict": {"state": "{}"},
     "read_routing": {"folder": NOTHING, "rank": "0"},
-    "ExternalGate.routing": {"expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE},
+    "ExternalGate.routing": {
+        "expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE, "weights_of": "None module",
+    },
     "Routing": {
         "expert": NOTHING, "weight": NOTHING, "l_aux": NOTHING, "logits": "None scalar integers tensor",
         "keep": NONE, "token": NONE, "mix": NONE,

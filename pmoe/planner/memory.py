@@ -128,14 +128,18 @@ def predict(
     forward_work += copies.forward
     backward_work = _backward_work(sizes, call, backward, backward_held) + copies.backward
     backward_work += inner_bytes * (1 + (padded and restore.dispatched == "communicate"))
-    expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
+    expert_gradients = _expert_gradients(sizes, backward)
+    rounding = _rounded_gradient(sizes, expert_gradients)
+    expert_gradients += sizes.shared_parameters * sizes.element_size
 
     # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
     in_forward = saved + forward_work - rows_T * bool(inner_bytes) - around.not_in_forward
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
-    in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work
-    in_backward += around.of_shared - around.not_in_backward
-    backward_peak = in_backward + expert_gradients + around.gradients
+    beside_work = saved + (inner_bytes or rows_T) + wide_dx + around.of_shared - around.not_in_backward
+    in_backward = beside_work + backward_work
+    # The sums of gradients are rounded after the last task, when only the buffers are still held.
+    at_the_end = beside_work + backward_held.summing + rounding + _held_weights(sizes, call, backward)
+    backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
     # and 12 with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
@@ -346,7 +350,7 @@ def _forward_work(
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
         buffers.summing + _summed_rows(sizes, call, forward),
-        buffers.computing + _graph(sizes, backward),
+        buffers.computing + max(_graph(sizes, backward), _widened_rows(sizes, forward)),
         buffers.first + shared,
         buffers.leaving,
     )
@@ -377,24 +381,35 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
     """
     wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
+    unit = _unit_bytes(sizes, backward)
+    widened = 0
+    if sizes.columns.staged:
+        # A weight's gradient, too, is computed in other memory and then copied.
+        unit = max(unit, _largest_weight(sizes) * sizes.element_size)
+    elif sizes.element_size < WIDE:
+        # Rows are multiplied by their routing weights after the products of a chunk. An expert's narrow
+        # gradient, and its float32 copy, exist before they are added to the wide sum.
+        trained = min(_largest_weight(sizes), sizes.trained_parameters)
+        one_expert = trained // (sizes.num_experts // sizes.ep_size)
+        widened = max(_widened_rows(sizes, backward), one_expert * (sizes.element_size + WIDE))
     largest = max(
-        buffers.computing + max(products, _graph(sizes, backward)),
+        buffers.computing + max(products, _graph(sizes, backward), widened),
         buffers.summing + _summed_rows(sizes, call, backward),
         buffers.first + _shared_gradients(sizes, call),
         buffers.leaving,
     )
-    # The pass also holds the routing weights of rows that stay, and their gradients, in sorted order.
-    weights = (3 * backward.received + 4 * call.slots) * sizes.weight_size
-    unit = _unit_bytes(sizes, backward)
-    if sizes.columns.staged:
-        # A weight's gradient, too, is computed in other memory and then copied.
-        unit = max(unit, _largest_weight(sizes) * sizes.element_size)
-    elif sizes.element_size < WIDE:  # one expert's narrow gradient exists before it is added to the wide sum
-        num_local = sizes.num_experts // sizes.ep_size
-        unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
     packing = max(_packing(sizes, backward, wire) for wire in (sizes.wires.rows, sizes.wires.gradients))
     largest = max(largest + unit, buffers.leaving + packing)
-    return largest + weights + _whole_rows(sizes, call, backward)
+    return largest + _held_weights(sizes, call, backward) + _whole_rows(sizes, call, backward)
+
+
+def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
+    """Returns the bytes of routing weights and of their gradients, sorted and as they arrived, in backward.
+
+    call: numbers of rows of the call.
+    backward: numbers of rows of the pass.
+    """
+    return (3 * backward.received + 4 * call.slots) * sizes.weight_size
 
 
 def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
@@ -494,18 +509,25 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     - the routing weights of the product's rows, the gradients of these weights, and the rows' indices;
     - the product's results, if they are computed in temporary memory and then copied to their buffer;
     - the product of the rows with the first matrix of an adapter;
-    - `SMALL`;
-    - float32 copies of rows and weights, if bfloat16 or float16 rows are multiplied by float32 weights
-      outside of a kernel.
+    - `SMALL`.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
     """
-    unit = rows.largest_unit
     columns = sizes.columns.staged + sizes.columns.adapter
-    num_bytes = unit * (4 * sizes.weight_size + INDEX + columns * sizes.element_size) + SMALL
+    return rows.largest_unit * (4 * sizes.weight_size + INDEX + columns * sizes.element_size) + SMALL
+
+
+def _widened_rows(sizes: LayerSizes, rows: PassRows) -> int:
+    """Returns the bytes of two float32 copies of the rows of the largest matrix product of a pass.
+
+    They exist while bfloat16 or float16 rows are multiplied by float32 routing weights outside of a kernel;
+    else the result is 0.
+
+    rows: numbers of rows of the pass.
+    """
     widened = not sizes.columns.staged and sizes.element_size < WIDE
-    return num_bytes + unit * sizes.d_model * 2 * WIDE * widened
+    return rows.largest_unit * sizes.d_model * 2 * WIDE * widened
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
@@ -519,12 +541,21 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.travels)
     additions += bool(sizes.copies.sent)
-    narrow = sizes.trained_parameters * sizes.element_size
-    if sizes.element_size >= WIDE or additions < 2:
-        return narrow
-    # Several additions in bfloat16 would lose bits. So the sums are float32, and are rounded at the end.
-    largest = min(_largest_weight(sizes), sizes.trained_parameters)
-    return sizes.trained_parameters * WIDE + largest * sizes.element_size
+    is_wide = sizes.element_size >= WIDE or additions < 2
+    return sizes.trained_parameters * (sizes.element_size if is_wide else WIDE)
+
+
+def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:
+    """Returns the bytes of a weight's gradient in its own dtype, which exists beside its float32 sum.
+
+    Sums are rounded one after another, after the last task of backward. The result is 0 if sums have the
+    dtype of the parameters.
+
+    sums: bytes of all sums (`_expert_gradients`).
+    """
+    if sums == sizes.trained_parameters * sizes.element_size:
+        return 0
+    return min(_largest_weight(sizes), sizes.trained_parameters) * sizes.element_size
 
 
 def _largest_weight(sizes: LayerSizes) -> int:
@@ -615,7 +646,8 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     """
-    return min(call.tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)
+    columns = sizes.outer or sizes.d_model
+    return min(call.tokens, BLOCK_ROWS) * columns * WIDE * (sizes.element_size < WIDE)
 
 
 # ---- memory of a pass without ring slots

@@ -395,7 +395,7 @@ NO_FOREIGN_FILE = {
     "pmoe/papers/assumptions.py:assumptions": "a text of pmoe itself",
     "pmoe/papers/assumptions.py:printed": "numbers of pmoe itself",
     "pmoe/cli/simulate.py:_models": "models that pmoe knows",
-    "pmoe/convert.py:": "layouts that pmoe knows",
+    "pmoe/convert/state_dicts.py:": "layouts that pmoe knows",
     "pmoe/planner/timeline.py:": "colours and words of pmoe's own pictures",
     "pmoe/cli/__init__.py:_quiet_on_closed_pipe": "the system's /dev/null",
     "pmoe/kernels/heap.py:host_name": "the system's /proc/sys/kernel/random/boot_id",

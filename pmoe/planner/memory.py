@@ -146,7 +146,7 @@ def predict(
     # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
         (4 if call.spread == "mixed" else 3) * max(rows_T, around.tokens)
-        + around.of_shared
+        + _widened(sizes, call)
         + wide_dx
         + small
         + _gate_gradients(sizes, call)
@@ -159,7 +159,7 @@ def predict(
         temporary=max(forward_work, backward_work),
         gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
-        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first),
+        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first_peak),
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         promised=max(forward_peak, in_backward, routing_peak, gate_backward, saved + around.first),
@@ -188,7 +188,9 @@ class AroundLatent(NamedTuple):
     saved: tensors between forward and backward, in addition to those of the pass.
     not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
     gradients: gradients of parameters that exist while the pass's backward runs.
-    first: gradients while the shared expert is differentiated, at the start of backward.
+    first: what exists beside ``saved`` while the shared expert's output is added, at the end of forward, and
+        while the shared expert is differentiated, at the start of backward.
+    first_peak: the same, with the gradient of the shared expert's second weight.
     of_shared: the gradient of the input that comes from the shared expert, which exists until the end of
         backward.
     parameters: number of elements of the projections' and the shared expert's parameters.
@@ -201,6 +203,7 @@ class AroundLatent(NamedTuple):
     gradients: int = 0
     of_shared: int = 0
     first: int = 0
+    first_peak: int = 0
     parameters: int = 0
 
 
@@ -209,7 +212,8 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
 
     The up-projection saves the pass's output, and backward may send the projected tokens again. A shared
     expert is computed after the pass, and differentiated before it. Autograd saves its hidden activation,
-    before and after the nonlinearity, and its output if a shared gate scales it.
+    before the nonlinearity in float32 at least, between its two factors if it is gated, and after it. It also
+    saves the shared expert's output if a shared gate scales it.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -222,10 +226,21 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     projected = call.tokens * sizes.d_model * size
     again = projected * (restore.dispatched == "communicate")
     has_shared = bool(sizes.shared_parameters)
-    hidden = sizes.shared_columns.hidden + sizes.shared_columns.scratch
-    shared = has_shared * call.tokens * hidden * size + sizes.has_shared_gate * tokens
-    # The gradient of the shared gate's factor is an inner product with the output, in memory of its size.
-    scaled = sizes.has_shared_gate * (tokens + 2 * call.tokens * sizes.weight_size)
+    columns = sizes.shared_columns
+    wide = max(size, WIDE)
+    is_gated = columns.hidden > columns.scratch
+    row_bytes = columns.hidden * wide + columns.scratch * (size + wide * is_gated)
+    shared = has_shared * call.tokens * row_bytes + sizes.has_shared_gate * tokens
+    # When the shared expert's output is scaled and added, and when the scaling is differentiated.
+    factors = 4 * call.tokens * sizes.weight_size
+    scaled = 2 * tokens + (projected - again) + factors
+    logits = sizes.has_shared_gate * (tokens + _widened(sizes, call) + factors)
+    # When its second product is differentiated, and then its nonlinearity, after the activation is freed.
+    product = tokens + call.tokens * columns.scratch * size
+    nonlinearity = call.tokens * columns.scratch * (wide * (2 + is_gated) - size)
+    of_weight = sizes.shared_parameters * size * columns.scratch // max(columns.hidden + columns.scratch, 1)
+    first = max(scaled, logits, product, nonlinearity) + 2 * SMALL
+    first_peak = max(scaled, logits, product + of_weight, nonlinearity + of_weight) + 2 * SMALL
     return AroundLatent(
         tokens=tokens,
         saved=tokens + again + shared,
@@ -233,7 +248,8 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
         not_in_backward=shared,
         gradients=(sizes.latent_parameters // 2 + sizes.shared_parameters) * size,
         of_shared=has_shared * tokens,
-        first=has_shared * (tokens + projected + max(scaled, call.tokens * hidden * size) + SMALL),
+        first=has_shared * first,
+        first_peak=has_shared * first_peak,
         parameters=sizes.latent_parameters + sizes.shared_parameters,
     )
 
@@ -404,7 +420,7 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
 
 
 def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
-    """Returns the bytes of routing weights and of their gradients, sorted and as they arrived, in backward.
+    """Returns the bytes of routing weights and of their gradients, sorted and unsorted, in backward.
 
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
@@ -622,11 +638,7 @@ def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     """
-    return (
-        _scores(sizes, call) * 2 * bool(sizes.gate_scores)
-        + call.slots * sizes.weight_size * 2
-        + _widened(sizes, call)
-    )
+    return _scores(sizes, call) * 2 * bool(sizes.gate_scores) + call.slots * sizes.weight_size * 2
 
 
 def _scores(sizes: LayerSizes, call: CallRows) -> int:

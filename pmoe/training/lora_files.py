@@ -1,4 +1,4 @@
-"""Saves adapters of experts (LoRA) in PEFT's files, which vLLM and SGLang read too, and loads such files.
+"""Saves adapters of experts (LoRA) in PEFT's files, which vLLM reads too, and loads such files.
 
     adapter_config.json          rank, alpha, and which weights of the model are adapted
     adapter_model.safetensors    the matrices A and B
@@ -326,7 +326,7 @@ def load_lora(
         for layer_name, layer in layers.items():
             adapters = getattr(layer.layer_modules.experts, "adapters", {})
             if name in adapters:
-                _check_fits(layer_name, adapters[name], stored, layer_name)
+                _check_fits(layer_name, adapters[name], stored)
     has_none = not any(name in getattr(one.layer_modules.experts, "adapters", {}) for one in layers.values())
     if has_none:
         add_lora(model, rank=stored.rank, alpha=stored.alpha, targets=stored.targets, name=name)
@@ -414,12 +414,7 @@ def _read(
                 read[layer_name] = {}
                 for weight in targets:
                     keys = [form.keys(own_name, weight, letter, rename) for letter in "AB"]
-                    missing = [key for key in keys[0] + keys[1] if key not in names]
-                    if missing:
-                        raise ValueError(
-                            f"{path} must have {missing[0]}, of {layer_name} in layout {layout!r}; it has "
-                            f"{', '.join(sorted(names)[:2])} and others. rename= changes names of layers"
-                        )
+                    _check_names(path, keys[0] + keys[1], names, f"{layer_name} in layout {layout!r}")
                     used.update(*keys)
                     down, up = ([file.get_tensor(key) for key in part] for part in keys)
                     _check_shapes(path, keys, layer, weight, form, down, up, rank)
@@ -464,6 +459,18 @@ def _targets(
             f"them in target_parameters ({config.get('target_parameters')}): rename= changes names of layers"
         )
     return targets
+
+
+def _check_names(path: Path, keys: Sequence[str], names: Container[str], owner: str) -> None:
+    """Raises ValueError if the file lacks a matrix.
+
+    keys: the names of the matrices of a weight.
+    names: the names of all matrices in the file.
+    owner: the layer and the layout, in words.
+    """
+    missing = [key for key in keys if key not in names]
+    if missing:
+        raise ValueError(f"{path} must have {missing[0]}, of {owner}: rename= changes names of layers")
 
 
 def _check_shapes(
@@ -513,7 +520,7 @@ def _is_of_old_peft(
 
 
 def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the matrices of a stacked adapter that PEFT wrote before `PEFT_VERSION`, as it writes them now.
+    """Returns stacked matrices that PEFT wrote before `PEFT_VERSION` in the form in which it writes now.
 
     down: (E R, O).  up: (I, R E).  The change of expert e was the transpose of B[e] @ A[e].
     """
@@ -523,7 +530,10 @@ def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple
 
 
 def _padded(down_ERI: Tensor, up_EOR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns A and B with zeros up to ``rank``, which change nothing of B @ A."""
+    """Returns A, (E, rank, I), and B, (E, O, rank), with zeros that change nothing of B @ A.
+
+    down_ERI, up_EOR: A and B of a rank of at most ``rank``.
+    """
     missing = rank - down_ERI.shape[1]
     if not missing:
         return down_ERI, up_EOR
@@ -562,7 +572,7 @@ def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> No
         raise ValueError(f"layout ({layout!r}) must fit {layer_name}: its experts are not gated (swiglu)")
 
 
-def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored, name: str) -> None:
+def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
     """Raises ValueError if an adapter of a layer has another rank or other weights than the files."""
     if (adapter.rank, adapter.targets) != (stored.rank, stored.targets):
         raise ValueError(
@@ -571,7 +581,7 @@ def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored, name: str) -
             "pmoe.remove_lora(model, name) first, or load it by another name"
         )
     if adapter.shared:
-        for weight, (down_ERI, up_EOR) in stored.of_layer[name].items():
+        for weight, (down_ERI, up_EOR) in stored.of_layer[layer_name].items():
             for value in (down_ERI, up_EOR):
                 if not (value == value[:1]).all():
                     raise ValueError(
@@ -588,7 +598,10 @@ def _shapes(layer: MoELayer) -> Mapping[str, tuple[int, int, int]]:
 
 
 def _name_in_model(model: nn.Module, layer_name: str, layer: MoELayer) -> str:
-    """Returns the name of a layer in the model without wrappers; "" for a model that is itself a layer."""
+    """Returns the name of a layer in the model without wrappers; "" for a model that is itself a layer.
+
+    PEFT is a wrapper, too.
+    """
     if layer is model:
         return ""
     return unwrapped(model, layer_name).removeprefix(PREFIX)

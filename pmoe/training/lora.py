@@ -87,7 +87,7 @@ def add_lora(
     Raises ValueError or TypeError on every rank, before anything is changed, if an argument is wrong, if
     arguments differ between ranks, or if a layer cannot have adapters.
     """
-    layers = moe_layers(model)
+    layers = all_moe_layers(model)
     rank = plain_int(rank)
     ranks = max((layer.ranks for _, layer in layers), key=lambda ranks: ranks.size)
     with all_fail_together(ranks, stage="comparing the arguments of add_lora"):
@@ -113,9 +113,9 @@ def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
 
     Raises ValueError if a layer has no adapter of this name.
     """
-    for layer_name, layer in moe_layers(model):
+    for layer_name, layer in all_moe_layers(model):
         _adapted(layer_name, layer, name)
-    for layer_name, layer in moe_layers(model):
+    for layer_name, layer in all_moe_layers(model):
         _use(layer, _adapted(layer_name, layer, name), name)
 
 
@@ -127,7 +127,9 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
     before the same call of the model.
     """
     layers = [
-        (layer, experts) for _, layer in moe_layers(model) if (experts := _lora_experts(layer)) is not None
+        (layer, experts)
+        for _, layer in all_moe_layers(model)
+        if (experts := _lora_experts(layer)) is not None
     ]
     before = [experts.active for _, experts in layers]
     try:
@@ -173,7 +175,9 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     Raises ValueError if a layer has no such adapter, or uses none and name is None.
     """
     taken: dict[str, Adapter] = {}
-    found = [(layer_name, layer, _named(layer_name, layer, name)) for layer_name, layer in moe_layers(model)]
+    found = [
+        (layer_name, layer, _named(layer_name, layer, name)) for layer_name, layer in all_moe_layers(model)
+    ]
     if len({own_name for _, _, (_, own_name) in found}) > 1:
         raise ValueError("name (None) must be given, because the layers use different adapters")
     for layer_name, layer, (experts, own_name) in found:
@@ -198,7 +202,7 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
     was changed since it was merged, because its old values are then in the weights.
     """
     check_kind(MergedLora, "what pmoe.merge_lora returned", merged=merged)
-    layers = moe_layers(model)
+    layers = all_moe_layers(model)
     if [name for name, _ in layers] != list(merged.adapters):
         raise ValueError(
             f"merged (of layers {', '.join(merged.adapters)}) must be of this model, whose layers are "
@@ -227,7 +231,7 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
 
     Raises ValueError if a layer has no such adapter.
     """
-    found = [(layer, _named(layer_name, layer, name)) for layer_name, layer in moe_layers(model)]
+    found = [(layer, _named(layer_name, layer, name)) for layer_name, layer in all_moe_layers(model)]
     for layer, (experts, own_name) in found:
         _remove(layer, experts, own_name)
 
@@ -244,7 +248,7 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
     Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
     root = nn.Module()
-    for layer_name, layer in moe_layers(model):
+    for layer_name, layer in all_moe_layers(model):
         experts, own_name = _named(layer_name, layer, name)
         path = "" if layer is model else f"{unwrapped(model, _path(model, layer))}."
         *parents, last = f"{path}experts.{ADAPTERS}{own_name}".split(".")
@@ -260,7 +264,7 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
 # ---- layers and their adapters
 
 
-def moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
+def all_moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
     """Returns the MoE layers of a model with their names; "model" for a model that is itself a layer.
 
     Raises TypeError if it is no module, ValueError if it has no layer.
@@ -284,7 +288,7 @@ def adapted_layers(model: nn.Module, name: str | None) -> dict[str, tuple[MoELay
     Raises ValueError if a layer has no such adapter, or uses none and name is None.
     """
     found: dict[str, tuple[MoELayer, Adapter]] = {}
-    for layer_name, layer in moe_layers(model):
+    for layer_name, layer in all_moe_layers(model):
         experts, own_name = _named(layer_name, layer, name)
         found[layer_name] = layer, experts.adapter(own_name)
     return found

@@ -52,7 +52,7 @@ from pmoe.training.lora import (
     add_lora,
     check_adapter_name,
     lora_adapters,
-    moe_layers,
+    all_moe_layers,
 )
 
 LoraLayoutName = Literal[
@@ -86,7 +86,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class _Form:
-    """How an adapter of a model's experts is stored in PEFT's files.
+    """The form of an adapter in PEFT's files: the names and shapes of its matrices.
 
     layout: the names of the experts' weights in the model.
     targets: the adapted weights, some of "w1" and "w2".
@@ -316,7 +316,7 @@ def load_lora(
     this name, or use what pmoe's adapters do not have (DoRA, biases, ranks by pattern). Raises OSError if
     they cannot be read, ImportError without safetensors.
     """
-    layers = dict(moe_layers(model))
+    layers = dict(all_moe_layers(model))
     ranks = max((layer.ranks for layer in layers.values()), key=lambda ranks: ranks.size)
     with all_fail_together(ranks, stage="reading adapters"):
         _check_arguments(folder, layout, rename)

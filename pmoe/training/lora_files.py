@@ -50,9 +50,9 @@ from pmoe.training.lora import (
     DEFAULT,
     adapted_layers,
     add_lora,
+    all_moe_layers,
     check_adapter_name,
     lora_adapters,
-    all_moe_layers,
 )
 
 LoraLayoutName = Literal[

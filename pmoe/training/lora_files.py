@@ -62,6 +62,9 @@ LoraLayoutName = Literal[
 
 CONFIG = "adapter_config.json"
 MATRICES = "adapter_model.safetensors"
+LARGEST = 1 << 31
+"""A rank or an alpha of this size is a mistake."""
+
 PREFIX = "base_model.model."
 """The beginning of all names in PEFT's files."""
 
@@ -71,11 +74,15 @@ PEFT_VERSION = "0.19.1"
 Earlier releases took the first dimension of a weight (E, O, I) for the input.
 """
 
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""The dtypes of matrices that `load_lora` takes."""
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "use_dora": (False, None),
+    "use_rslora": (False, True, None),
     "lora_bias": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -365,7 +372,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"folder ({path.parent}) must hold {CONFIG} and {MATRICES}: no {path}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a configuration of PEFT: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must be a configuration of PEFT, a dict")
@@ -377,9 +384,12 @@ def _read_config(path: Path) -> dict[str, Any]:
             )
     rank = config.get("r")
     alpha: Any = config.get("lora_alpha")
-    is_number = type(alpha) in (int, float) and 0 < float(alpha) < math.inf
-    if type(rank) is not int or rank < 1 or not is_number:
+    is_number = type(alpha) in (int, float) and 0 < alpha < LARGEST
+    if type(rank) is not int or not 0 < rank < LARGEST or not is_number:
         raise ValueError(f"r ({rank!r}) and lora_alpha ({alpha!r}) of {path} must be numbers above 0")
+    parameters = config.get("target_parameters")
+    if parameters is not None and not isinstance(parameters, list):
+        raise ValueError(f"target_parameters ({parameters!r}) of {path} must be None or a list of names")
     return config
 
 
@@ -421,7 +431,7 @@ def _read(
                     if _is_of_old_peft(form, layer, weight, down[0], config):
                         down, up = _of_old_peft(down[0], up[0], layer.num_experts, rank)
                     read[layer_name][weight] = form.read(weight, down, up, rank)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} must be a file of safetensors: {error}") from None
     left = sorted(key for key in names - used if ".experts." in key)
     if left:
@@ -495,6 +505,11 @@ def _check_shapes(
         wanted.append(((each, out_features), (in_features, each)))  # PEFT before PEFT_VERSION
     for key_down, key_up, one, other in zip(*keys, down, up, strict=True):
         found = (tuple(one.shape), tuple(other.shape))
+        if not {one.dtype, other.dtype} <= DTYPES:
+            raise ValueError(
+                f"{key_down} and {key_up} of {path} ({one.dtype}, {other.dtype}) must be matrices of "
+                "float16, bfloat16, float32 or float64"
+            )
         if found not in wanted:
             raise ValueError(
                 f"{key_down} and {key_up} of {path} have shapes {found[0]} and {found[1]}, and must have "

@@ -190,7 +190,7 @@ def save_lora(
     rename: Rename | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes the adapters of a model's experts in PEFT's files, which PEFT, vLLM and SGLang read.
+    """Writes the adapters of a model's experts in PEFT's files, which PEFT and vLLM read.
 
     Args:
         model: the model, with adapters of `pmoe.add_lora`. Its experts may be spread over ranks.

@@ -215,7 +215,7 @@ def save_lora(
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="planning to save adapters"):
         _check_arguments(folder, layout, rename)
-        check_kind((str, type(None)), "None or a text", base_model=base_model)
+        check_kind((str, type(None)), "None or a text", base_model=base_model, name=name)
         if ranks.rank == 0 and Path(folder).exists():
             raise ValueError(f"folder ({folder}) must not exist: give each adapter a folder of its own")
         adapters = adapted_layers(model, name)
@@ -574,7 +574,10 @@ def _renamed(name: str, rename: Rename | None) -> str:
     """Returns the name of a matrix in the file. Raises TypeError if ``rename`` returns no text."""
     if rename is None:
         return name
-    renamed: object = rename(name)
+    try:
+        renamed: object = rename(name)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"rename must return a name, but raised for {name!r}: {error}") from error
     if not isinstance(renamed, str):
         raise TypeError(f"rename must return a name, but returned {renamed!r} for {name!r}")
     return renamed

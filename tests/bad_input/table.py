@@ -101,7 +101,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "add_lora": {
         "model": NOTHING, "rank": "1 2 numpy.int numpy.uint8", "alpha": POSITIVE, "targets": NOTHING,
-        "shared": FLAG, "name": "text",
+        "shared": FLAG, "name": NOTHING,
     },
     "use_lora": {"model": NOTHING, "name": NOTHING},
     "disable_lora": {"model": "module"},
@@ -113,8 +113,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "model": NOTHING, "folder": TEXT, "layout": NOTHING, "name": NONE,
         "base_model": f"None empty 10**400GiB {TEXT}", "rename": "None", "group": NONE,
     },
-    "load_lora": {"model": NOTHING, "folder": NOTHING, "layout": NOTHING, "name": "text", "rename": "None"},
-    "freeze_experts": {"model": NOTHING, "experts": "empty () list numpy.array integers"},
+    "load_lora": {"model": NOTHING, "folder": NOTHING, "layout": NOTHING, "name": NOTHING, "rename": "None"},
+    "freeze_experts": {"model": NOTHING, "experts": "() {} list"},
     "ExpertMuon": {
         "model": NOTHING, "lr": SHARE, "weight_decay": SHARE, "momentum": "0 0.5", "nesterov": FLAG,
         "ns_steps": COUNT, "adjust_lr_fn": NOTHING, "dtype": NOTHING,

@@ -422,6 +422,7 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
 def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
     """Returns the bytes of routing weights and of their gradients, sorted and unsorted, in backward.
 
+    sizes: sizes of the layer.
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
     """
@@ -540,6 +541,7 @@ def _widened_rows(sizes: LayerSizes, rows: PassRows) -> int:
     They exist while bfloat16 or float16 rows are multiplied by float32 routing weights outside of a kernel;
     else the result is 0.
 
+    sizes: sizes of the layer.
     rows: numbers of rows of the pass.
     """
     widened = not sizes.columns.staged and sizes.element_size < WIDE
@@ -567,6 +569,7 @@ def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:
     Sums are rounded one after another, after the last task of backward. The result is 0 if sums have the
     dtype of the parameters.
 
+    sizes: sizes of the layer.
     sums: bytes of all sums (`_expert_gradients`).
     """
     if sums == sizes.trained_parameters * sizes.element_size:

@@ -8,7 +8,7 @@
     remove_lora     removes an adapter
     lora_adapters   the adapters as one module: for an optimizer, and for checkpoints of adapters alone
 
-The computation of a layer with adapters is in `pmoe.experts.lora`, PEFT's files in `pmoe.training.lora_files`.
+The computation of a layer with adapters is in `pmoe.experts.lora`, PEFT's files in `lora_files`.
 """
 
 from __future__ import annotations

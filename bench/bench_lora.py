@@ -7,6 +7,7 @@ One rank, one thread, float32. It prints, for each restore pair and for what is 
     state       bytes of the gradients and of Adam's two moments
     predicted   the peak of a step by `MoELayer.predict_memory`, without parameters and moments
     measured    the same, counted by the allocator's events
+    products    multiply-adds of a row in both passes, by the sizes that the planner prices
     step        the median seconds of forward and backward; PEFT makes W + B A as whole weights in each call
 """
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.timing import interleaved, table
+from pmoe.call.sizes import memory_shape
 from pmoe.measure.step_memory import step_peak_bytes
 
 PAIRS = ("none", "S4")
@@ -63,6 +65,14 @@ TRAINED: dict[str, Callable[[pmoe.MoELayer, int], torch.nn.Module]] = {
 }
 
 
+def products(layer: pmoe.MoELayer, pair: str) -> int:
+    """Multiply-adds of one row in both passes. S4 computes T_M, the product with w1, a second time."""
+    sizes = memory_shape(layer.layer_modules)
+    columns = sizes.columns
+    again = sizes.d_model * columns.hidden + columns.adapter * (sizes.d_model + columns.hidden)
+    return 2 * sizes.multiply_adds + sizes.gradient_multiply_adds + again * (pair == "S4")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("d-model", 512), ("d-hidden", 2048), ("experts", 8), ("tokens", 2048)):
@@ -96,6 +106,7 @@ def main() -> None:
                     "state, MiB": 12 * trained / 2**20,
                     "predicted, MiB": "" if prepare is by_peft else predicted / 2**20,
                     "measured, MiB": measured / 2**20,
+                    "products, million": "" if prepare is by_peft else products(layer, pair) / 1e6,
                 }
             )
 

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from pmoe import layer as layer
     from pmoe import ordering as ordering
     from pmoe.checkpointing.contexts import checkpoint_contexts
+    from pmoe.convert.fewer_experts import (
+        busiest_experts,
+        group_experts,
+        merge_experts,
+        prune_experts,
+        restore_experts,
+    )
+    from pmoe.convert.upcycling import copy_into_experts
     from pmoe.engine.lanes.recorder import recording
     from pmoe.engine.plan.callbacks import Callback
     from pmoe.integrations.expert_usage import ExpertUsage
@@ -35,13 +43,6 @@ if TYPE_CHECKING:
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
     from pmoe.training.export import export_weights, save_weights
-    from pmoe.training.fewer_experts import (
-        busiest_experts,
-        group_experts,
-        merge_experts,
-        prune_experts,
-        restore_experts,
-    )
     from pmoe.training.frozen_experts import freeze_experts
     from pmoe.training.lora import (
         add_lora,
@@ -52,9 +53,9 @@ if TYPE_CHECKING:
         unmerge_lora,
         use_lora,
     )
+    from pmoe.training.lora_files import load_lora, save_lora
     from pmoe.training.muon import ExpertMuon
     from pmoe.training.reducer import GradientReducer
-    from pmoe.training.upcycling import copy_into_experts
 
 __version__ = "0.1.0"
 
@@ -69,32 +70,34 @@ _LATER = {
     "GradientReducer": "pmoe.training.reducer",
     "StepTotals": "pmoe.training.balance",
     "add_lora": "pmoe.training.lora",
-    "busiest_experts": "pmoe.training.fewer_experts",
+    "busiest_experts": "pmoe.convert.fewer_experts",
     "checkpoint_contexts": "pmoe.checkpointing.contexts",
     "clip_grad_norm_": "pmoe.training.clipping",
-    "copy_into_experts": "pmoe.training.upcycling",
+    "copy_into_experts": "pmoe.convert.upcycling",
     "disable_lora": "pmoe.training.lora",
     "engine_routing": "pmoe.integrations.routing_replay",
     "expert_parameters": "pmoe.training.expert_parallel",
     "export_weights": "pmoe.training.export",
     "freeze_experts": "pmoe.training.frozen_experts",
-    "group_experts": "pmoe.training.fewer_experts",
+    "group_experts": "pmoe.convert.fewer_experts",
     "load_checkpoint": "pmoe.training.checkpoint",
+    "load_lora": "pmoe.training.lora_files",
     "lora_adapters": "pmoe.training.lora",
     "make_batch_invariant": "pmoe.training.batch_invariant",
-    "merge_experts": "pmoe.training.fewer_experts",
+    "merge_experts": "pmoe.convert.fewer_experts",
     "merge_lora": "pmoe.training.lora",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
-    "prune_experts": "pmoe.training.fewer_experts",
+    "prune_experts": "pmoe.convert.fewer_experts",
     "read_routing": "pmoe.integrations.routing_trace",
     "record_routing": "pmoe.integrations.routing_trace",
     "recording": "pmoe.engine.lanes.recorder",
     "remove_lora": "pmoe.training.lora",
     "replay_routing": "pmoe.integrations.routing_replay",
-    "restore_experts": "pmoe.training.fewer_experts",
+    "restore_experts": "pmoe.convert.fewer_experts",
     "run_experts": "pmoe.layer.run_experts",
     "save_checkpoint": "pmoe.training.checkpoint",
+    "save_lora": "pmoe.training.lora_files",
     "save_weights": "pmoe.training.export",
     "stats": "pmoe.integrations.statistics",
     "unmerge_lora": "pmoe.training.lora",
@@ -135,6 +138,7 @@ __all__ = [
     "freeze_experts",
     "group_experts",
     "load_checkpoint",
+    "load_lora",
     "lora_adapters",
     "make_batch_invariant",
     "merge_experts",
@@ -151,6 +155,7 @@ __all__ = [
     "restore_experts",
     "run_experts",
     "save_checkpoint",
+    "save_lora",
     "save_weights",
     "stats",
     "unmerge_lora",

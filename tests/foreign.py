@@ -323,7 +323,41 @@ def other_columns(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"step,", b"step,more,", 1))
 
 
+def made_adapter(folder: Path) -> Path:
+    """Writes an adapter in PEFT's files, and returns the configuration."""
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(4, 6, 2, expert="swiglu", bias=False)
+    pmoe.add_lora(layer, rank=2, alpha=3)
+    pmoe.save_lora(layer, folder / "adapter", "qwen-moe-stacked")
+    return folder / "adapter" / "adapter_config.json"
+
+
+def adapter_in(path: Path) -> object:
+    """Loads an adapter, and asserts that the layer has none if loading fails."""
+    layer = pmoe.MoELayer(4, 6, 2, expert="swiglu", bias=False)
+    try:
+        adapters = pmoe.load_lora(layer, path.parent, "qwen-moe-stacked")
+    except (OSError, ValueError):
+        assert not hasattr(layer.experts, "adapters")
+        raise
+    return [value.tolist() for value in adapters.parameters()], layer.experts.adapter("default").alpha
+
+
 KINDS: dict[str, Kind] = {
+    "adapter: adapter_config.json": Kind(
+        make=made_adapter,
+        read=adapter_in,
+        opened_by=("pmoe/training/lora_files.py:_read_config",),
+        remedy="must be|must have|must hold|belongs to no expert",
+        also_named="adapter_model.safetensors|the files must have",
+    ),
+    "adapter: adapter_model.safetensors": Kind(
+        make=lambda folder: made_adapter(folder).with_name("adapter_model.safetensors"),
+        read=adapter_in,
+        remedy="must be|must have|must hold|belongs to no expert",
+        is_json=False,
+        has_numbers=False,
+    ),
     "checkpoint: latest.json": of_checkpoint(
         "../latest.json", "_last", has_numbers=True, is_json=True, has_sum=False
     ),
@@ -395,7 +429,7 @@ NO_FOREIGN_FILE = {
     "pmoe/papers/assumptions.py:assumptions": "a text of pmoe itself",
     "pmoe/papers/assumptions.py:printed": "numbers of pmoe itself",
     "pmoe/cli/simulate.py:_models": "models that pmoe knows",
-    "pmoe/convert.py:": "layouts that pmoe knows",
+    "pmoe/convert/state_dicts.py:": "layouts that pmoe knows",
     "pmoe/planner/timeline.py:": "colours and words of pmoe's own pictures",
     "pmoe/cli/__init__.py:_quiet_on_closed_pipe": "the system's /dev/null",
     "pmoe/kernels/heap.py:host_name": "the system's /proc/sys/kernel/random/boot_id",

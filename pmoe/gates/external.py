@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,9 +28,17 @@ class ExternalGate(Gate):
     def __init__(self) -> None:
         super().__init__()
         self._given: Routing | None = None
+        self._weights_of: Callable[[Tensor], Tensor] | None = None
 
     @contextlib.contextmanager
-    def routing(self, expert_TK: Tensor, weight_TK: Tensor, keep_TK: Tensor | None = None) -> Iterator[None]:
+    def routing(
+        self,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        keep_TK: Tensor | None = None,
+        *,
+        weights_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> Iterator[None]:
         """Returns a with-block in which the layer uses the given routing.
 
         The layer checks the three tensors when it is called, on every rank. `Routing` describes them.
@@ -40,13 +48,41 @@ class ExternalGate(Gate):
                 may have any valid index.
             weight_TK: (T, K) float32 or float64, factors of the experts' outputs.
             keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
+            weights_of: for `pmoe.replay_routing`: a function that maps experts (T, K) int64 to the weights
+                (T, K) that the router gives them in this call. None if the routing is not replayed.
+
+        Raises TypeError if ``weights_of`` is neither None nor a function.
         """
+        if weights_of is not None and not callable(weights_of):
+            raise TypeError(f"weights_of ({weights_of!r}) must be None or a function from experts to weights")
         zero = torch.zeros((), device=getattr(weight_TK, "device", None))
         self._given = Routing(expert=expert_TK, weight=weight_TK, l_aux=zero, keep=keep_TK)
+        self._weights_of = weights_of
         try:
             yield
         finally:
             self._given = None
+            self._weights_of = None
+
+    def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Returns the weights (T, K) of replayed experts, from the function that `routing` was given.
+
+        Raises ValueError if it was given none, or if choices are dropped (``keep_TK``).
+        """
+        call = (
+            "with gate.routing(expert_TK, weight_TK, weights_of=lambda chosen: score_TE.gather(1, chosen)):"
+        )
+        if self._weights_of is None:
+            raise ValueError(
+                "weights_of (None) of ExternalGate.routing must be a function from experts to weights where "
+                f"the routing is replayed: call `{call}`"
+            )
+        if routing.keep is not None:
+            raise ValueError(
+                "keep_TK of ExternalGate.routing must be None where the routing is replayed, because it says "
+                f"which of the router's own choices are dropped: call `{call}`"
+            )
+        return self._weights_of(expert_TK)
 
     def forward(self, x_TM: Tensor) -> Routing:
         """Returns the routing of the surrounding `routing` block, for the T tokens x_TM, (T, M). M = d_model.

@@ -408,7 +408,7 @@ def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> d
 
 def _describe(model: nn.Module) -> list[dict[str, Any]]:
     """Returns the sizes and options of each MoE layer of a model, as they were given to its constructor."""
-    sizes = ("d_model", "d_hidden", "num_experts", "top_k")
+    sizes = ("d_model", "d_latent", "d_hidden", "num_experts", "top_k")
     options = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
     return [
         {

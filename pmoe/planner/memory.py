@@ -135,21 +135,25 @@ def predict(
     saved += weights * sizes.keeps_gathered
     forward_work += message + weights * (not sizes.keeps_gathered)
     backward_work += weights * (not sizes.keeps_gathered)
-    expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
+    expert_gradients = _expert_gradients(sizes, backward)
+    rounding = _rounded_gradient(sizes, expert_gradients)
+    expert_gradients += sizes.shared_parameters * sizes.element_size
 
     # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
     in_forward = saved + forward_work - rows_T * bool(inner_bytes) - around.not_in_forward
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
-    in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work
-    in_backward += around.of_shared - around.not_in_backward
-    backward_peak = in_backward + expert_gradients + around.gradients
+    beside_work = saved + (inner_bytes or rows_T) + wide_dx + around.of_shared - around.not_in_backward
+    in_backward = beside_work + backward_work
+    # The sums of gradients are rounded after the last task, when only the buffers are still held.
+    at_the_end = beside_work + backward_held.summing + rounding + _held_weights(sizes, call, backward)
+    backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
     # and 12 with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
     # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
         (4 if call.spread == "mixed" else 3) * max(rows_T, around.tokens)
-        + around.of_shared
+        + _widened(sizes, call)
         + wide_dx
         + small
         + _gate_gradients(sizes, call)
@@ -166,7 +170,7 @@ def predict(
         temporary=max(forward_work, backward_work),
         gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
-        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first, gather_peak),
+        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first_peak, gather_peak),
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         promised=max(
@@ -198,7 +202,9 @@ class AroundLatent(NamedTuple):
     saved: tensors between forward and backward, in addition to those of the pass.
     not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
     gradients: gradients of parameters that exist while the pass's backward runs.
-    first: gradients while the shared expert is differentiated, at the start of backward.
+    first: what exists beside ``saved`` while the shared expert's output is added, at the end of forward, and
+        while the shared expert is differentiated, at the start of backward.
+    first_peak: the same, with the gradient of the shared expert's second weight.
     of_shared: the gradient of the input that comes from the shared expert, which exists until the end of
         backward.
     parameters: number of elements of the projections' and the shared expert's parameters.
@@ -211,6 +217,7 @@ class AroundLatent(NamedTuple):
     gradients: int = 0
     of_shared: int = 0
     first: int = 0
+    first_peak: int = 0
     parameters: int = 0
 
 
@@ -219,7 +226,8 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
 
     The up-projection saves the pass's output, and backward may send the projected tokens again. A shared
     expert is computed after the pass, and differentiated before it. Autograd saves its hidden activation,
-    before and after the nonlinearity, and its output if a shared gate scales it.
+    before the nonlinearity in float32 at least, between its two factors if it is gated, and after it. It also
+    saves the shared expert's output if a shared gate scales it.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -232,10 +240,21 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     projected = call.tokens * sizes.d_model * size
     again = projected * (restore.dispatched == "communicate")
     has_shared = bool(sizes.shared_parameters)
-    hidden = sizes.shared_columns.hidden + sizes.shared_columns.scratch
-    shared = has_shared * call.tokens * hidden * size + sizes.has_shared_gate * tokens
-    # The gradient of the shared gate's factor is an inner product with the output, in memory of its size.
-    scaled = sizes.has_shared_gate * (tokens + 2 * call.tokens * sizes.weight_size)
+    columns = sizes.shared_columns
+    wide = max(size, WIDE)
+    is_gated = columns.hidden > columns.scratch
+    row_bytes = columns.hidden * wide + columns.scratch * (size + wide * is_gated)
+    shared = has_shared * call.tokens * row_bytes + sizes.has_shared_gate * tokens
+    # When the shared expert's output is scaled and added, and when the scaling is differentiated.
+    factors = 4 * call.tokens * sizes.weight_size
+    scaled = 2 * tokens + (projected - again) + factors
+    logits = sizes.has_shared_gate * (tokens + _widened(sizes, call) + factors)
+    # When its second product is differentiated, and then its nonlinearity, after the activation is freed.
+    product = tokens + call.tokens * columns.scratch * size
+    nonlinearity = call.tokens * columns.scratch * (wide * (2 + is_gated) - size)
+    of_weight = sizes.shared_parameters * size * columns.scratch // max(columns.hidden + columns.scratch, 1)
+    first = max(scaled, logits, product, nonlinearity) + 2 * SMALL
+    first_peak = max(scaled, logits, product + of_weight, nonlinearity + of_weight) + 2 * SMALL
     return AroundLatent(
         tokens=tokens,
         saved=tokens + again + shared,
@@ -243,7 +262,8 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
         not_in_backward=shared,
         gradients=(sizes.latent_parameters // 2 + sizes.shared_parameters) * size,
         of_shared=has_shared * tokens,
-        first=has_shared * (tokens + projected + max(scaled, call.tokens * hidden * size) + SMALL),
+        first=has_shared * first,
+        first_peak=has_shared * first_peak,
         parameters=sizes.latent_parameters + sizes.shared_parameters,
     )
 
@@ -360,7 +380,7 @@ def _forward_work(
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
         buffers.summing + _summed_rows(sizes, call, forward),
-        buffers.computing + _graph(sizes, backward),
+        buffers.computing + max(_graph(sizes, backward), _widened_rows(sizes, forward)),
         buffers.first + shared,
         buffers.leaving,
     )
@@ -391,24 +411,36 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
     """
     wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
+    unit = _unit_bytes(sizes, backward)
+    widened = 0
+    if sizes.columns.staged:
+        # A weight's gradient, too, is computed in other memory and then copied.
+        unit = max(unit, _largest_weight(sizes) * sizes.element_size)
+    elif sizes.element_size < WIDE:
+        # Rows are multiplied by their routing weights after the products of a chunk. An expert's narrow
+        # gradient, and its float32 copy, exist before they are added to the wide sum.
+        trained = min(_largest_weight(sizes), sizes.trained_parameters)
+        one_expert = trained // (sizes.num_experts // sizes.ep_size)
+        widened = max(_widened_rows(sizes, backward), one_expert * (sizes.element_size + WIDE))
     largest = max(
-        buffers.computing + max(products, _graph(sizes, backward)),
+        buffers.computing + max(products, _graph(sizes, backward), widened),
         buffers.summing + _summed_rows(sizes, call, backward),
         buffers.first + _shared_gradients(sizes, call),
         buffers.leaving,
     )
-    # The pass also holds the routing weights of rows that stay, and their gradients, in sorted order.
-    weights = (3 * backward.received + 4 * call.slots) * sizes.weight_size
-    unit = _unit_bytes(sizes, backward)
-    if sizes.columns.staged:
-        # A weight's gradient, too, is computed in other memory and then copied.
-        unit = max(unit, _largest_weight(sizes) * sizes.element_size)
-    elif sizes.element_size < WIDE:  # one expert's narrow gradient exists before it is added to the wide sum
-        num_local = sizes.num_experts // sizes.ep_size
-        unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
     packing = max(_packing(sizes, backward, wire) for wire in (sizes.wires.rows, sizes.wires.gradients))
     largest = max(largest + unit, buffers.leaving + packing)
-    return largest + weights + _whole_rows(sizes, call, backward)
+    return largest + _held_weights(sizes, call, backward) + _whole_rows(sizes, call, backward)
+
+
+def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
+    """Returns the bytes of routing weights and of their gradients, sorted and unsorted, in backward.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    backward: numbers of rows of the pass.
+    """
+    return (3 * backward.received + 4 * call.slots) * sizes.weight_size
 
 
 def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
@@ -508,18 +540,26 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     - the routing weights of the product's rows, the gradients of these weights, and the rows' indices;
     - the product's results, if they are computed in temporary memory and then copied to their buffer;
     - the product of the rows with the first matrix of an adapter;
-    - `SMALL`;
-    - float32 copies of rows and weights, if bfloat16 or float16 rows are multiplied by float32 weights
-      outside of a kernel.
+    - `SMALL`.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
     """
-    unit = rows.largest_unit
     columns = sizes.columns.staged + sizes.columns.adapter
-    num_bytes = unit * (4 * sizes.weight_size + INDEX + columns * sizes.element_size) + SMALL
+    return rows.largest_unit * (4 * sizes.weight_size + INDEX + columns * sizes.element_size) + SMALL
+
+
+def _widened_rows(sizes: LayerSizes, rows: PassRows) -> int:
+    """Returns the bytes of two float32 copies of the rows of the largest matrix product of a pass.
+
+    They exist while bfloat16 or float16 rows are multiplied by float32 routing weights outside of a kernel;
+    else the result is 0.
+
+    sizes: sizes of the layer.
+    rows: numbers of rows of the pass.
+    """
     widened = not sizes.columns.staged and sizes.element_size < WIDE
-    return num_bytes + unit * sizes.d_model * 2 * WIDE * widened
+    return rows.largest_unit * sizes.d_model * 2 * WIDE * widened
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
@@ -533,12 +573,22 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.travels)
     additions += bool(sizes.copies.sent)
-    narrow = sizes.trained_parameters * sizes.element_size
-    if sizes.element_size >= WIDE or additions < 2:
-        return narrow
-    # Several additions in bfloat16 would lose bits. So the sums are float32, and are rounded at the end.
-    largest = min(_largest_weight(sizes), sizes.trained_parameters)
-    return sizes.trained_parameters * WIDE + largest * sizes.element_size
+    is_wide = sizes.element_size >= WIDE or additions < 2
+    return sizes.trained_parameters * (sizes.element_size if is_wide else WIDE)
+
+
+def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:
+    """Returns the bytes of a weight's gradient in its own dtype, which exists beside its float32 sum.
+
+    Sums are rounded one after another, after the last task of backward. The result is 0 if sums have the
+    dtype of the parameters.
+
+    sizes: sizes of the layer.
+    sums: bytes of all sums (`_expert_gradients`).
+    """
+    if sums == sizes.trained_parameters * sizes.element_size:
+        return 0
+    return min(_largest_weight(sizes), sizes.trained_parameters) * sizes.element_size
 
 
 def _largest_weight(sizes: LayerSizes) -> int:
@@ -605,11 +655,7 @@ def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     """
-    return (
-        _scores(sizes, call) * 2 * bool(sizes.gate_scores)
-        + call.slots * sizes.weight_size * 2
-        + _widened(sizes, call)
-    )
+    return _scores(sizes, call) * 2 * bool(sizes.gate_scores) + call.slots * sizes.weight_size * 2
 
 
 def _scores(sizes: LayerSizes, call: CallRows) -> int:
@@ -629,7 +675,8 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     """
-    return min(call.tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)
+    columns = sizes.outer or sizes.d_model
+    return min(call.tokens, BLOCK_ROWS) * columns * WIDE * (sizes.element_size < WIDE)
 
 
 # ---- memory of a pass without ring slots

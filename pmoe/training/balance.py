@@ -36,6 +36,7 @@ from pmoe.arguments import (
     check_module,
     check_not_negative,
     check_one_of,
+    check_tensors,
     list_of,
     plain_int,
 )
@@ -149,7 +150,7 @@ class BalanceLoss:
     order. Activation checkpoints with use_reentrant=True are refused, because their first pass has no
     gradients. Each call keeps its scores (T, E) until backward, even inside an activation checkpoint, for T
     tokens and E experts. All tokens of a sequence must be on one rank. With pipeline parallelism, the loss is
-    that of the layers of this rank's stage.
+    that of the layers of this rank's stage, and `attach` adds its gradients.
 
     Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
     balanced by a loss, or, on every rank, if ranks have different layers.
@@ -293,6 +294,52 @@ class BalanceLoss:
                 self._of_step[name] = of_layer.counts if earlier is None else earlier + of_layer.counts
         parts = self._pooled(calls, step) if self.layers == "transformers" else self._summed(calls, step)
         return parts * (self._ranks.size if self.averaged else 1)
+
+    def attach(self, y: Tensor, factor: float, totals: StepTotals | None) -> Tensor:
+        """Returns ``y`` with the same values, whose backward pass also differentiates factor * `loss`.
+
+        This is for a model whose loss cannot be added to the task's, because another rank computes that: a
+        stage of torch.distributed.pipelining. Call it once at the end of the stage's ``forward``:
+
+            y = balance.attach(self.layers(x), 0.01 * num_micro_batches, self.step)
+
+        The factor has the number of micro-batches, because torch's schedules divide gradients by it
+        (``scale_grads=True``). Give each stage a `BalanceLoss` of its own layers, whose ``group`` is that of
+        the ranks that share the stage. Call it outside of activation checkpoints with use_reentrant=True.
+
+        Without gradients, and in the run in which torch finds the shapes of a stage, the result is ``y`` and
+        no loss is taken, so that `totals` can sum a forward pass of the whole schedule.
+
+        Args:
+            y: the output of the stage, of any shape.
+            factor: the factor of the loss.
+            totals: the argument of `loss`. With several micro-batches it must not be None.
+
+        Raises what `loss` raises, TypeError or ValueError for other arguments, and RuntimeError inside a
+        checkpoint with use_reentrant=True.
+        """
+        check_tensors(None, y=y)
+        if not y.is_floating_point() or y.layout is not torch.strided:
+            raise TypeError(f"y ({y.dtype}, {y.layout}) must be a dense tensor of floating-point numbers")
+        check_not_negative(factor=factor)
+        check_kind((StepTotals, type(None)), "None or a StepTotals", totals=totals)
+        if is_shape_run() and not is_second_pass():
+            return y
+        if is_second_pass():
+            # The graph of the first pass has the loss. Only a first pass without gradients left its calls.
+            if any(
+                calls.share is not None and not calls.share.requires_grad for calls in self._calls.values()
+            ):
+                raise RuntimeError(
+                    "attach must be outside of activation checkpoints with use_reentrant=True, whose first "
+                    "pass has no gradients: pass use_reentrant=False"
+                )
+            return y
+        if not torch.is_grad_enabled():
+            return y
+        with hidden_from_checkpoints():
+            attached: Tensor = _Attached.apply(y, factor * self.loss(totals))  # type: ignore[no-untyped-call]
+        return attached
 
     def end_step(self) -> None:
         """Ends an optimizer step: adds its counts to the window of steps. Only with over="window".
@@ -519,6 +566,19 @@ class BalanceLoss:
         loss = (f_E * torch.stack(shares).sum(0)).sum() * (first.shape[0] / num_lines)
         zs = [of_layer.z.to(first.device) for of_layer in calls.values() if of_layer.z is not None]
         return loss + self.z_loss_weight / num_lines * torch.stack(zs).sum() if zs else loss
+
+
+class _Attached(torch.autograd.Function):
+    """The identity of a tensor of any shape, whose backward pass also differentiates a scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.new_ones(())
+        return y.clone()  # torch's schedules detach outputs in place, which a view of y does not allow
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, ctx.like
 
 
 def _balanced_layers(model: nn.Module) -> dict[str, MoELayer]:

@@ -497,7 +497,8 @@ def save_weights(
     is_stacked = "{e}" not in LAYOUTS[layout].names["experts.w1"]
     with all_fail_together(ranks, stage="writing an export"), contextlib.closing(items):
         if ranks.rank == 0:
-            _write(Path(folder), _joined(items, is_stacked), limit)
+            with complete_folder(Path(folder)) as partial:
+                _write_files(partial, _joined(items, is_stacked), limit)
         else:
             for _ in items:
                 pass
@@ -521,22 +522,20 @@ def _joined(items: Iterator[Item], is_stacked: bool) -> Iterator[tuple[str, Tens
         yield name, torch.stack(tensors) if expert and is_stacked else tensors[0]
 
 
-def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Writes tensors to files with at most ``limit`` bytes of tensors each, and the index.
+@contextlib.contextmanager
+def complete_folder(folder: Path) -> Iterator[Path]:
+    """Returns a with-block in which files are written to a temporary folder, the block's value.
 
-    The files are written to a temporary folder, which is renamed to ``folder`` when all are complete.
+    At the end of the block the temporary folder is renamed to ``folder``; after an error it is removed. So a
+    folder of this name has complete files.
 
     folder: the folder, which does not exist yet.
-    tensors: pairs (name, tensor).
-    limit: the most bytes of tensors in a file.
-
-    Raises ValueError if a tensor has more than ``limit`` bytes, OSError if a file cannot be written.
     """
     partial = Path(f"{folder}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # the files of an earlier export that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # the files of an earlier attempt that was killed
     partial.mkdir(parents=True)
     try:
-        _write_files(partial, tensors, limit)
+        yield partial
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -549,6 +548,8 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int
     folder: an empty folder.
     tensors: pairs (name, tensor).
     limit: the most bytes of tensors in a file.
+
+    Raises ValueError if a tensor has more than ``limit`` bytes, OSError if a file cannot be written.
     """
     from safetensors.torch import save_file
 

@@ -54,14 +54,14 @@ class FrozenExperts:
         self._parameters.clear()
 
 
-def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
+def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenExperts:
     """Freezes some experts of each `MoELayer` of a model, and leaves the others as they are.
 
     Args:
         model: the model, or a layer. The experts of its layers must be stacked ("ffn", "swiglu"). Adapters of
             the frozen experts are frozen too, if each expert has its own.
-        experts: the indices of the experts among all experts of a layer, from 0. A rank freezes those that it
-            holds.
+        experts: the indices of the experts among all experts of a layer, from 0; or a mask, a bool tensor
+            (E,) that is True for the frozen ones of a layer's E experts. A rank freezes those that it holds.
 
     After each backward pass the gradients of the frozen experts are zeros. An optimizer's step leaves their
     values as they are, bit for bit. Call it after `pmoe.parallelize`. To freeze all experts, or the router,
@@ -73,7 +73,8 @@ def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
     experts that are not stacked or have frozen experts already.
     """
     check_module(model=model)
-    numbers = list_of("experts", experts)
+    mask = experts if isinstance(experts, Tensor) and experts.dtype == torch.bool else None
+    numbers = list_of("experts", experts if mask is None else mask.reshape(-1).nonzero().flatten().tolist())
     layers = [
         (name or "model", module) for name, module in model.named_modules() if isinstance(module, MoELayer)
     ]
@@ -82,6 +83,11 @@ def freeze_experts(model: nn.Module, experts: Iterable[int]) -> FrozenExperts:
             f"model ({type(model).__name__}) must have a pmoe.MoELayer, whose experts are frozen"
         )
     for name, layer in layers:
+        if mask is not None and tuple(mask.shape) != (layer.num_experts,):
+            raise ValueError(
+                f"experts (a mask of shape {tuple(mask.shape)}) must have shape ({layer.num_experts},): one "
+                f"bool for each expert of {name}"
+            )
         _check(name, layer, numbers)
     frozen = FrozenExperts()
     for _, layer in layers:

@@ -8,7 +8,7 @@
     remove_lora     removes an adapter
     lora_adapters   the adapters as one module: for an optimizer, and for checkpoints of adapters alone
 
-The computation of a layer with adapters is in `pmoe.experts.lora`.
+The computation of a layer with adapters is in `pmoe.experts.lora`, PEFT's files in `lora_files`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def add_lora(
     Raises ValueError or TypeError on every rank, before anything is changed, if an argument is wrong, if
     arguments differ between ranks, or if a layer cannot have adapters.
     """
-    layers = _layers(model)
+    layers = all_moe_layers(model)
     rank = plain_int(rank)
     ranks = max((layer.ranks for _, layer in layers), key=lambda ranks: ranks.size)
     with all_fail_together(ranks, stage="comparing the arguments of add_lora"):
@@ -96,7 +96,7 @@ def add_lora(
         check_flag("shared", shared)
         check_positive(alpha=alpha)
         names = _checked_targets(targets)
-        _check_name(name)
+        check_adapter_name(name)
         for layer_name, layer in layers:
             _check_layer(layer_name, layer, rank, shared, names, name)
         alpha = float(rank if alpha is None else alpha)
@@ -114,9 +114,9 @@ def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
 
     Raises ValueError if a layer has no adapter of this name.
     """
-    for layer_name, layer in _layers(model):
+    for layer_name, layer in all_moe_layers(model):
         _adapted(layer_name, layer, name)
-    for layer_name, layer in _layers(model):
+    for layer_name, layer in all_moe_layers(model):
         _use(layer, _adapted(layer_name, layer, name), name)
 
 
@@ -128,7 +128,9 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
     before the same call of the model.
     """
     layers = [
-        (layer, experts) for _, layer in _layers(model) if (experts := _lora_experts(layer)) is not None
+        (layer, experts)
+        for _, layer in all_moe_layers(model)
+        if (experts := _lora_experts(layer)) is not None
     ]
     before = [experts.active for _, experts in layers]
     try:
@@ -146,10 +148,13 @@ class MergedLora:
 
     name: the name of the adapter.
     adapters: the adapter of each layer, by the layer's name in the model.
+    versions: for each adapter, the versions that torch counted for its parameters when they were merged. An
+        optimizer that changes a parameter raises its version.
     """
 
     name: str
     adapters: Mapping[str, Adapter]
+    versions: Mapping[str, tuple[int, ...]]
 
 
 @torch.no_grad()
@@ -160,6 +165,10 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. The weights
     stay frozen. A sum is rounded to the dtype of the weights.
 
+    The adapter's gradients are set to None, so that an optimizer that has its parameters no longer changes
+    them. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
+    optimizer.
+
     name: the name of the adapter; None merges the one that calls use.
 
     Returns the adapters, for `unmerge_lora`. Every rank must call it.
@@ -167,14 +176,19 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     Raises ValueError if a layer has no such adapter, or uses none and name is None.
     """
     taken: dict[str, Adapter] = {}
-    found = [(layer_name, layer, _named(layer_name, layer, name)) for layer_name, layer in _layers(model)]
+    found = [
+        (layer_name, layer, _named(layer_name, layer, name)) for layer_name, layer in all_moe_layers(model)
+    ]
     if len({own_name for _, _, (_, own_name) in found}) > 1:
         raise ValueError("name (None) must be given, because the layers use different adapters")
     for layer_name, layer, (experts, own_name) in found:
         taken[layer_name] = experts.adapter(own_name)
         _add_to_weights(experts, taken[layer_name], 1)
         _remove(layer, experts, own_name)
-    return MergedLora(found[0][2][1], taken)
+        for parameter in taken[layer_name].parameters():
+            parameter.grad = None
+    versions = {layer_name: _versions(adapter) for layer_name, adapter in taken.items()}
+    return MergedLora(found[0][2][1], taken, versions)
 
 
 @torch.no_grad()
@@ -185,10 +199,11 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
 
     Collective: every rank must call it.
 
-    Raises ValueError if the model has other layers, or a layer has an adapter of this name.
+    Raises ValueError if the model has other layers, if a layer has an adapter of this name, or if the adapter
+    was changed since it was merged, because its old values are then in the weights.
     """
     check_kind(MergedLora, "what pmoe.merge_lora returned", merged=merged)
-    layers = _layers(model)
+    layers = all_moe_layers(model)
     if [name for name, _ in layers] != list(merged.adapters):
         raise ValueError(
             f"merged (of layers {', '.join(merged.adapters)}) must be of this model, whose layers are "
@@ -197,6 +212,12 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
     for layer_name, layer in layers:
         adapter = merged.adapters[layer_name]
         _check_layer(layer_name, layer, adapter.rank, adapter.shared, adapter.targets, merged.name)
+        if _versions(adapter) != merged.versions[layer_name]:
+            raise ValueError(
+                f"merged has an adapter of {layer_name} that was changed since merge_lora, for example by an "
+                "optimizer that still has its parameters: make another optimizer after merge_lora, and save "
+                "adapters before it"
+            )
     for layer_name, layer in layers:
         experts = with_adapters(layer.layer_modules.experts)
         _add_to_weights(experts, merged.adapters[layer_name], -1)
@@ -211,7 +232,7 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
 
     Raises ValueError if a layer has no such adapter.
     """
-    found = [(layer, _named(layer_name, layer, name)) for layer_name, layer in _layers(model)]
+    found = [(layer, _named(layer_name, layer, name)) for layer_name, layer in all_moe_layers(model)]
     for layer, (experts, own_name) in found:
         _remove(layer, experts, own_name)
 
@@ -228,7 +249,7 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
     Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
     root = nn.Module()
-    for layer_name, layer in _layers(model):
+    for layer_name, layer in all_moe_layers(model):
         experts, own_name = _named(layer_name, layer, name)
         path = "" if layer is model else f"{unwrapped(model, _path(model, layer))}."
         *parents, last = f"{path}experts.{ADAPTERS}{own_name}".split(".")
@@ -244,7 +265,7 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
 # ---- layers and their adapters
 
 
-def _layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
+def all_moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
     """Returns the MoE layers of a model with their names; "model" for a model that is itself a layer.
 
     Raises TypeError if it is no module, ValueError if it has no layer.
@@ -258,6 +279,20 @@ def _layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
             f"model ({type(model).__name__}) must have a pmoe.MoELayer, whose experts get adapters"
         )
     return layers
+
+
+def adapted_layers(model: nn.Module, name: str | None) -> dict[str, tuple[MoELayer, Adapter]]:
+    """Returns the MoE layers of a model with their adapters, by the name of the layer.
+
+    name: the name of the adapter; None takes the one that calls use.
+
+    Raises ValueError if a layer has no such adapter, or uses none and name is None.
+    """
+    found: dict[str, tuple[MoELayer, Adapter]] = {}
+    for layer_name, layer in all_moe_layers(model):
+        experts, own_name = _named(layer_name, layer, name)
+        found[layer_name] = layer, experts.adapter(own_name)
+    return found
 
 
 def _path(model: nn.Module, layer: MoELayer) -> str:
@@ -327,7 +362,12 @@ def _checked_targets(targets: Iterable[str]) -> tuple[str, ...]:
     return tuple(weight for weight in WEIGHTS if weight in chosen)
 
 
-def _check_name(name: object) -> None:
+def _versions(adapter: Adapter) -> tuple[int, ...]:
+    """Returns the versions of an adapter's parameters: torch counts every change in place."""
+    return tuple(local_part(parameter)._version for parameter in adapter.parameters())
+
+
+def check_adapter_name(name: object) -> None:
     """Raises TypeError or ValueError if an adapter's name cannot be a part of its parameters' names."""
     check_kind(str, "a string", name=name)
     if not str(name).isidentifier() or hasattr(nn.ModuleDict, str(name)):

@@ -212,6 +212,13 @@ def use_balance(**given: Any) -> None:
     balance.loss(**given)
 
 
+def use_attach(**given: Any) -> None:
+    used = layer()
+    balance = pmoe.BalanceLoss(used)
+    y = used(torch.randn(T, M))
+    balance.attach(**{"y": y, "factor": 0.1, "totals": None, **given})
+
+
 def use_restore(**given: Any) -> None:
     pruned, removed = pmoe.prune_experts(layer().state_dict(), [0])
     pmoe.restore_experts(**{"pruned": pruned, "removed": removed, **given})
@@ -226,6 +233,20 @@ def use_files(**given: Any) -> None:
     folder = f"{tempfile.mkdtemp()}/out"
     right = {"model": layer(expert="swiglu", bias=False), "layout": "qwen-moe", "folder": folder}
     pmoe.save_weights(**{**right, **given})
+
+
+def use_save_lora(**given: Any) -> None:
+    made = layer(expert="swiglu", bias=False)
+    pmoe.add_lora(made, rank=1)
+    folder = f"{tempfile.mkdtemp()}/out"
+    pmoe.save_lora(**{"model": made, "layout": "qwen-moe", "folder": folder, **given})
+
+
+def use_load_lora(**given: Any) -> None:
+    folder = f"{tempfile.mkdtemp()}/out"
+    use_save_lora(folder=folder)
+    made = layer(expert="swiglu", bias=False)
+    pmoe.load_lora(**{"model": made, "layout": "qwen-moe", "folder": folder, **given})
 
 
 def use_trace(**given: Any) -> None:
@@ -335,6 +356,7 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "BalanceLoss": (pmoe.BalanceLoss, with_right(pmoe.BalanceLoss, model=layer)),
     "BalanceLoss.sequences": (pmoe.BalanceLoss.sequences, use_sequences),
     "BalanceLoss.loss": (pmoe.BalanceLoss.loss, use_balance),
+    "BalanceLoss.attach": (pmoe.BalanceLoss.attach, use_attach),
     "BalanceLoss.load_state_dict": (
         pmoe.BalanceLoss.load_state_dict,
         lambda **given: pmoe.BalanceLoss(layer(), over="window", window=2).load_state_dict(**given),
@@ -389,6 +411,8 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "unmerge_lora": (pmoe.unmerge_lora, use_unmerge),
     "remove_lora": (pmoe.remove_lora, with_right(pmoe.remove_lora, model=adapted)),
     "lora_adapters": (pmoe.lora_adapters, with_right(pmoe.lora_adapters, model=adapted)),
+    "save_lora": (pmoe.save_lora, use_save_lora),
+    "load_lora": (pmoe.load_lora, use_load_lora),
     "freeze_experts": (
         pmoe.freeze_experts,
         with_right(pmoe.freeze_experts, model=layer, experts=lambda: [0]),

@@ -37,6 +37,7 @@ LEFT_OUT: dict[str, str] = {
     "CheckpointError": "an error",
     "Shard.of": "the layer calls it",
     "ExternalGate.forward": "the layer calls it",
+    "ExternalGate.weights_of": "replay_routing calls it",
     **dict.fromkeys(("ForcedGate.choices", "ReplayGate.choices"), "the gate calls it"),
 }
 """What users do not call with arguments of theirs, and why."""

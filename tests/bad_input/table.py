@@ -101,7 +101,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "add_lora": {
         "model": NOTHING, "rank": "1 2 numpy.int numpy.uint8", "alpha": POSITIVE, "targets": NOTHING,
-        "shared": FLAG, "name": "text",
+        "shared": FLAG, "name": NOTHING,
     },
     "use_lora": {"model": NOTHING, "name": NOTHING},
     "disable_lora": {"model": "module"},
@@ -109,7 +109,12 @@ TAKEN: dict[str, dict[str, str]] = {
     "unmerge_lora": {"model": NOTHING, "merged": NOTHING},
     "remove_lora": {"model": NOTHING, "name": NONE},
     "lora_adapters": {"model": NOTHING, "name": NONE},
-    "freeze_experts": {"model": NOTHING, "experts": "empty () list numpy.array integers"},
+    "save_lora": {
+        "model": NOTHING, "folder": TEXT, "layout": NOTHING, "name": NONE,
+        "base_model": f"None empty 10**400GiB {TEXT}", "rename": "None", "group": NONE,
+    },
+    "load_lora": {"model": NOTHING, "folder": NOTHING, "layout": NOTHING, "name": NOTHING, "rename": "None"},
+    "freeze_experts": {"model": NOTHING, "experts": "() {} list"},
     "ExpertMuon": {
         "model": NOTHING, "lr": SHARE, "weight_decay": SHARE, "momentum": "0 0.5", "nesterov": FLAG,
         "ns_steps": COUNT, "adjust_lr_fn": NOTHING, "dtype": NOTHING,
@@ -155,9 +160,13 @@ TAKEN: dict[str, dict[str, str]] = {
     "StepTotals": {"num_tokens": f"0 {NUMBER}", "num_sequences": f"0 {NUMBER}", "counts": "None {}"},
     "BalanceLoss.sequences": {"lengths": NOTHING},
     "BalanceLoss.loss": {"totals": NONE},
+    "BalanceLoss.attach": {"y": "meta tensor", "factor": SHARE, "totals": NONE},
     "BalanceLoss.load_state_dict": {"state": "{}"},
     "read_routing": {"folder": NOTHING, "rank": "0"},
-    "ExternalGate.routing": {"expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE},
+    "ExternalGate.routing": {
+        "expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE,
+        "weights_of": "None class function module",
+    },
     "Routing": {
         "expert": NOTHING, "weight": NOTHING, "l_aux": NOTHING, "logits": "None scalar integers tensor",
         "keep": NONE, "token": NONE, "mix": NONE,

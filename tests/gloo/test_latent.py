@@ -14,6 +14,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.runners.features import Feature
 from tests import featured
 from tests.gloo.kit import TOKENS, build, error_of, one_step, part_of
+from tests.gloo.test_footprint import step_bytes
 from tests.kit import D_MODEL, tokens
 from tests.pool import Pool, ranks
 from tests.reference import relative_error
@@ -112,6 +113,29 @@ def traffic_job(rank: int, world: int) -> tuple[int, int]:
 
 def test_rows_take_the_bytes_of_the_latent_width() -> None:
     assert all(wide == 2 * narrow > 0 for wide, narrow in ranks(2).run(traffic_job))
+
+
+def memory_job(rank: int, world: int, dtype: torch.dtype, reuse: Any) -> tuple[float, float]:
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(
+        128, 128, 4, d_latent=48, top_k=2, pipeline=2, memory_reuse=reuse, shared_expert=32, dtype=dtype
+    )
+    generator = torch.Generator().manual_seed(rank)
+    num_tokens = 1024 - 37 * rank
+    found = step_bytes(layer, torch.randn(num_tokens, 128, generator=generator).to(dtype))
+    predicted = layer.predict_memory(num_tokens, layer.row_counts)
+    return predicted.peak / found.peak, layer.predict_memory(1024).peak / found.peak
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("reuse", [False, "S1", "S2", "S3", "S4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_on_every_rank_is_within_three_percent_of_the_prediction(
+    dtype: torch.dtype, reuse: Any
+) -> None:
+    for exact, bound in ranks(2).run(memory_job, dtype, reuse):
+        assert 0.98 <= exact <= 1.03
+        assert bound >= 1
 
 
 class Failing(nn.Linear):

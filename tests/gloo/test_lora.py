@@ -21,7 +21,7 @@ from pmoe.schedule.restore import ALL_PAIRS
 from tests import adapted
 from tests.adapted import ALPHA, RANK
 from tests.gloo import test_footprint
-from tests.gloo.kit import build, counted_collectives, error_of, inputs, one_step
+from tests.gloo.kit import backward, build, counted_collectives, error_of, inputs, one_step
 from tests.kit import AUX
 from tests.pool import Pool, ranks
 from tests.reference import relative_error
@@ -399,6 +399,28 @@ WAYS: dict[str, dict[str, Any]] = {
     "rows that travel once": {"send_once": True},
     "nodes": {"dispatch": "hierarchical_1d", "nodes": 2},
 }
+
+
+def wire_job(rank: int, world: int) -> list[tuple[str, float]]:
+    """A step whose rows and gradients are sent as bfloat16, beside one whose rows are sent as they are."""
+    steps = []
+    for wire in (None, "bfloat16"):
+        layer = build(dtype=torch.float32, wire=wire, wire_backward=wire)
+        pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)
+        adapted.fill(layer.experts.adapter("default"), layer.first_expert)
+        x, dy = inputs(rank, world)
+        steps.append(backward(layer, x.float().requires_grad_(), dy.float()))
+    return [
+        (name, relative_error(steps[1][name], value))
+        for name, value in steps[0].items()
+        if value is not None and value.numel()
+    ]
+
+
+def test_rows_in_fewer_bytes_change_a_step_with_adapters_by_their_rounding_alone() -> None:
+    errors = ranks(2).run(wire_job)
+    assert all(error < 0.02 for of_rank in errors for _, error in of_rank), errors
+    assert any(error > 1e-5 for of_rank in errors for _, error in of_rank), errors
 
 
 def ways_job(rank: int, world: int, shared: bool) -> list[tuple[str, float]]:

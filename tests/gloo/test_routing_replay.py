@@ -116,6 +116,45 @@ def test_a_replayed_step_equals_its_definition(world: int, how: str) -> None:
     ranks(world).run(replay_job, how)
 
 
+def outside_job(rank: int, world: int) -> None:
+    """A router outside of the layer, beside a layer whose gate has the router's weight."""
+    inside = build()
+    layer = build(gate=pmoe.gates.ExternalGate())
+    layer.experts.load_state_dict(inside.experts.state_dict())
+    weight = inside.gate.weight.detach().clone().requires_grad_()
+    data = batches(rank, world)
+
+    def call(x: Tensor) -> Tensor:
+        score_TE = (x @ weight.t()).softmax(-1)
+
+        def weights_of(expert_TK: Tensor) -> Tensor:
+            chosen_TK = score_TE.gather(1, expert_TK)
+            return chosen_TK / chosen_TK.sum(1, keepdim=True)
+
+        expert_TK = score_TE.topk(TOP_K).indices
+        with layer.gate.routing(expert_TK, weights_of(expert_TK), weights_of=weights_of):
+            return layer(x)
+
+    with torch.no_grad(), pmoe.record_routing(layer) as trace:
+        for x, _, _ in data:
+            call(x)
+    with torch.no_grad():
+        weight.copy_(drifted(weight))
+        inside.gate.weight.copy_(weight)
+    for one, compute in ((layer, call), (inside, inside)):
+        with pmoe.replay_routing(one, trace):
+            for x, dy, _ in data:
+                (compute(x) * dy).sum().backward()
+    found = {"gate.weight": weight.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    for name, parameter in inside.named_parameters():
+        assert relative_error(found[name], parameter.grad) <= 1e-12, name
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_router_outside_of_the_layer_is_replayed_as_one_inside(world: int) -> None:
+    ranks(world).run(outside_job)
+
+
 # ---- pipeline stages
 
 BATCHES, PER_BATCH = 4, 8

@@ -10,7 +10,7 @@ LEVEL = MAKE_TEST
 CHECKPOINT = "tests/gloo/test_checkpoint.py"
 STATE = "pmoe/training/checkpoint_state.py"
 
-CONVERT, LAYOUTS = "pmoe/convert.py", "tests/unit/test_convert.py"
+CONVERT, LAYOUTS = "pmoe/convert/state_dicts.py", "tests/unit/test_convert.py"
 FILES, FOREIGN = "pmoe/training/checkpoint_files.py", "tests/unit/test_foreign_files.py"
 
 TRAINING = (

@@ -279,3 +279,47 @@ def test_layers_of_other_tokens_need_a_loss_of_their_own() -> None:
         ValueError, match=r"tokens by layer: \{'0': 12, '1': 5\}\) must give every layer the same"
     ):
         balance.loss()
+
+
+def test_an_attached_loss_has_the_gradients_of_an_added_one() -> None:
+    moe = layer()
+    balance = pmoe.BalanceLoss(moe, z_loss_weight=0.2)
+    grads = []
+    for way in ("added", "attached"):
+        moe.zero_grad()
+        x = tokens().requires_grad_()
+        y = moe(x)
+        if way == "added":
+            (y.square().sum() + 3 * balance.loss()).backward()
+        else:
+            same = balance.attach(y, 3, None)
+            assert torch.equal(same, y)
+            same.square().sum().backward()
+        grads.append([x.grad, *(parameter.grad for parameter in moe.parameters())])
+    for first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
+
+
+def test_an_attached_loss_is_left_to_totals_without_gradients_and_repeated_by_no_checkpoint() -> None:
+    moe = layer()
+    balance = pmoe.BalanceLoss(moe)
+
+    def stage(x: Tensor) -> Tensor:
+        return balance.attach(moe(x), 0.5, totals)
+
+    totals: pmoe.StepTotals | None = None
+    with torch.no_grad():
+        stage(tokens())
+    totals = balance.totals()
+    assert totals.num_tokens == T
+    grads = []
+    for reentrant in (None, False):
+        moe.zero_grad()
+        x = tokens().requires_grad_()
+        y = stage(x) if reentrant is None else checkpoint(stage, x, use_reentrant=False)
+        y.square().sum().backward()
+        grads.append([x.grad, moe.gate.weight.grad])
+    for first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match="attach must be outside of .*: pass use_reentrant=False"):
+        checkpoint(stage, tokens().requires_grad_(), use_reentrant=True).sum().backward()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +80,25 @@ def test_columns_of_gpt_oss_lie_in_turn() -> None:
     for name, value in expected.items():
         whole = found[name][0] if name.startswith("router") else torch.stack(found[name])
         assert torch.equal(whole, value), name
+
+
+@pytest.mark.parametrize("what", ["weights", "adapters"])
+def test_an_export_that_is_killed_leaves_no_folder_and_the_next_is_whole(what: str, tmp_path: Path) -> None:
+    whole = model()
+    if what == "adapters":
+        pmoe.add_lora(whole, rank=2)
+    save = {"weights": pmoe.save_weights, "adapters": pmoe.save_lora}[what]
+    writes = "pmoe.training.export.json.dumps"  # of the last file, when the first is on the disk
+    child = os.fork()
+    if child == 0:
+        with mock.patch(writes, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)):
+            save(whole, tmp_path / "out", "qwen-moe")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    save(whole, tmp_path / "out", "qwen-moe")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".safetensors", ".json"}
 
 
 @pytest.mark.slow

@@ -101,6 +101,23 @@ def test_other_layers_are_predicted_as_well(pair: pmoe.Restore, options: dict[st
     assert layer.predict_memory(TOKENS).peak >= found.peak
 
 
+NARROW: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16, "expert": "swiglu", "top_k": 2},
+    {"dtype": torch.bfloat16, "d_hidden": 64, "top_k": 2, "pipeline": 2},
+    {"dtype": torch.bfloat16, "num_experts": 1, "shared_expert": 96, "pipeline": 1},
+]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("pair, options", spread(CHEAPEST, NARROW, every=3), ids=named)
+def test_layers_of_narrow_types_are_predicted_as_well(pair: pmoe.Restore, options: dict[str, Any]) -> None:
+    layer = build(**{"pipeline": 4, "memory_reuse": pair, **options})
+    found = measured(layer)
+    predicted = layer.predict_memory(TOKENS, layer.row_counts)
+    assert found.peak <= predicted.peak <= 1.02 * found.peak
+
+
 def test_offloaded_bytes_are_the_hosts() -> None:
     for name, columns in (("S1", D_MODEL + D_HIDDEN), ("S2", D_HIDDEN), ("S3", D_MODEL), ("S4", 0)):
         layer = build(pipeline=4, memory_reuse=name)

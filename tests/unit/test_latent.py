@@ -136,18 +136,27 @@ def test_solver_and_trials_take_them() -> None:
         {},
         {"pipeline": 4, "memory_reuse": "S4"},
         {"pipeline": 2, "memory_reuse": "S1"},
+        {"pipeline": 2, "memory_reuse": "S2"},
+        {"pipeline": 4, "memory_reuse": "S3", "top_k": 1},
         {"expert": "swiglu"},
         {"shared_expert": 64, "shared_gate": True},
+        {"shared_expert": 600, "pipeline": 4, "memory_reuse": "S4"},
+        {"shared_expert": 600, "shared_gate": True, "expert": "swiglu"},
     ],
 )
-def test_memory_is_predicted(options: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_memory_is_predicted(
+    dtype: torch.dtype, options: dict[str, Any], sizes: tuple[int, int, int]
+) -> None:
     d_model, d_latent, d_hidden = sizes
-    layer = build(d_latent, d_model=d_model, d_hidden=d_hidden, **options)
-    x = rows(512, d_model).requires_grad_()
+    layer = build(d_latent, d_model=d_model, d_hidden=d_hidden, dtype=dtype, **options)
+    x = rows(512, d_model, dtype).requires_grad_()
     dy = torch.ones_like(x)
     peak = peak_of_step(layer, x, dy)
     predicted = layer.predict_memory(512, layer.row_counts).peak
-    assert peak <= predicted <= 1.02 * peak
+    # With several threads, oneDNN takes scratch memory for some products of the shared expert in bfloat16.
+    scratch = 0.05 * (dtype == torch.bfloat16 and "shared_expert" in options)
+    assert (1 - scratch) * peak <= predicted <= 1.05 * peak
     assert predicted <= layer.predict_memory(512).peak
 
 

@@ -116,6 +116,29 @@ def test_merged_adapters_give_a_plain_layer_and_come_out_again() -> None:
         assert type(layer.experts).__name__ == "SwiGLUExperts"
 
 
+def test_an_optimizer_of_before_a_merge_does_not_change_the_merged_adapter() -> None:
+    layer = build()
+    adapters = pmoe.add_lora(layer, rank=RANK)
+    filled(layer)
+    optimizer = torch.optim.AdamW(adapters.parameters(), lr=0.1)
+    layer(tokens()).square().sum().backward()
+    optimizer.step()
+    wanted = layer(tokens())
+    merged = pmoe.merge_lora(layer)
+    optimizer.step()  # with the gradients of the last step, if they were still there
+    pmoe.unmerge_lora(layer, merged)
+    assert relative_error(layer(tokens()), wanted) < 1e-12
+    layer(tokens()).square().sum().backward()
+    before = layer(tokens())
+    optimizer.step()  # the parameters are the same as before
+    assert relative_error(layer(tokens()), before) > 1e-3
+    merged = pmoe.merge_lora(layer)
+    with torch.no_grad():
+        next(adapters.parameters()).add_(1)
+    with pytest.raises(ValueError, match=r"adapter of model that was changed since merge_lora.*optimizer"):
+        pmoe.unmerge_lora(layer, merged)
+
+
 def test_state_dicts_bring_alpha_and_refuse_another_rank() -> None:
     layer = build()
     pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)
@@ -296,6 +319,19 @@ def test_frozen_experts_keep_their_bits_and_the_others_train_as_without_freezing
     layers[0](tokens()).square().sum().backward()
     optimizers[0].step()
     assert not torch.equal(layers[0].experts.w1[1], before["w1"][1])
+
+
+def test_a_mask_freezes_the_experts_of_the_same_numbers() -> None:
+    layers = [build() for _ in range(2)]
+    pmoe.freeze_experts(layers[0], torch.tensor([False, True, False, True]))
+    pmoe.freeze_experts(layers[1], [1, 3])
+    for layer in layers:
+        layer(tokens()).square().sum().backward()
+    for first, second in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad)
+    assert not layers[0].experts.w1.grad[[1, 3]].any()
+    with pytest.raises(ValueError, match=r"experts \(a mask of shape \(3,\)\) must have shape \(4,\)"):
+        pmoe.freeze_experts(build(), torch.tensor([False, True, False]))
 
 
 def test_numbers_of_no_expert_and_frozen_layers_are_named() -> None:

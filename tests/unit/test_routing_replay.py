@@ -408,9 +408,7 @@ class Unweighable(TopKGate):
     weights_of = pmoe.Gate.weights_of
 
 
-@pytest.mark.parametrize(
-    "gate", [Unweighable(M, E, K), pmoe.gates.ExternalGate(), pmoe.gates.BatchPrioritisedGate(M, E, K)]
-)
+@pytest.mark.parametrize("gate", [Unweighable(M, E, K), pmoe.gates.BatchPrioritisedGate(M, E, K)])
 def test_gates_that_cannot_be_replayed_are_refused(gate: nn.Module) -> None:
     moe = pmoe.MoELayer(M, H, E, K, gate=gate)
     with pytest.raises(
@@ -438,3 +436,77 @@ def test_a_gate_of_a_user_can_be_replayed() -> None:
     expected = moe(x)
     with pmoe.replay_routing(moe, trace):
         assert torch.equal(moe(x), expected)
+
+
+class Outside(nn.Module):
+    """A model with a router of its own, which passes its choices to a layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.router = nn.Linear(M, E, bias=False).double()
+        self.layer = layer(pmoe.gates.ExternalGate(), **options)
+        self.passes_function = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        score_TE = self.router(x).softmax(-1)
+
+        def weights_of(expert_TK: Tensor) -> Tensor:
+            chosen_TK = score_TE.gather(1, expert_TK)
+            return chosen_TK / chosen_TK.sum(1, keepdim=True)
+
+        expert_TK = score_TE.topk(K).indices
+        gate = self.layer.gate
+        function = weights_of if self.passes_function else None
+        with gate.routing(expert_TK, weights_of(expert_TK), weights_of=function):
+            return self.layer(x)
+
+
+def test_a_router_outside_of_the_layer_is_replayed_with_its_live_scores() -> None:
+    """The same steps as a layer with a gate of pmoe, whose weight is the router's."""
+    moe = Outside()
+    inside = layer("topk")
+    with torch.no_grad():
+        inside.gate.weight.copy_(moe.router.weight)
+        inside.experts.load_state_dict(moe.layer.experts.state_dict())
+    inputs = [tokens(9), tokens(4, 1)]
+    trace = recorded(moe, inputs)
+    assert all(map(torch.equal, trace["layer"], recorded(inside, inputs)[""]))
+    with torch.no_grad():
+        moe.router.weight.neg_()  # the best experts become the worst
+        inside.gate.weight.neg_()
+
+    def replayed(one: nn.Module, name: str) -> dict[str, Tensor]:
+        with pmoe.replay_routing(one, {name: trace["layer"]}):
+            return gradients(one, lambda: backward(one, inputs))
+
+    found = replayed(moe, "layer")
+    wanted = replayed(inside, "")
+    torch.testing.assert_close(found["router.weight"], wanted["gate.weight"], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found["layer.experts.w1"], wanted["experts.w1"], rtol=1e-12, atol=1e-15)
+    assert found["router.weight"].abs().amax(1).all()
+
+
+def test_a_router_outside_that_gives_no_weights_is_named_with_the_line_that_mends_it() -> None:
+    moe = Outside()
+    trace = recorded(moe, [tokens(4)])
+    moe.passes_function = False
+    with (
+        pytest.raises(ValueError, match=r"weights_of \(None\) of ExternalGate.routing must be a function"),
+        pmoe.replay_routing(moe, trace),
+    ):
+        moe(tokens(4))
+    gate = moe.layer.gate
+    expert, weight = trace["layer"][0], torch.full((4, K), 0.5, dtype=torch.float64)
+    keep = torch.ones(4, K, dtype=torch.bool)
+    with (
+        pytest.raises(ValueError, match=r"keep_TK of ExternalGate.routing must be None"),
+        pmoe.replay_routing(moe.layer, {"": [expert]}),
+        gate.routing(expert, weight, keep, weights_of=lambda _: weight),
+    ):
+        moe.layer(tokens(4))
+    with (
+        pytest.raises(TypeError, match=r"weights_of \(3\) must be None or a function"),
+        gate.routing(expert, weight, weights_of=3),
+    ):
+        pass

@@ -269,6 +269,7 @@ def test_run_json_holds_settings_versions_and_how_layers_were_built(tmp_path: Pa
     assert session["versions"]["torch"] == torch.__version__
     (layer,) = session["layers"]
     assert (layer["layer"], layer["num_experts"], layer["memory_reuse"]) == ("0", 4, "offload/offload")
+    assert layer["d_latent"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,625 @@
+"""Saves adapters of experts (LoRA) in PEFT's files, which vLLM reads too, and loads such files.
+
+    adapter_config.json          rank, alpha, and which weights of the model are adapted
+    adapter_model.safetensors    the matrices A and B
+
+The layout of the model's experts says what a matrix is called and how it is stored. Names begin with
+"base_model.model." and the name of the layer in the model:
+
+    layout             matrix    name                                     shape
+    a tensor for       A of w1   experts.3.gate_proj.lora_A.weight        (R, I)
+    each expert        B of w1   experts.3.gate_proj.lora_B.weight        (H, R), rows of the gate
+                                 experts.3.up_proj.lora_B.weight          (H, R), the other rows
+    a tensor for all   A of w1   experts.base_layer.lora_A.weight         (E R, I), expert after expert
+    ("...-stacked")    B of w1   experts.base_layer.lora_B.weight         (O, R E), column r E + e of expert e
+                       A of w2   experts.lora_A.weight                    (E R, I)
+
+PEFT nests one module for each stacked weight, so w1 is in "base_layer" if w2 is adapted too.
+
+Letters: E experts of all ranks, R rank of the adapter, I input and O output features of a weight, H hidden
+columns. A is (E, R, I) and B is (E, O, R) in pmoe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe.arguments import check_kind, check_one_of, check_path
+from pmoe.comm.agreement import all_fail_together
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
+from pmoe.convert import LAYOUTS, Layout
+from pmoe.experts.lora import WEIGHTS, Adapter
+from pmoe.experts.operands import local_part
+from pmoe.experts.stacked import StackedExperts
+from pmoe.layer import MoELayer
+from pmoe.training.checkpoint_state import unwrapped
+from pmoe.training.export import Rename, complete_folder
+from pmoe.training.lora import (
+    DEFAULT,
+    adapted_layers,
+    add_lora,
+    all_moe_layers,
+    check_adapter_name,
+    lora_adapters,
+)
+
+LoraLayoutName = Literal[
+    "mixtral", "qwen-moe", "deepseek", "mixtral-stacked", "qwen-moe-stacked", "deepseek-stacked", "gpt-oss"
+]
+"""The layouts in which PEFT knows the experts: those of Hugging Face's models."""
+
+CONFIG = "adapter_config.json"
+MATRICES = "adapter_model.safetensors"
+LARGEST = 1 << 31
+"""A rank or an alpha of this size is a mistake."""
+
+PREFIX = "base_model.model."
+"""The beginning of all names in PEFT's files."""
+
+PEFT_VERSION = "0.19.1"
+"""The release of PEFT since which A is for the input and B for the output features of a stacked weight.
+
+Earlier releases took the first dimension of a weight (E, O, I) for the input.
+"""
+
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""The dtypes of matrices that `load_lora` takes."""
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_dora": (False, None),
+    "use_rslora": (False, True, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+}
+"""The values that `load_lora` takes of fields of the configuration; a missing field has the first."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of an adapter in PEFT's files: the names and shapes of its matrices.
+
+    layout: the names of the experts' weights in the model.
+    targets: the adapted weights, some of "w1" and "w2".
+    num_experts: number of experts of all ranks.
+    """
+
+    layout: Layout
+    targets: tuple[str, ...]
+    num_experts: int
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one tensor has the weights of all experts."""
+        return "{e}" not in self.layout.names["experts.w1"]
+
+    def modules(self, weight: str) -> list[str]:
+        """Returns the names of PEFT's modules that hold the matrices of the weight "w1" or "w2".
+
+        If every expert has its own tensor, w1 has two modules for each expert: all of the gate's rows come
+        first, then all of the other rows.
+        """
+        if self.is_stacked:
+            owner = self.layout.names[f"experts.{weight}"].rpartition(".")[0]
+            return [f"{owner}.base_layer" if weight == "w1" and len(self.targets) == 2 else owner]
+        keys = self.layout.keys(f"experts.{weight}", range(self.num_experts))
+        return [key.removesuffix(".weight") for key in keys]
+
+    def keys(self, layer: str, weight: str, letter: str, rename: Rename | None) -> list[str]:
+        """Returns the names in the file of the matrices "A" or "B" of a weight of a layer."""
+        names = (f"{layer}.{module}.lora_{letter}.weight".lstrip(".") for module in self.modules(weight))
+        return [PREFIX + _renamed(name, rename) for name in names]
+
+    def interleaves(self, weight: str) -> bool:
+        """Returns whether the output features of a weight alternate between the gate and the other factor."""
+        _, dims = self.layout.order(f"experts.{weight}")
+        return "Hf" in dims
+
+    def begins_with_inputs(self, weight: str) -> bool:
+        """Returns whether a stacked weight has shape (E, I, O) in the model, not (E, O, I)."""
+        _, dims = self.layout.order(f"experts.{weight}")
+        return dims[1] == {"w1": "M", "w2": "H"}[weight]
+
+    def stored(self, weight: str, down_ERI: Tensor, up_EOR: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the stored matrices A and B of a weight, in the order of `keys`.
+
+        down_ERI, up_EOR: A and B of all experts.
+        """
+        if self.interleaves(weight):
+            up_EOR = up_EOR.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        if self.is_stacked:
+            return [down_ERI.flatten(0, 1)], [up_EOR.permute(1, 2, 0).flatten(1, 2)]
+        halves = up_EOR.chunk(2, 1) if weight == "w1" else (up_EOR,)
+        return [*down_ERI] * len(halves), [one for half in halves for one in half]
+
+    def read(
+        self, weight: str, down: Sequence[Tensor], up: Sequence[Tensor], rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns A and B of all experts, (E, r, I) and (E, O, r), from the stored matrices.
+
+        r is the rank, or twice the rank if the two halves of w1 have an A each and these differ: B then has
+        zeros for the other half's A.
+
+        down, up: the stored matrices, in the order of `keys`.
+        rank: the rank of the stored adapter.
+        """
+        if self.is_stacked:
+            down_ERI = down[0].unflatten(0, (self.num_experts, rank))
+            up_EOR = up[0].unflatten(1, (rank, self.num_experts)).permute(2, 0, 1)
+        else:
+            downs = torch.stack([*down]).chunk(len(down) // self.num_experts)
+            ups = torch.stack([*up]).chunk(len(up) // self.num_experts)
+            down_ERI, up_EOR = downs[0], torch.cat(ups, 1)
+            if len(downs) == 2 and not torch.equal(*downs):
+                down_ERI = torch.cat(downs, 1)
+                zeros = torch.zeros_like(ups[0])
+                up_EOR = torch.cat(
+                    [torch.cat([ups[0], zeros], 2), torch.cat([torch.zeros_like(ups[1]), ups[1]], 2)], 1
+                )
+        if self.interleaves(weight):
+            up_EOR = up_EOR.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return down_ERI, up_EOR
+
+
+# ---- saving
+
+
+def save_lora(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    layout: LoraLayoutName,
+    *,
+    name: str | None = None,
+    base_model: str | None = None,
+    rename: Rename | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes the adapters of a model's experts in PEFT's files, which PEFT and vLLM read.
+
+    Args:
+        model: the model, with adapters of `pmoe.add_lora`. Its experts may be spread over ranks.
+        folder: the folder, which must not exist. It gets its name when both files are complete.
+        layout: how the experts are stored in the model that will get the adapters. With a layout whose name
+            ends with "-stacked", or "gpt-oss", the files are those of PEFT's ``target_parameters``; with the
+            others each expert has its own matrices, as vLLM takes them for most models.
+        name: the name of the adapter; None saves the one that calls use.
+        base_model: the name or path of the model without adapters, for the configuration.
+        rename: a function from the name of a matrix in the model, such as
+            "model.layers.0.moe.experts.3.up_proj.lora_A.weight", to its name in the other model; None keeps
+            the names.
+        group: the ranks that save together, of which rank 0 writes; None is the default group.
+
+    An adapter that experts share is written for each of them. Adapters of dense layers are PEFT's own.
+    Collective: every rank of the group must call it.
+
+    Raises ValueError or TypeError on every rank, before anything is written, if a layer has no such adapter,
+    layers have adapters of another rank, alpha or other weights, or experts do not fit the layout. Raises
+    ImportError without safetensors, OSError if a file cannot be written.
+    """
+    ranks = Ranks(group)
+    with all_fail_together(ranks, stage="planning to save adapters"):
+        _check_arguments(folder, layout, rename)
+        check_kind((str, type(None)), "None or a text", base_model=base_model, name=name)
+        if ranks.rank == 0 and Path(folder).exists():
+            raise ValueError(f"folder ({folder}) must not exist: give each adapter a folder of its own")
+        adapters = adapted_layers(model, name)
+        first = next(iter(adapters.values()))[1]
+        for layer_name, (layer, adapter) in adapters.items():
+            _check_gated(layer_name, layer, layout)
+            of_layer = (adapter.rank, adapter.alpha, adapter.targets)
+            if of_layer != (first.rank, first.alpha, first.targets):
+                raise ValueError(
+                    f"the adapter of {layer_name} (rank, alpha, targets: {of_layer}) must be as that of "
+                    f"{next(iter(adapters))}, {(first.rank, first.alpha, first.targets)}: PEFT's files have "
+                    "one rank for all layers"
+                )
+    matrices: dict[str, Tensor] = {}
+    for layer_name, (layer, adapter) in adapters.items():
+        form = _Form(LAYOUTS[layout], adapter.targets, layer.num_experts)
+        own_name = _name_in_model(model, layer_name, layer)
+        for weight in adapter.targets:
+            down, up = (_of_all_experts(layer, adapter, part, ranks) for part in adapter.of(weight))
+            if ranks.rank == 0:
+                for letter, parts in zip("AB", form.stored(weight, down, up), strict=True):
+                    keys = form.keys(own_name, weight, letter, rename)
+                    matrices |= {
+                        key: part.cpu().clone(memory_format=torch.contiguous_format)
+                        for key, part in zip(keys, parts, strict=True)
+                    }
+    with all_fail_together(ranks, stage="writing adapters"):
+        if ranks.rank == 0:
+            from safetensors.torch import save_file
+
+            form = _Form(LAYOUTS[layout], first.targets, 1)
+            with complete_folder(Path(folder)) as partial:
+                save_file(matrices, partial / MATRICES, metadata={"format": "pt"})
+                text = json.dumps(_config(form, first, base_model), indent=2, sort_keys=True)
+                (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _config(form: _Form, adapter: Adapter, base_model: str | None) -> dict[str, Any]:
+    """Returns the content of PEFT's configuration file for an adapter."""
+    names = [form.layout.names[f"experts.{weight}"] for weight in adapter.targets]
+    if form.is_stacked:
+        target_modules: str | list[str] = []
+        target_parameters = names
+    else:
+        modules = [part.removesuffix(".weight") for name in names for part in name.split()]
+        experts = re.escape(modules[0].partition("{e}")[0])
+        ends = "|".join(re.escape(module.partition("{e}.")[2]) for module in modules)
+        target_modules = rf".*\.{experts}\d+\.({ends})"
+        target_parameters = []
+    alpha = adapter.alpha
+    return {
+        "peft_type": "LORA", "peft_version": PEFT_VERSION, "task_type": None, "inference_mode": True,
+        "base_model_name_or_path": base_model, "r": adapter.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
+        "target_modules": target_modules, "target_parameters": target_parameters or None,
+    }  # fmt: skip
+
+
+def _of_all_experts(layer: MoELayer, adapter: Adapter, parameter: Tensor, ranks: Ranks) -> Tensor:
+    """Returns a matrix of an adapter for all E experts, (E, ...). A collective.
+
+    parameter: (E_local, ...), the matrices of this rank's experts, or one matrix that all experts share.
+    """
+    value = local_part(parameter).detach()
+    if adapter.shared:
+        return value.expand(layer.num_experts, *value.shape)
+    experts = layer.grid.ep
+    if experts.size == 1:
+        return value
+    parts = [torch.empty_like(value) for _ in range(experts.size)]
+    with at_stage("gathering adapters", ranks):
+        dist.all_gather(parts, value.contiguous(), group=experts.group)
+    return torch.cat(parts)
+
+
+# ---- loading
+
+
+def load_lora(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    layout: LoraLayoutName,
+    *,
+    name: str = DEFAULT,
+    rename: Rename | None = None,
+) -> nn.Module:
+    """Loads adapters of experts from PEFT's files, such as `save_lora`, PEFT or others wrote them.
+
+    Args:
+        model: the model. Its experts may be spread over ranks. If its layers have no adapter of this name,
+            `pmoe.add_lora` makes one with the rank, alpha and targets of the files.
+        folder: the folder with the two files, which every rank reads.
+        layout: how the experts are stored in the model of the files.
+        name: the name that the adapter gets, or of an adapter that the layers have.
+        rename: as in `save_lora`.
+
+    Matrices of modules outside of experts are left to PEFT. In a layout with a tensor for each expert, the
+    two halves of w1 (gate_proj, up_proj) may have different A; the adapter then has twice the rank.
+
+    Returns `lora_adapters` of the model. Collective: every rank must call it.
+
+    Raises ValueError or TypeError on every rank, before anything is changed, if the files are damaged, do not
+    have the matrices of exactly the model's layers, have another rank or other targets than an adapter of
+    this name, or use what pmoe's adapters do not have (DoRA, biases, ranks by pattern). Raises OSError if
+    they cannot be read, ImportError without safetensors.
+    """
+    layers = dict(all_moe_layers(model))
+    ranks = max((layer.ranks for layer in layers.values()), key=lambda ranks: ranks.size)
+    with all_fail_together(ranks, stage="reading adapters"):
+        _check_arguments(folder, layout, rename)
+        check_adapter_name(name)
+        config = _read_config(Path(folder) / CONFIG)
+        stored = _read(model, layers, Path(folder) / MATRICES, layout, config, rename)
+        for layer_name, layer in layers.items():
+            adapters = getattr(layer.layer_modules.experts, "adapters", {})
+            if name in adapters:
+                _check_fits(layer_name, adapters[name], stored)
+    has_none = not any(name in getattr(one.layer_modules.experts, "adapters", {}) for one in layers.values())
+    if has_none:
+        add_lora(model, rank=stored.rank, alpha=stored.alpha, targets=stored.targets, name=name)
+    with torch.no_grad():
+        for layer_name, (layer, adapter) in adapted_layers(model, name).items():
+            adapter.alpha = stored.alpha
+            own = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
+            for weight in stored.targets:
+                for parameter, value in zip(
+                    adapter.of(weight), stored.of_layer[layer_name][weight], strict=True
+                ):
+                    part = value[0] if adapter.shared else value[own]
+                    local_part(parameter).copy_(part)
+    return lora_adapters(model, name)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The adapters in PEFT's files, of all layers.
+
+    rank: the rank, twice that of the files if the halves of w1 have different A.
+    alpha: so that alpha / rank is the factor of B @ A.
+    targets: the adapted weights, some of "w1" and "w2".
+    of_layer: by the name of the layer in the model and by weight, A (E, rank, I) and B (E, O, rank).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    of_layer: Mapping[str, Mapping[str, tuple[Tensor, Tensor]]]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Returns PEFT's configuration. Raises ValueError if it is damaged or of another kind of adapter."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"folder ({path.parent}) must hold {CONFIG} and {MATRICES}: no {path}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a configuration of PEFT: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must be a configuration of PEFT, a dict")
+    for field, allowed in NEUTRAL.items():
+        value = config.get(field, allowed[0])
+        if value not in allowed:
+            raise ValueError(
+                f"{field} ({value!r}) of {path} must be {allowed[0]!r}: adapters of pmoe have nothing else"
+            )
+    rank = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    is_number = type(alpha) in (int, float) and 0 < alpha < LARGEST
+    if type(rank) is not int or not 0 < rank < LARGEST or not is_number:
+        raise ValueError(f"r ({rank!r}) and lora_alpha ({alpha!r}) of {path} must be numbers above 0")
+    parameters = config.get("target_parameters")
+    if parameters is not None and not isinstance(parameters, list):
+        raise ValueError(f"target_parameters ({parameters!r}) of {path} must be None or a list of names")
+    return config
+
+
+def _read(
+    model: nn.Module,
+    layers: Mapping[str, MoELayer],
+    path: Path,
+    layout: LoraLayoutName,
+    config: Mapping[str, Any],
+    rename: Rename | None,
+) -> _Stored:
+    """Reads the matrices of all layers. Raises ValueError if they are not those of exactly these layers."""
+    from safetensors import SafetensorError, safe_open
+
+    rank = config["r"]
+    alpha = float(config["lora_alpha"]) * (math.sqrt(rank) if config.get("use_rslora") else 1)
+    if not path.is_file():
+        raise ValueError(f"folder ({path.parent}) must hold {CONFIG} and {MATRICES}: no {path}")
+    read: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+    used: set[str] = set()
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for layer_name, layer in layers.items():
+                _check_gated(layer_name, layer, layout)
+            first_name, first = next(iter(layers.items()))
+            both = _Form(LAYOUTS[layout], WEIGHTS, first.num_experts)
+            targets = _targets(both, _name_in_model(model, first_name, first), names, config, rename)
+            for layer_name, layer in layers.items():
+                form = _Form(LAYOUTS[layout], targets, layer.num_experts)
+                own_name = _name_in_model(model, layer_name, layer)
+                read[layer_name] = {}
+                for weight in targets:
+                    keys = [form.keys(own_name, weight, letter, rename) for letter in "AB"]
+                    _check_names(path, keys[0] + keys[1], names, f"{layer_name} in layout {layout!r}")
+                    used.update(*keys)
+                    down, up = ([file.get_tensor(key) for key in part] for part in keys)
+                    _check_shapes(path, keys, layer, weight, form, down, up, rank)
+                    if _is_of_old_peft(form, layer, weight, down[0], config):
+                        down, up = _of_old_peft(down[0], up[0], layer.num_experts, rank)
+                    read[layer_name][weight] = form.read(weight, down, up, rank)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} must be a file of safetensors: {error}") from None
+    left = sorted(key for key in names - used if ".experts." in key)
+    if left:
+        raise ValueError(
+            f"{path} has {left[0]}, which belongs to no expert of the model's layers "
+            f"({', '.join(layers)}): rename= changes names of layers"
+        )
+    largest = max((pair[0].shape[1] for of in read.values() for pair in of.values()), default=rank)
+    wide = {
+        name: {weight: _padded(*pair, largest) for weight, pair in of_layer.items()}
+        for name, of_layer in read.items()
+    }
+    return _Stored(rank=largest, alpha=alpha * largest / rank, targets=targets, of_layer=wide)
+
+
+def _targets(
+    form: _Form, layer_name: str, names: Container[str], config: Mapping[str, Any], rename: Rename | None
+) -> tuple[str, ...]:
+    """Returns which of the weights "w1" and "w2" the files have matrices of. Raises ValueError if of none.
+
+    form: the form of an adapter of both.
+    layer_name: the name of the first layer.
+    names: the names of all matrices.
+    """
+    keys = {weight: form.keys(layer_name, weight, "A", rename)[0] for weight in WEIGHTS}
+    if form.is_stacked:
+        adapted = {str(one).rpartition(".")[2] for one in config.get("target_parameters") or ()}
+        own = {weight: form.layout.names[f"experts.{weight}"].rpartition(".")[2] for weight in WEIGHTS}
+        targets = tuple(weight for weight in WEIGHTS if own[weight] in adapted)
+    else:
+        targets = tuple(weight for weight in WEIGHTS if keys[weight] in names)
+    if not targets:
+        raise ValueError(
+            f"the files must have adapters of experts, such as {keys['w1']}, and in a stacked layout name "
+            f"them in target_parameters ({config.get('target_parameters')}): rename= changes names of layers"
+        )
+    return targets
+
+
+def _check_names(path: Path, keys: Sequence[str], names: Container[str], owner: str) -> None:
+    """Raises ValueError if the file lacks a matrix.
+
+    keys: the names of the matrices of a weight.
+    names: the names of all matrices in the file.
+    owner: the layer and the layout, in words.
+    """
+    missing = [key for key in keys if key not in names]
+    if missing:
+        raise ValueError(f"{path} must have {missing[0]}, of {owner}: rename= changes names of layers")
+
+
+def _check_shapes(
+    path: Path,
+    keys: Sequence[Sequence[str]],
+    layer: MoELayer,
+    weight: str,
+    form: _Form,
+    down: Sequence[Tensor],
+    up: Sequence[Tensor],
+    rank: int,
+) -> None:
+    """Raises ValueError if a stored matrix has not the shape that the layer and the rank ask for.
+
+    keys: the names of the matrices ``down`` and ``up`` in the file.
+    """
+    _, out_features, in_features = _shapes(layer)[weight]
+    each = form.num_experts * rank if form.is_stacked else rank
+    rows = out_features // (len(down) // form.num_experts) if not form.is_stacked else out_features
+    wanted = [((each, in_features), (rows, each))]
+    if form.is_stacked and not form.begins_with_inputs(weight):
+        wanted.append(((each, out_features), (in_features, each)))  # PEFT before PEFT_VERSION
+    for key_down, key_up, one, other in zip(*keys, down, up, strict=True):
+        found = (tuple(one.shape), tuple(other.shape))
+        if not {one.dtype, other.dtype} <= DTYPES:
+            raise ValueError(
+                f"{key_down} and {key_up} of {path} ({one.dtype}, {other.dtype}) must be matrices of "
+                "float16, bfloat16, float32 or float64"
+            )
+        if found not in wanted:
+            raise ValueError(
+                f"{key_down} and {key_up} of {path} have shapes {found[0]} and {found[1]}, and must have "
+                f"{wanted[0][0]} and {wanted[0][1]} for rank {rank} and {form.num_experts} experts"
+            )
+
+
+def _is_of_old_peft(
+    form: _Form, layer: MoELayer, weight: str, down: Tensor, config: Mapping[str, Any]
+) -> bool:
+    """Returns whether a stacked adapter was written before `PEFT_VERSION`, with A for the output features.
+
+    If a weight is square, the shapes do not say it, and the version in the configuration does.
+    """
+    _, out_features, in_features = _shapes(layer)[weight]
+    if not form.is_stacked or form.begins_with_inputs(weight):
+        return False
+    if out_features != in_features:
+        return down.shape[1] == out_features
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(config.get("peft_version") or PEFT_VERSION))
+    version = tuple(map(int, numbers.groups())) if numbers else (0,)
+    return version < tuple(map(int, PEFT_VERSION.split(".")))
+
+
+def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns stacked matrices that PEFT wrote before `PEFT_VERSION` in the form in which it writes now.
+
+    down: (E R, O).  up: (I, R E).  The change of expert e was the transpose of B[e] @ A[e].
+    """
+    new_down = up.unflatten(1, (rank, num_experts)).permute(2, 1, 0).flatten(0, 1)
+    new_up = down.unflatten(0, (num_experts, rank)).permute(2, 1, 0).flatten(1, 2)
+    return [new_down], [new_up]
+
+
+def _padded(down_ERI: Tensor, up_EOR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Returns A, (E, rank, I), and B, (E, O, rank), with zeros that change nothing of B @ A.
+
+    down_ERI, up_EOR: A and B of a rank of at most ``rank``.
+    """
+    missing = rank - down_ERI.shape[1]
+    if not missing:
+        return down_ERI, up_EOR
+    return nn.functional.pad(down_ERI, (0, 0, 0, missing)), nn.functional.pad(up_EOR, (0, missing))
+
+
+# ---- checks
+
+
+def _check_arguments(folder: object, layout: str, rename: object) -> None:
+    """Raises an error for wrong arguments, and ImportError without safetensors."""
+    check_path(folder=folder)
+    check_one_of("layout", layout, get_args(LoraLayoutName))
+    if rename is not None and not callable(rename):
+        raise TypeError(f"rename ({rename!r}) must be None or a function from names to names")
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"PEFT's files need safetensors (pip install safetensors): {error}") from None
+
+
+def _renamed(name: str, rename: Rename | None) -> str:
+    """Returns the name of a matrix in the file. Raises TypeError if ``rename`` returns no text."""
+    if rename is None:
+        return name
+    try:
+        renamed: object = rename(name)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"rename must return a name, but raised for {name!r}: {error}") from error
+    if not isinstance(renamed, str):
+        raise TypeError(f"rename must return a name, but returned {renamed!r} for {name!r}")
+    return renamed
+
+
+def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> None:
+    """Raises ValueError if the experts of a layer are not gated: all layouts of PEFT's models are."""
+    experts = layer.layer_modules.experts
+    if not isinstance(experts, StackedExperts) or experts.hidden_factor != 2:
+        raise ValueError(f"layout ({layout!r}) must fit {layer_name}: its experts are not gated (swiglu)")
+
+
+def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
+    """Raises ValueError if an adapter of a layer has another rank or other weights than the files."""
+    if (adapter.rank, adapter.targets) != (stored.rank, stored.targets):
+        raise ValueError(
+            f"the adapter of {layer_name} (rank {adapter.rank}, targets {', '.join(adapter.targets)}) must "
+            f"be as that of the files, of rank {stored.rank} and targets {', '.join(stored.targets)}: call "
+            "pmoe.remove_lora(model, name) first, or load it by another name"
+        )
+    if adapter.shared:
+        for weight, (down_ERI, up_EOR) in stored.of_layer[layer_name].items():
+            for value in (down_ERI, up_EOR):
+                if not (value == value[:1]).all():
+                    raise ValueError(
+                        f"the adapter of {layer_name} is shared by all experts, but {weight} of the files "
+                        "differs between experts: call pmoe.remove_lora(model, name) first"
+                    )
+
+
+def _shapes(layer: MoELayer) -> Mapping[str, tuple[int, int, int]]:
+    """Returns the shape (E_local, O, I) of each weight of a layer's experts."""
+    experts = layer.layer_modules.experts
+    assert isinstance(experts, StackedExperts)
+    return experts.shapes()
+
+
+def _name_in_model(model: nn.Module, layer_name: str, layer: MoELayer) -> str:
+    """Returns the name of a layer in the model without wrappers; "" for a model that is itself a layer.
+
+    PEFT is a wrapper, too.
+    """
+    if layer is model:
+        return ""
+    return unwrapped(model, layer_name).removeprefix(PREFIX)

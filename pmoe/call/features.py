@@ -60,7 +60,8 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.HIERARCHICAL: in_steps,
         Feature.OWN_EXCHANGE: not (is_flat or in_steps),
         Feature.SEND_ONCE: options.send_once,
-        Feature.WIRE: modules.wires is not None,
+        Feature.WIRE: modules.wires is not None and modules.wires.dispatches,
+        Feature.WIRE_COMBINE: modules.wires is not None and modules.wires.results is not None,
         Feature.TO_OWN_RANK: not switches.bypass_local,
         Feature.CALLBACKS: bool(modules.callbacks),
         # With d_latent the shared expert is outside of what the parts compute (`pmoe.decide.latent_call`).
@@ -68,6 +69,8 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.GRADIENTS: modules.gradients is not None,
         Feature.ROTATES: options.rotates,
         Feature.OFFLOADS: any(pair.offloads for pair in modules.pairs),
+        Feature.MESSAGES: any(pair.dispatched == "message" for pair in modules.pairs),
+        Feature.HIDDEN_E4M3: any(pair.rounds for pair in modules.pairs),
         Feature.CHUNKS: options.fixed_degree not in (None, 1),
         Feature.BUDGET: options.memory_budget is not None,
         Feature.CAPACITY: options.capacity_factor is not None,

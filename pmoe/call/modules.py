@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
+from pmoe.call.narrow_pairs import possible_pairs
 from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import max_bins, num_bins
 from pmoe.comm.ranks import Ranks
@@ -230,7 +231,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def wires(self) -> Wires | None:
-        """The number formats in which dispatched rows are sent; None if all rows are sent in their own dtype.
+        """The number formats in which rows and results are sent; None if all are sent in their own dtype.
 
         On one rank nothing is sent, so the result is None.
         """
@@ -320,6 +321,8 @@ class LayerModules(PassModules):
         whole chunk of forward, and cannot be split.
         """
         pairs = self.options.pairs
+        if pairs[-1].is_narrow:  # these come last
+            pairs = possible_pairs(self, pairs)
         if len(pairs) > 1 and self.options.splits_backward and self.experts.are_modules:
             pairs = tuple(pair for pair in pairs if pair.hidden == "recompute")
         return pairs

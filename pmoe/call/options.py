@@ -24,7 +24,14 @@ from pmoe.planner.degree import (
     check_backward,
     check_pipeline,
 )
-from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, StrategyName, parse_restore
+from pmoe.schedule.restore import (
+    KEEP,
+    AllowName,
+    Restore,
+    StrategyName,
+    pairs_to_choose,
+    parse_restore,
+)
 from pmoe.schedule.wire import WireName, Wires
 from pmoe.text import parse_bytes
 
@@ -84,9 +91,11 @@ class LayerOptions:
     send_once: bool = False
     wire: WireName | None = None
     wire_backward: WireName | None = None
+    wire_combine: WireName | None = None
     check_finite: bool | None = None
     balance: bool | int = False
     d_latent: int | None = None
+    allow: AllowName | None = None
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
@@ -116,6 +125,8 @@ class LayerOptions:
         for name, wire in self.wires.by_option.items():
             if wire is not None and not (isinstance(wire, str) and wire in get_args(WireName)):
                 raise ValueError(f'{name} ({wire!r}) must be None, "e4m3" or "bfloat16"')
+        if self.allow is not None and not (isinstance(self.allow, str) and self.allow in get_args(AllowName)):
+            raise ValueError(f'allow ({self.allow!r}) must be None or "e4m3"')
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)
         self.budget  # noqa: B018 - raises an error if it is not a number of bytes
         # The record is frozen, so names are replaced by their meaning here: "S4" by its pair.
@@ -147,8 +158,8 @@ class LayerOptions:
 
     @functools.cached_property
     def wires(self) -> Wires:
-        """The number formats in which rows are sent, from the options ``wire`` and ``wire_backward``."""
-        return Wires(rows=self.wire, gradients=self.wire_backward)
+        """The number formats in which rows and results are sent, from the three options of wires."""
+        return Wires(rows=self.wire, gradients=self.wire_backward, results=self.wire_combine)
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:
@@ -220,7 +231,9 @@ class LayerOptions:
             return (self.memory_reuse,)
         if not self.memory_reuse:
             return (KEEP,)
-        return tuple(STRATEGIES.values()) if self.memory_budget is None else ALL_PAIRS
+        return pairs_to_choose(
+            self.allow, has_budget=self.memory_budget is not None, has_messages=self.wire is not None
+        )
 
 
 class _HasSpec(Protocol):

@@ -398,7 +398,7 @@ def layer_costs(
         ag=operations.all_gather.line.shared(node_rows * dispatched_bytes),
         rs=operations.reduce_scatter.line.shared(node_rows * row_bytes),
         exp=expert_line.shared(expert_size),
-        combine=(lines.combine or flat).shared(sent_rows * row_bytes),
+        combine=(lines.combine or flat).shared(sent_rows * shape.sent_bytes(shape.wires.results)),
         order=lines.order.shared(rows),
         restore=lines.restore.shared(rows),
     )

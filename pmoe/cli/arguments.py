@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
 from pmoe.arguments import MOST
 from pmoe.planner.profile import WIDTH
-from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.schedule.restore import ALL_PAIRS, NARROW_PAIRS, STRATEGIES, AllowName, Restore
 from pmoe.text import parse_bytes
 
 Number = TypeVar("Number", int, float)
@@ -87,12 +87,22 @@ def restore_pair(text: str) -> Restore:
 
     Raises ArgumentTypeError for any other text.
     """
-    pairs = STRATEGIES | {str(pair): pair for pair in ALL_PAIRS}
+    pairs = STRATEGIES | {str(pair): pair for pair in (*ALL_PAIRS, *NARROW_PAIRS)}
     if text not in pairs:
+        listed = ", ".join(map(str, (*ALL_PAIRS, *NARROW_PAIRS)))
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be one of {', '.join(STRATEGIES)}, or a pair: {', '.join(map(str, ALL_PAIRS))}"
+            f"{text!r} must be one of {', '.join(STRATEGIES)}, or a pair: {listed}"
         )
     return pairs[text]
+
+
+def add_allow(add: Callable[..., object]) -> None:
+    """Adds the option --allow to a command: the rounding that restore pairs may do.
+
+    add: the method add_argument of a parser or of a group of arguments.
+    """
+    words = "also pairs that keep T_DI in its messages (with --wire), or T_M rounded to e4m3"
+    add("--allow", choices=get_args(AllowName), help=words)
 
 
 def parse_device(text: str, *, must_exist: bool) -> torch.device:

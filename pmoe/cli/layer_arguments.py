@@ -13,7 +13,7 @@ from pmoe.schedule.wire import WireName
 
 NAMES = (
     *("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype"),
-    *("wire", "wire_backward", "d_latent"),
+    *("wire", "wire_backward", "wire_combine", "d_latent"),
 )
 """Names of the arguments that describe the layer, its ranks and its tokens. The slack is not among them."""
 SLACK = 1.25
@@ -41,6 +41,7 @@ def add_layer_sizes(command: argparse.ArgumentParser) -> None:
         help="form in which rows are sent to experts (default: as they are)",
     )
     add("--wire-backward", choices=get_args(WireName), help="the same for backward's gradients")
+    add("--wire-combine", choices=get_args(WireName), help="the same for results, in both passes")
     add("--d-latent", type=whole_number, metavar="L", help="columns of rows that are sent (default: M)")
     add("--slack", type=slack, default=SLACK, help="rows of a ring slot, over the balanced share")
 

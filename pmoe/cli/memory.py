@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pmoe.arguments import check_int
-from pmoe.cli.arguments import DTYPES, parse_device, restore_pair, whole_number
+from pmoe.cli.arguments import DTYPES, add_allow, parse_device, restore_pair, whole_number
 from pmoe.cli.layer_arguments import (
     add_layer_sizes,
     constructor_arguments,
@@ -26,9 +26,9 @@ from pmoe.layer import MoELayer
 from pmoe.measure.step_memory import step_peak_bytes
 from pmoe.papers.mpipemoe_memory import theory
 from pmoe.planner.degree import all_choices, check_backward
-from pmoe.planner.layer_sizes import CopyNumbers
-from pmoe.planner.priced_choices import bound
-from pmoe.schedule.restore import ALL_PAIRS, Restore
+from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
+from pmoe.planner.priced_choices import bound, planned_pairs
+from pmoe.schedule.restore import Restore, without_messages
 from pmoe.text import table
 
 ABOUT = "print a layer's bytes: by the paper's equations, predicted, measured"
@@ -56,6 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--n", type=whole_number, default=4, help="micro-batches (default 4)")
     add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
+    add_allow(add)
     add("--balance", type=int, default=0, metavar="K", help="copies of busy experts on a rank (default 0)")
     add(
         "--shard-experts",
@@ -99,8 +100,7 @@ def run_command(args: argparse.Namespace) -> Output:
     shape = replace(shape, copies=copies, shared_over=args.shard_experts)
     backward = args.n_backward or args.n
     rows = {}
-    pairs = ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
-    for choice in all_choices([(args.n, backward)], pairs):
+    for choice in all_choices([(args.n, backward)], _pairs(args, shape)):
         memory = bound(shape, shape.call(args.tokens), choice, args.slack)
         pair = choice.restore
         measured = _measured(args, pair, device) if args.measure else {}
@@ -127,6 +127,23 @@ def run_command(args: argparse.Namespace) -> Output:
             f"{mib(shape.gathered_bytes)}, {mib(2 * shape.gathered_bytes)})",
         )
     return Output(fields, lines)
+
+
+def _pairs(args: argparse.Namespace, shape: LayerSizes) -> tuple[Restore, ...]:
+    """Returns the restore pairs for which bytes are predicted.
+
+    shape: sizes of the layer.
+
+    Raises ValueError if --memory-reuse names a pair that the layer cannot have.
+    """
+    pair: Restore | None = args.memory_reuse
+    if pair is None:
+        return planned_pairs(shape, args.allow, has_budget=True)
+    if pair.dispatched == "message" and args.wire is None:
+        raise ValueError(f"--memory-reuse ({pair}) needs --wire: without it rows come in no messages")
+    if pair.rounds and args.dtype == "float64":
+        raise ValueError(f"--memory-reuse ({pair}) must not keep T_M in e4m3 with --dtype float64")
+    return (pair if shape.wires.rows else without_messages(pair),)
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:

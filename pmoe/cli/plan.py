@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pmoe.arguments import check_int
 from pmoe.cli import layer_arguments as layer
-from pmoe.cli.arguments import byte_count, refused_as
+from pmoe.cli.arguments import add_allow, byte_count, refused_as
 from pmoe.cli.cluster import load_cluster
 from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
@@ -42,6 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--budget", type=byte_count, help="limit of bytes on the device, such as 2GiB or '500 MB'")
     add("--balance", type=int, default=0, metavar="K", help="copies of busy experts on a rank (default 0)")
+    add_allow(add)
     add("--profile", type=Path, metavar="FILE", help="profile to use (default: the stored one that fits)")
     add("--folder", type=Path, help="folder of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
     described = "machines that you do not have (docs/cluster.md); --profile fills in what it leaves out"
@@ -66,7 +67,7 @@ def run_command(args: argparse.Namespace) -> Output:
             f"--balance ({args.balance}) must be at most {others}, the number of experts of the other ranks"
         )
     options = {"layer": layer.constructor_arguments(args), "num_tokens": args.tokens}
-    options |= {"budget": args.budget, "slack": args.slack, "copies": args.balance}
+    options |= {"budget": args.budget, "slack": args.slack, "copies": args.balance, "allow": args.allow}
     try:
         plans = plan_combinations(rates, **options)
     except ValueError as error:
@@ -77,6 +78,7 @@ def run_command(args: argparse.Namespace) -> Output:
         "slack": args.slack,
         "device": advice.profile.device_type,
         "budget_bytes": args.budget,
+        "allow": args.allow,
         "balance": args.balance,
         "copy_price_rows": _copy_prices(advice, rates) if args.balance else None,
         "profile": {"path": str(path), **asdict(advice.profile.identity), "when": advice.profile.when},

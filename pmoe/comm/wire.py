@@ -29,6 +29,9 @@ from pmoe.schedule.wire import BLOCK_COLUMNS, WireName, Wires, message_bytes, nu
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """The largest finite number of e4m3, 448."""
 
+E4M3_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of rows that may be rounded to e4m3. Users of float64 want more digits than e4m3 keeps."""
+
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Lower bound of scales, for blocks of zeros and blocks whose scale would be a denormal number."""
 
@@ -36,14 +39,14 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 def check_wires(wires: Wires, dtype: torch.dtype) -> None:
     """Raises ValueError if rows of a dtype must not be sent in the given number formats.
 
-    "e4m3" is for float32, bfloat16 and float16: users of float64 want more digits than it keeps. "bfloat16"
-    is for float32 only, because rows with numbers of 2 bytes would not get shorter.
+    "e4m3" is for the dtypes in `E4M3_DTYPES`. "bfloat16" is for float32 only, because it makes rows of 2
+    bytes a number no shorter.
 
     wires: the formats for forward and backward.
     dtype: dtype of the rows.
     """
     for name, wire in wires.by_option.items():
-        if wire == "e4m3" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if wire == "e4m3" and dtype not in E4M3_DTYPES:
             raise ValueError(
                 f"{name} ('e4m3') must be None for rows of {dtype}: rows are float32, bfloat16 or float16"
             )
@@ -140,6 +143,21 @@ def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
     element_size: bytes of an element of the row.
     """
     return message_bytes(wire, d_model, element_size) + _widened(wire, d_model, element_size)
+
+
+def hidden_block_bytes(columns: int, element_size: int) -> int:
+    """Returns how many bytes of temporary tensors packing a block of T_M needs for each of its rows.
+
+    The block is packed to e4m3, or unpacked. The tensors are the row's values in float32 if the row is
+    narrower, or if its columns are filled up to whole blocks of 128; and two lists of its scales.
+
+    columns: columns of T_M.
+    element_size: bytes of an element of the row.
+    """
+    num_scales = -(-columns // BLOCK_COLUMNS)
+    filled = columns % BLOCK_COLUMNS > 0
+    values = columns * (element_size < 4) + num_scales * BLOCK_COLUMNS * filled
+    return 4 * (values + 2 * num_scales)
 
 
 def _widened(wire: WireName, d_model: int, element_size: int) -> int:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
 from pmoe.call.modules import LayerModules
+from pmoe.call.narrow_pairs import check_narrow
 from pmoe.call.options import LayerOptions, Switches
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
@@ -87,6 +88,8 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
         from pmoe.engine.variants.wire import check_wired
 
         check_wired(modules, options.wires)
+    if isinstance(pair, Restore) and pair.is_narrow:
+        check_narrow(modules, pair)
     if options.memory_budget is not None:
         from pmoe.layer.predict_memory import check_budget
 

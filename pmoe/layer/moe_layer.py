@@ -31,7 +31,7 @@ from pmoe.layer import construct
 from pmoe.layer.old_attributes import OldAttributes, with_new_names
 from pmoe.ordering import Order, OrderName, make_order
 from pmoe.planner.degree import SolveName
-from pmoe.schedule.restore import Restore, StrategyName
+from pmoe.schedule.restore import AllowName, Restore, StrategyName
 from pmoe.schedule.wire import WireName
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class MoELayer(OldAttributes, nn.Module):
             only where they are predicted to pay. Not with fused, pad_to_capacity, send_once or memory_budget.
         memory_reuse: False keeps received rows (T_DI) and hidden activations (T_M) for backward. "S1" to "S4"
             or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (MPipeMoE, Eq. 10).
-        memory_budget: a limit for the layer's memory, in bytes or such as "2GiB", which holds for any
-            routing. If pipeline or memory_reuse is True, the layer takes the fastest values within the limit.
+        allow: "e4m3" lets memory_reuse=True also keep T_DI in its messages, or T_M rounded to e4m3.
+        memory_budget: a limit in bytes, or such as "2GiB", for any routing; what is True is chosen within it.
         slack: micro-batches share buffers of ceil(slack * T * K / n) rows; n grows under skewed routing.
         group: the process group; None is the default group, and `Ranks.single()` one rank.
         mesh: in place of group, a device mesh: "ep" spreads experts, "esp" splits each one's hidden columns.
@@ -95,7 +95,7 @@ class MoELayer(OldAttributes, nn.Module):
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
         nodes: ranks of a node, or the node of each rank; None takes $LOCAL_WORLD_SIZE ranks of a node.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
-        wire, wire_backward: send rows, and backward's gradients, to experts as "e4m3" or "bfloat16".
+        wire, wire_backward, wire_combine: send rows, backward's, and results as "e4m3" or "bfloat16".
         order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
@@ -141,9 +141,11 @@ class MoELayer(OldAttributes, nn.Module):
     send_once: bool = option("send_once")
     wire: WireName | None = option("wire")
     wire_backward: WireName | None = option("wire_backward")
+    wire_combine: WireName | None = option("wire_combine")
     check_finite: bool | None = option("check_finite")
     balance: bool | int = option("balance")
     d_latent: int | None = option("d_latent")
+    allow: AllowName | None = option("allow")
     switches: Switches = option("switches")
 
     options: LayerOptions
@@ -179,6 +181,7 @@ class MoELayer(OldAttributes, nn.Module):
         send_once: bool = False,
         wire: WireName | None = None,
         wire_backward: WireName | None = None,
+        wire_combine: WireName | None = None,
         shared_expert: int | nn.Module | None = None,
         shared_gate: bool = False,
         callbacks: Sequence[Callback] = (),
@@ -189,6 +192,7 @@ class MoELayer(OldAttributes, nn.Module):
         check_finite: bool | None = None,
         balance: bool | int = False,
         d_latent: int | None = None,
+        allow: AllowName | None = None,
     ) -> None:
         super().__init__()
         self.options = LayerOptions(
@@ -207,9 +211,11 @@ class MoELayer(OldAttributes, nn.Module):
             send_once=send_once,
             wire=wire,
             wire_backward=wire_backward,
+            wire_combine=wire_combine,
             check_finite=check_finite,
             balance=balance,
             d_latent=d_latent,
+            allow=allow,
         )
         construct.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = construct.make_grid(group, mesh, device)

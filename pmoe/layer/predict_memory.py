@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pmoe.arguments import check_count, check_int, check_kind, plain_int
 from pmoe.call.modules import LayerModules
+from pmoe.call.narrow_pairs import check_narrow, possible_pairs
 from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.counts import RankCounts, cuts
 from pmoe.planner.degree import Choice, all_choices
@@ -153,7 +154,8 @@ def _choices(
         pair = parse_restore(memory_reuse)
         if not isinstance(pair, Restore):
             raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, one of S1 to S4 or a Restore")
-        pairs = (pair,)
+        check_narrow(modules, pair)
+        pairs = possible_pairs(modules, (pair,))
     n = pipeline or options.fixed_degree
     n_backward = pipeline_backward or options.pipeline_backward
     if options.solves and n is None and n_backward is None:

@@ -51,7 +51,9 @@ OPTIONS = (
     "send_once",
     "wire",
     "wire_backward",
+    "wire_combine",
     "balance",
+    "allow",
 )
 """Arguments of `MoELayer` that decide how experts are run.
 

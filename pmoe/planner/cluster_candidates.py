@@ -15,9 +15,9 @@ from typing import Any
 from pmoe.comm import NAMES, ExchangeName
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.layer_sizes import CopyNumbers, sizes_from_options
-from pmoe.planner.priced_choices import Advice, advise
+from pmoe.planner.priced_choices import Advice, advise, planned_pairs
 from pmoe.planner.profile import Profile
-from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.schedule.restore import AllowName, Restore
 
 OFF = 0.2
 """Fraction by which `sensitivity` lowers and raises each of a cluster's rates."""
@@ -65,8 +65,9 @@ def plan_combinations(
     among: Sequence[tuple[ExchangeName, int]] | None = None,
     budget: int | None = None,
     slack: float = 1.25,
-    pairs: Sequence[Restore] = ALL_PAIRS,
+    pairs: Sequence[Restore] | None = None,
     copies: int = 0,
+    allow: AllowName | None = None,
 ) -> list[Advice]:
     """Returns the best n and restore pair for each all-to-all and ESP degree, the fastest first.
 
@@ -83,10 +84,11 @@ def plan_combinations(
         budget: bytes that must be enough for any routing, or None.
         slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even
             routing.
-        pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the
-            passes.
-        copies: the most copies of busy experts that a rank hosts (``balance``); their bytes count. If it is
-            not 0, only flat all-to-alls without ESP are compared.
+        pairs: restore pairs to choose from; None for all that ``allow`` permits. A pair says what is kept,
+            offloaded or made again between the passes.
+        copies: the most copies of busy experts that a rank hosts (``balance``). Rows then go by flat
+            all-to-alls to experts that are not shared, and the copies count in the bytes.
+        allow: "e4m3" permits pairs that keep T_DI in messages, or T_M rounded to e4m3.
 
     Raises ValueError if there is no combination, if no choice of any combination stays within the budget, or
     if a rank's experts exceed the memory of the cluster's ranks.
@@ -109,6 +111,7 @@ def plan_combinations(
             profile = rates.profile(dispatch, esp, dtype)
             sizes = replace(sizes, relays=0 if dispatch == "flat" else rates.ranks_per_machine // esp)
         options: dict[str, Any] = {"budget": budget, "slack": slack, "pairs": pairs, "dispatch": dispatch}
+        options["allow"] = allow
         try:
             advice.append(advise(sizes, profile, num_tokens, **options))
         except ValueError as error:
@@ -145,8 +148,8 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
     chosen = plans[0].decision
     near = [plan for plan in plans if (1 - OFF) * plan.decision.seconds <= chosen.seconds]
     options["among"] = [(plan.dispatch, plan.sizes.esp_size) for plan in near]
-    if options.get("budget") is None:  # without a budget only S1 to S4 are chosen
-        options["pairs"] = tuple(STRATEGIES.values())
+    if options.get("budget") is None:  # without a budget fewer pairs are chosen from
+        options["pairs"] = planned_pairs(first.sizes, options.get("allow"), has_budget=False)
     # A link is not used if a machine has only 1 rank, or the cluster only 1 machine.
     unused = {"inside": cluster.ranks_per_machine, "outside": cluster.machines}
     for name in ("compute", "copy", "inside", "outside"):

@@ -1,4 +1,4 @@
-"""MPipeMoE's cost model: how long each lane works in a pass, for all nine restore pairs.
+"""MPipeMoE's cost model: how long each lane works in a pass, for every restore pair.
 
     seconds of a pass = max over lanes of (units of work / rate of the lane)        Eq. 10
 
@@ -117,12 +117,16 @@ def workload(
     swiglu: bool = False,
     dispatched: float = 1.0,
     again: float = 1.0,
+    returned: float = 1.0,
 ) -> tuple[float, float, float]:
     """Returns a row [q1, q2, q3] of MPipeMoE's Table II: units of work of computing, all-to-alls and copies.
 
         q1, compute       forward has 2 products; backward has 4, and 1 more if it recomputes T_M
         q2, all-to-alls   2 in each pass; 1 more in backward if it sends T_DI again
         q3, copies        in each pass: 1 if T_DI is offloaded, and C / M more if T_M (C columns) is offloaded
+
+    T_DI in messages and T_M in e4m3 add nothing, as if they were kept: packing and unpacking move rows within
+    the device, and the table counts no such work.
 
     restore: whether T_DI (rows that experts received, M columns) and T_M (hidden activations) are kept,
         offloaded or made again.
@@ -133,6 +137,7 @@ def workload(
     dispatched: bytes of a row as this pass's dispatch sends it, divided by the bytes of the row itself; below
         1 if rows are sent in a narrower number format (`pmoe.schedule.wire`).
     again: the same quotient for the rows (T_DI) that backward sends again.
+    returned: the same quotient for the results that are sent back.
 
     MPipeMoE's Eq. 7-9 say how many seconds a unit takes. Example: S4 (sends T_DI again, recomputes T_M) ->
     [2, 2, 0] forward, [5, 3, 0] backward.
@@ -140,7 +145,7 @@ def workload(
     first = 2.0 if swiglu else 1.0  # units of the first product; also the columns of T_M over H
     second = 1.0
     computed = first + second
-    sent = dispatched + 1.0
+    sent = dispatched + returned
     copied = 0.0
     if direction == "backward":
         computed *= 2  # the gradients of the inputs and those of the weights
@@ -190,14 +195,21 @@ def lane_seconds(
     travelling: fraction of the b rows that come from other ranks. The paper has 1; even routing over W ranks
         gives (W - 1) / W. On one rank it is 0: sending T_DI again is then a local gather, which counts as
         free.
-    wires: the number formats in which rows are sent, such as bfloat16 for float32 rows.
+    wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
     """
     row = M * element_size
-    dispatched, again = (
-        message_bytes(wire, M, element_size) / row for wire in (wires.of(direction), wires.rows)
+    dispatched, again, returned = (
+        message_bytes(wire, M, element_size) / row
+        for wire in (wires.of(direction), wires.rows, wires.results)
     )
     q1, q2, q3 = workload(
-        restore, direction, hidden_per_model=H / M, swiglu=swiglu, dispatched=dispatched, again=again
+        restore,
+        direction,
+        hidden_per_model=H / M,
+        swiglu=swiglu,
+        dispatched=dispatched,
+        again=again,
+        returned=returned,
     )
     num_bytes = b * M * element_size
     return (

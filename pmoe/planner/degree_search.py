@@ -30,7 +30,7 @@ from typing import TypeVar
 from pmoe.planner.costs import DegreeSeconds, LayerCosts, LineCost
 from pmoe.planner.degree import MAX_DEGREE, SOLVER_DEGREES
 from pmoe.planner.simulator import LOCAL_TWIN, makespan, simulate, task_seconds
-from pmoe.schedule.restore import Restore
+from pmoe.schedule.restore import GATHERED_AGAIN, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, local_pieces
@@ -156,9 +156,9 @@ def stage_seconds(
     # those of one chunk.
     first = options.stays * (1 - (pieces - 1) / n)
     other = options.stays / n
-    sends_again = options.restore is not None and options.restore.dispatched == "communicate"
+    gathers_again = options.restore is not None and options.restore.dispatched in GATHERED_AGAIN
     # How often a task on rows that stay copies them: in backward their gradients, and their tokens again.
-    copies = 2 if is_backward and sends_again else 1
+    copies = 2 if is_backward and gathers_again else 1
 
     remote = costs.exp(travelling)
     rearranging = costs.rearrange(travelling)

@@ -24,7 +24,7 @@ def even_task_costs(
 
     A task with products takes time for its multiply-adds and for reading its weights. Every chunk reads the
     weights again. Messages and copies take time for their bytes. Tasks that count as free are not in the
-    result: moving rows within the device, and packing rows into a narrower number format for sending.
+    result: moving rows within the device, and packing rows or T_M into a narrower number format.
 
     sizes: sizes of the layer.
     profile: measured rates.
@@ -52,7 +52,7 @@ def even_task_costs(
         costs |= {
             Kind.DISPATCH: message(dispatched),
             Kind.DISPATCH_AGAIN: message(sizes.wires.rows),
-            Kind.COMBINE: message(),
+            Kind.COMBINE: message(sizes.wires.results),
             Kind.ALL_GATHER: shared(dispatched),
             Kind.ALL_GATHER_AGAIN: shared(sizes.wires.rows),
         }

@@ -96,7 +96,7 @@ class LayerSizes:
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
-    wires: the number formats in which rows are dispatched, such as bfloat16 for float32 rows.
+    wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
     copies: numbers of copies of busy experts.
     shared_columns: the same as ``columns`` for the shared expert, which computes every token; 0 without a
         shared expert.
@@ -252,21 +252,23 @@ def sizes_from_options(
     device_type: str = "cpu",
     wire: WireName | None = None,
     wire_backward: WireName | None = None,
+    wire_combine: WireName | None = None,
     d_latent: int | None = None,
 ) -> LayerSizes:
     """Returns the sizes of ``MoELayer(d_model, d_hidden, num_experts, ...)`` without building the layer.
 
     Args:
-        d_model, d_hidden, num_experts, top_k, expert, bias, dtype, wire, wire_backward, d_latent: the layer's
-            arguments of these names.
+        d_model, d_hidden, num_experts, top_k, expert, bias, dtype, wire, wire_backward, wire_combine,
+            d_latent: the layer's arguments of these names.
         num_ranks: number of ranks that the layer's experts are on.
         esp_size: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
     Raises ValueError if top_k is above num_experts, if num_experts is no multiple of num_ranks / esp_size, or
-    if rows of this dtype cannot be sent in the number formats ``wire`` and ``wire_backward``.
+    if rows of this dtype cannot be sent in the number formats of the three wires.
     """
-    check_wires(Wires(rows=wire, gradients=wire_backward), dtype)
+    wires = Wires(rows=wire, gradients=wire_backward, results=wire_combine)
+    check_wires(wires, dtype)
     ep_size = num_ranks // esp_size
     check_fits(num_experts, top_k, ep_size)
     row_columns = d_model if d_latent is None else d_latent
@@ -285,5 +287,5 @@ def sizes_from_options(
         gate_parameters=num_experts * d_model,
         bypass_local=esp_size == 1,
         esp_size=esp_size,
-        wires=Wires(rows=wire, gradients=wire_backward) if num_ranks > 1 else AS_THEY_ARE,
+        wires=wires if num_ranks > 1 else AS_THEY_ARE,
     )

@@ -21,17 +21,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pmoe.comm.wire import packing_bytes, unpacking_bytes
+from pmoe.comm.wire import hidden_block_bytes, packing_bytes, unpacking_bytes
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.rows_per_pass import PassRows
 from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns, arena_elements, slot_elements
-from pmoe.schedule.restore import KEEP, Restore
+from pmoe.schedule.restore import GATHERED_AGAIN, KEEP, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, local_pieces
-from pmoe.schedule.wire import WireName
+from pmoe.schedule.wire import RESULT_MESSAGES, WireName, message_bytes
 
 INDEX = 8
 """Bytes of an index (int64)."""
@@ -114,9 +114,9 @@ def predict(
     parameters = sizes.expert_parameters + sizes.shared_parameters
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
     wide_dx = call.tokens * (sizes.outer or sizes.d_model) * sizes.cast_from
-    # SoftMoE saves the experts' results; if backward sends T_DI again, also the mixed rows that were sent.
+    # SoftMoE saves the experts' results; if backward copies rows from T_I again, also the mixed rows.
     copies = copy_bytes(sizes, backward, restore)
-    mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
+    mixtures = inner_bytes * (1 + (restore.dispatched in GATHERED_AGAIN)) * (call.spread == "mixed")
     scaled = sizes.scaled_parameters * sizes.element_size
     saved = (
         rows_T + sum(kept.values()) + shared + small + cast + scaled + mixtures + copies.saved + around.saved
@@ -124,11 +124,11 @@ def predict(
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
-    padded = call.spread == "padded"  # before backward sends padded rows again, it makes them again
-    forward_work = _forward_work(sizes, call, forward, backward, forward_held) + inner_bytes * (1 + padded)
-    forward_work += copies.forward
-    backward_work = _backward_work(sizes, call, backward, backward_held) + copies.backward
-    backward_work += inner_bytes * (1 + (padded and restore.dispatched == "communicate"))
+    padded = call.spread == "padded"  # before backward copies padded rows again, it makes them again
+    forward_work = _forward_work(sizes, call, forward, backward, forward_held, restore)
+    forward_work += inner_bytes * (1 + padded) + copies.forward
+    backward_work = _backward_work(sizes, call, backward, backward_held, restore) + copies.backward
+    backward_work += inner_bytes * (1 + (padded and restore.dispatched in GATHERED_AGAIN))
     # FSDP2 gathers sharded experts into one message, and copies them from it into the parameters.
     weights = sizes.gathered_bytes
     message = weights * (sizes.shared_over > 1)
@@ -170,7 +170,9 @@ def predict(
         temporary=max(forward_work, backward_work),
         gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
-        peak=max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first_peak, gather_peak),
+        peak=max(
+            forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first_peak, gather_peak
+        ),
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         promised=max(
@@ -224,7 +226,7 @@ class AroundLatent(NamedTuple):
 def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> AroundLatent:
     """Returns the bytes that a layer with d_latent holds outside the pass.
 
-    The up-projection saves the pass's output, and backward may send the projected tokens again. A shared
+    The up-projection saves the pass's output, and backward may copy the projected tokens again. A shared
     expert is computed after the pass, and differentiated before it. Autograd saves its hidden activation,
     before the nonlinearity in float32 at least, between its two factors if it is gated, and after it. It also
     saves the shared expert's output if a shared gate scales it.
@@ -238,7 +240,7 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     size = sizes.element_size
     tokens = call.tokens * sizes.outer * size
     projected = call.tokens * sizes.d_model * size
-    again = projected * (restore.dispatched == "communicate")
+    again = projected * (restore.dispatched in GATHERED_AGAIN)
     has_shared = bool(sizes.shared_parameters)
     columns = sizes.shared_columns
     wide = max(size, WIDE)
@@ -311,7 +313,8 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
     """Returns (bytes on the device between the passes by tensor, bytes offloaded to the host).
 
     The tensors are "T_DI", the experts' inputs, and "T_M", their hidden activations. A tensor that is
-    offloaded or made again has 0 bytes on the device. The second result is the sum over both tensors.
+    offloaded or made again has 0 bytes on the device; one that is kept in messages or e4m3 has the bytes of
+    these. The second result is the sum over both tensors.
 
     sizes: sizes of the layer.
     forward: numbers of rows of the forward pass.
@@ -320,13 +323,21 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
     rows_bytes = (forward.received + forward.local) * sizes.element_size
     t_di, t_m = rows_bytes * sizes.d_model, rows_bytes * sizes.columns.hidden
     kept = {"T_DI": t_di * (restore.dispatched == "keep"), "T_M": t_m * (restore.hidden == "keep")}
+    if restore.dispatched == "message":
+        # With send_once or sharded experts, other numbers of rows arrive than the experts compute.
+        gathered = forward.extent.gathered
+        arrived = forward.received if gathered is None or not forward.exact else sum(gathered)
+        kept["T_DI"] = arrived * sizes.sent_bytes(sizes.wires.rows)
+    if restore.hidden == "e4m3":
+        row_bytes = message_bytes("e4m3", sizes.columns.hidden, sizes.element_size)
+        kept["T_M"] = (forward.received + forward.local) * row_bytes
     return kept, t_di * (restore.dispatched == "offload") + t_m * (restore.hidden == "offload")
 
 
 def _held(
     sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool
 ) -> PassBytes:
-    """Returns the bytes of a pass's buffers at four moments: start, experts, before combine, and end.
+    """Returns the bytes of a pass's buffers at these moments: start, experts, before combine, and end.
 
     If the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
     Otherwise a buffer counts only while it is needed.
@@ -349,14 +360,38 @@ def _held(
         return without_rings(sizes, rows, buffers)
     schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     num_bytes = arena_elements(slot_elements(schedule, buffers), size)[1] * size
-    return PassBytes(num_bytes, num_bytes, num_bytes, num_bytes)
+    # A chunk's messages of results exist from the end of its experts until the rows of its tokens are summed,
+    # which is after the experts of the next chunk. In the last chunk, rows that stay are computed last.
+    messages = sorted(_result_messages(sizes, buffers, i) for i in range(rows.num_chunks))
+    one, two = (sum(messages[-count:]) for count in (1, 2))
+    before = one * (rows.num_chunks > 1)
+    staying = num_bytes + one * sizes.bypass_local
+    return PassBytes(num_bytes, num_bytes + before, num_bytes + two, num_bytes + two, staying)
+
+
+def _result_messages(sizes: LayerSizes, buffers: BufferSizes, chunk: int) -> int:
+    """Returns the bytes of the messages in which a chunk's results leave this rank, and return to it.
+
+    sizes: sizes of the layer.
+    buffers: rows and columns of each buffer of the pass.
+    chunk: the number of the chunk. The result is 0 if results are sent as they are.
+    """
+    if sizes.wires.results is None:
+        return 0
+    shapes = (buffers.shape(f"{name}.{chunk}") for name in RESULT_MESSAGES)
+    return sum(rows * columns for rows, columns in shapes) * sizes.element_size
 
 
 # ---- memory that a pass needs in addition to its buffers
 
 
 def _forward_work(
-    sizes: LayerSizes, call: CallRows, forward: PassRows, backward: PassRows, buffers: PassBytes
+    sizes: LayerSizes,
+    call: CallRows,
+    forward: PassRows,
+    backward: PassRows,
+    buffers: PassBytes,
+    restore: Restore,
 ) -> int:
     """Returns the most bytes that forward holds at once, without the tensors that it saves for backward.
 
@@ -364,6 +399,7 @@ def _forward_work(
 
     - while the shared expert computes, at the start of the pass;
     - while the experts compute;
+    - while T_M is packed to e4m3, if it is kept in this type;
     - when the experts' results are ready, before combine sends them;
     - while the rows of each token are summed.
 
@@ -373,7 +409,8 @@ def _forward_work(
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
-    buffers: bytes of forward's buffers at these four moments.
+    buffers: bytes of forward's buffers at the four moments.
+    restore: the restore pair.
     """
     # The pass also holds the routing weights of rows that stay, in sorted order.
     weights = (3 * (forward.received + forward.sent) + call.slots) * sizes.weight_size
@@ -381,16 +418,22 @@ def _forward_work(
     largest = max(
         buffers.summing + _summed_rows(sizes, call, forward),
         buffers.computing + max(_graph(sizes, backward), _widened_rows(sizes, forward)),
+        buffers.staying,
         buffers.first + shared,
         buffers.leaving,
     )
     largest = max(
-        largest + _unit_bytes(sizes, forward), buffers.leaving + _packing(sizes, forward, sizes.wires.rows)
+        largest + _unit_bytes(sizes, forward),
+        buffers.leaving + _packing(sizes, forward, sizes.wires.rows),
+        buffers.leaving + _result_packing(sizes, forward),
+        buffers.computing + _hidden_packing(sizes, forward, restore),
     )
     return largest + weights + _whole_rows(sizes, call, forward)
 
 
-def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes) -> int:
+def _backward_work(
+    sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes, restore: Restore
+) -> int:
     """Returns the most bytes that backward holds at once, apart from two things that the caller adds.
 
     These two are the tensors that forward saved, and the sums of the parameters' gradients. The result is the
@@ -408,9 +451,12 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
     buffers: bytes of backward's buffers at the four moments.
+    restore: the restore pair.
     """
     wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
+    staying_rows = min(sizes.columns.scratch_rows, max(backward.extent.local))
+    products_that_stay = staying_rows * sizes.columns.scratch * wide
     unit = _unit_bytes(sizes, backward)
     widened = 0
     if sizes.columns.staged:
@@ -424,12 +470,18 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, buffer
         widened = max(_widened_rows(sizes, backward), one_expert * (sizes.element_size + WIDE))
     largest = max(
         buffers.computing + max(products, _graph(sizes, backward), widened),
+        buffers.staying + products_that_stay,
         buffers.summing + _summed_rows(sizes, call, backward),
         buffers.first + _shared_gradients(sizes, call),
         buffers.leaving,
     )
     packing = max(_packing(sizes, backward, wire) for wire in (sizes.wires.rows, sizes.wires.gradients))
-    largest = max(largest + unit, buffers.leaving + packing)
+    largest = max(
+        largest + unit,
+        buffers.leaving + packing,
+        buffers.leaving + _result_packing(sizes, backward),
+        buffers.computing + _hidden_packing(sizes, backward, restore),
+    )
     return largest + _held_weights(sizes, call, backward) + _whole_rows(sizes, call, backward)
 
 
@@ -458,6 +510,32 @@ def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
     packing = packing_bytes(wire, sizes.d_model, sizes.element_size)
     unpacking = unpacking_bytes(wire, sizes.d_model, sizes.element_size)
     return max(packing * max(rows.extent.send), unpacking * max(rows.extent.received)) + SMALL
+
+
+def _result_packing(sizes: LayerSizes, rows: PassRows) -> int:
+    """Returns the bytes that packing or unpacking the results of one chunk takes; 0 without packing.
+
+    sizes: sizes of the layer.
+    rows: numbers of rows of the pass.
+    """
+    wire = sizes.wires.results
+    if wire is None:
+        return 0
+    widened = packing_bytes(wire, sizes.d_model, sizes.element_size) - sizes.sent_bytes()
+    extent = rows.extent
+    return widened * max(*(extent.arrived or extent.received), *extent.send) + SMALL
+
+
+def _hidden_packing(sizes: LayerSizes, rows: PassRows, restore: Restore) -> int:
+    """Returns the bytes of temporary tensors in which T_M is packed to e4m3 or unpacked, a block at a time.
+
+    sizes: sizes of the layer.
+    rows: numbers of rows of the pass.
+    restore: the restore pair. The result is 0 unless it keeps T_M in e4m3.
+    """
+    if restore.hidden != "e4m3":
+        return 0
+    return _block_rows(sizes, rows) * hidden_block_bytes(sizes.columns.hidden, sizes.element_size)
 
 
 def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
@@ -741,12 +819,15 @@ class PassBytes(NamedTuple):
     computing: the most while experts compute.
     leaving: the most when experts are done and results are prepared for combine.
     summing: at the end, while the rows of each token are summed.
+    staying: while the last chunk's rows that stay on their rank are computed, beside messages of its results.
+        0 if ``computing`` counts this.
     """
 
     first: int
     computing: int
     leaving: int
     summing: int
+    staying: int = 0
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
@@ -817,5 +898,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
         if sizes.is_frozen:  # no task of weight gradients will free them
             live -= num_bytes(task_buffers.pending, i)
         live += num_bytes(late, i)
+        if task.kind is Kind.COMPUTE:
+            live += _result_messages(sizes, buffers, i)
         leaving = max(leaving, live + num_bytes(task_buffers.result, i))
     return PassBytes(first, computing, leaving, live)

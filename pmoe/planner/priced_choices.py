@@ -26,7 +26,7 @@ from pmoe.planner.rows_per_pass import worst_rows
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timed_rounds import PassTimes
 from pmoe.planner.timeline import Span, overlap, simulated_bars
-from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.schedule.restore import AllowName, Restore, pairs_to_choose
 from pmoe.warn import log
 
 
@@ -112,7 +112,8 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    If several candidates are equally fast, the candidate with fewest bytes is returned.
+    If several candidates are equally fast, one that rounds nothing is returned, and of these the one with
+    fewest bytes.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -194,15 +195,17 @@ def advise(
     *,
     budget: int | None = None,
     slack: float = 1.25,
-    pairs: Sequence[Restore] = ALL_PAIRS,
+    pairs: Sequence[Restore] | None = None,
     dispatch: ExchangeName = "flat",
+    allow: AllowName | None = None,
 ) -> Advice:
     """Chooses n and the restore pair for a layer with ``num_tokens`` evenly routed tokens on each rank.
 
     n is the number of chunks. The restore pair says what is kept, offloaded or made again between the passes.
     With a budget, the function takes the fastest candidate whose bytes stay within the budget for any
     routing; the simulator predicts the seconds. Without a budget, it first takes the cheapest of MPipeMoE's
-    four restore pairs, S1 to S4, by the paper's Eq. 10, and then the n with the least simulated time.
+    four restore pairs, S1 to S4, by the paper's Eq. 10, and then the n with the least simulated time. With
+    ``allow``, pairs that keep a tensor in fewer bytes are among them (`pairs_to_choose`).
 
     Args:
         sizes: sizes of the layer.
@@ -211,17 +214,23 @@ def advise(
         budget: bytes that must be enough for any routing; None for no limit.
         slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even
             routing.
-        pairs: restore pairs of the candidates. S1 to S4 must be among them if budget is None.
+        pairs: restore pairs of the candidates; None for all that ``allow`` permits. If budget is None, all
+            pairs must be among them from which the function then chooses.
         dispatch: name of the all-to-all that the profile's message costs are for.
+        allow: "e4m3" permits pairs that keep T_DI in messages, or T_M rounded to e4m3.
 
     Raises ValueError, with the smallest budget that would be enough, if no candidate stays within the budget.
     """
+    among = planned_pairs(sizes, allow, has_budget=False)
+    pairs = planned_pairs(sizes, allow, has_budget=True) if pairs is None else pairs
     choices = all_choices([(n, n) for n in DEGREES], pairs)
     candidates = evaluate(sizes, num_tokens, choices, profile=profile, slack=slack)
     if budget is None:
-        pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())
+        pair, _ = cheapest_pair(sizes, profile, num_tokens, among)
         decision = min((candidate for candidate in candidates if candidate.restore == pair), key=PRICE)
-        why = f"{pair.strategy} is the cheapest of S1 to S4 by Eq. 10, and n={decision.forward} its fastest"
+        names = "S1 to S4" if allow is None else ", ".join(each.strategy or str(each) for each in among)
+        why = f"{pair.strategy or pair} is the cheapest of {names} by Eq. 10, "
+        why += f"and n={decision.forward} its fastest"
     else:
         decision = within_budget(candidates, budget)
         why = f"the fastest that needs at most {budget} bytes for any routing"
@@ -237,6 +246,18 @@ def advise(
         why=why,
         fastest=min(candidates, key=PRICE),
     )
+
+
+def planned_pairs(sizes: LayerSizes, allow: AllowName | None, *, has_budget: bool) -> tuple[Restore, ...]:
+    """Returns the restore pairs of `pairs_to_choose` that a layer of these sizes can have.
+
+    Rows must arrive as messages if messages are kept, and rows of float64 are not rounded to e4m3.
+
+    sizes: sizes of the layer.
+    allow, has_budget: as in `pairs_to_choose`.
+    """
+    pairs = pairs_to_choose(allow, has_budget=has_budget, has_messages=sizes.wires.rows is not None)
+    return tuple(pair for pair in pairs if not pair.rounds or sizes.element_size <= 4)
 
 
 def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: PricedChoice) -> list[Span]:
@@ -261,8 +282,11 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
 
 
 T = TypeVar("T")
-PRICE = operator.attrgetter("seconds", "memory.promised")
-"""Sort key of candidates: seconds, then bytes."""
+PRICE = operator.attrgetter("seconds", "restore.rounds", "memory.promised")
+"""Sort key of candidates: seconds, then whether T_M is rounded, then bytes.
+
+So of two candidates that are equally fast, one that rounds nothing is taken.
+"""
 NEAR = 1.25
 """Trials measure a restore pair only if it takes at most this many times the cheapest pair's seconds.
 

@@ -24,12 +24,15 @@ class Feature(str, enum.Enum):
     OWN_EXCHANGE = "dispatch or combine is an exchange of one's own"
     SEND_ONCE = "rows travel once (send_once=True)"
     WIRE = "dispatched rows are sent in another form (wire={wire}, wire_backward={wire_backward})"
+    WIRE_COMBINE = "results return in another form (wire_combine={wire_combine})"
     TO_OWN_RANK = "rows are sent to their own rank (bypass_local=False)"
     CALLBACKS = "there are callbacks"
     SHARED_EXPERT = "there is a shared expert"
     GRADIENTS = "other layers' gradients are reduced inside its backward pass"
     ROTATES = "buffers rotate through ring slots (memory_reuse={memory_reuse})"
     OFFLOADS = "memory_reuse ({memory_reuse}) may offload"
+    MESSAGES = "T_DI may stay in the messages in which it came (memory_reuse={memory_reuse}, allow={allow})"
+    HIDDEN_E4M3 = "T_M may stay in e4m3 (memory_reuse={memory_reuse}, allow={allow})"
     CHUNKS = "pipeline ({pipeline}) cuts the batch into chunks"
     BUDGET = "there is a memory_budget ({memory_budget})"
     CAPACITY = "rows are dropped over a capacity (capacity_factor={capacity_factor})"
@@ -86,7 +89,8 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "padded counts": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
         | {F.WIRE, F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
-        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS, F.LATENT}
+        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS, F.LATENT, F.MESSAGES, F.HIDDEN_E4M3}
+        | {F.WIRE_COMBINE}
     ),
     "one rank's counts": frozenset(
         {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS}
@@ -98,6 +102,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.WIRE, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
         | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT, F.COPIES, F.ADAPTERS}
+        | {F.MESSAGES, F.HIDDEN_E4M3, F.WIRE_COMBINE}
     ),
 }
 SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
@@ -121,7 +126,8 @@ SUPPORTED["batch invariance"] = frozenset(
 Its classes of gates and experts are in `pmoe.layer.batch_invariant`.
 """
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - (
-    {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT, F.ADAPTERS, F.LATENT}
+    {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT, F.ADAPTERS, F.LATENT, F.MESSAGES, F.HIDDEN_E4M3}
+    | {F.WIRE_COMBINE}
 )
 """The features that each runner, source of row counts or prediction supports, by its name.
 

@@ -25,6 +25,7 @@ from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
+from pmoe.schedule.restore import GATHERED_AGAIN
 
 if TYPE_CHECKING:
     from pmoe.engine.halves import Halves
@@ -113,8 +114,8 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
 
         variants.append((SharedExpertForward, SharedExpertBackward))
     is_plain = modules.wires is None and modules.copies is None and plan.forward.once is None
-    if modules.stages.sharded or not is_plain:
-        variants += _variants_of_sending(plan)
+    if modules.stages.sharded or not is_plain or plan.restore.hidden == "e4m3":
+        variants += _rare_variants(plan)
     if moves:
         from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
 
@@ -126,8 +127,8 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
     return variants
 
 
-def _variants_of_sending(plan: Plan) -> list[Variant]:
-    """Returns the classes of the features that change how rows are sent to the experts.
+def _rare_variants(plan: Plan) -> list[Variant]:
+    """Returns the classes of the features that change how rows are sent, or in which type T_M is kept.
 
     plan: the plan of the call.
     """
@@ -148,6 +149,10 @@ def _variants_of_sending(plan: Plan) -> list[Variant]:
         from pmoe.engine.variants.copies import CopiesBackward, CopiesForward
 
         variants.append((CopiesForward, CopiesBackward))
+    if plan.restore.hidden == "e4m3":
+        from pmoe.engine.variants.hidden_e4m3 import PackingBackward, PackingForward
+
+        variants.append((PackingForward, PackingBackward))
     return variants
 
 
@@ -179,7 +184,7 @@ def keep_for_backward(plan: Plan, state: ForwardState) -> Saved:
     if checked is not state.inputs:
         state = replace(state, inputs=checked)
     emptied = map_saved_tensors(state, tensors.append)
-    if plan.restore.dispatched != "communicate" and not plan.modules.stages.shared:
+    if plan.restore.dispatched not in GATHERED_AGAIN and not plan.modules.stages.shared:
         tensors[0] = None
     return Saved(tensors, PipelineBackward(plan, emptied))
 

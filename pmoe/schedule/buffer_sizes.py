@@ -154,22 +154,33 @@ class BufferSizes:
         by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
         if by_link and not stays and extent.gathered is not None:
             rows = extent.gathered
-        if name.endswith("_sorted") or (name == "T_DI" and not stays and self.keeps_what_arrives):
-            return [
-                number * is_sorted for number, is_sorted in zip(rows, extent.regrouped, strict=True)
-            ], width
+        if name.endswith("_sorted") or (name == "T_DI" and not stays):
+            return self._rows_in_slots(name, rows), width
         return rows, width
 
-    @property
-    def keeps_what_arrives(self) -> bool:
-        """Whether T_DI, the experts' input, stays until backward in the memory in which it arrives.
+    def _rows_in_slots(self, name: str, rows: Sequence[int]) -> Sequence[int]:
+        """Returns the rows of each chunk that lie in a ring slot of T_DI, or of a copy sorted by expert.
 
-        This is so in forward, if the restore pair keeps T_DI. Its memory is then not shared with other
-        chunks. If rows must be sorted by expert first, they arrive in shared memory (a ring slot), and T_DI
-        is their sorted copy.
+        name: "T_DI", or a name that ends with "_sorted". A sorted copy exists only if rows must be sorted.
+        rows: the rows of each chunk.
         """
-        kept = self.restore is not None and self.restore.dispatched == "keep"
-        return self.direction == "forward" and kept
+        if name == "T_DI":
+            return tuple(0 if self.stays_as_it_arrives(i) else number for i, number in enumerate(rows))
+        return [number * is_sorted for number, is_sorted in zip(rows, self.extent.regrouped, strict=True)]
+
+    def stays_as_it_arrives(self, i: int) -> bool:
+        """Whether chunk i's rows of T_DI stay until backward in the memory in which they arrive.
+
+        This memory is then their own, and no ring slot. It is so in forward with the fate "message". With
+        "keep" it is so only for rows that arrive sorted by expert. Others arrive in a ring slot, and T_DI is
+        their sorted copy.
+
+        i: number of the chunk.
+        """
+        if self.direction != "forward" or self.restore is None:
+            return False
+        fate = self.restore.dispatched
+        return fate == "message" or (fate == "keep" and not self.extent.regrouped[i])
 
     def _inside_rows(self, name: str) -> Sequence[int]:
         """Returns the rows of each chunk's buffer for a collective inside the node, before or after it.

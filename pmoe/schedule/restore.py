@@ -2,22 +2,30 @@
 
 T_DI is the dispatched input (N x M: the N rows that a rank's experts received). T_M is the hidden activation
 before the nonlinearity (N x C). M is d_model, and C is d_hidden, or 2 d_hidden for SwiGLU. A pair has one
-word (a "fate") for each of the two tensors, which says what is done with the tensor between the passes. A
-kept tensor stays in memory for all N rows. Any other tensor is held chunk by chunk, in one or two reused
-buffers (ring slots), and backward restores it.
+word (a "fate") for each of the two tensors, which says what becomes of the tensor between the passes. A kept
+tensor stays in memory for all N rows. Any other tensor is held chunk by chunk, in one or two reused buffers
+(ring slots), and backward restores it. With two of the fates, a narrower form of all N rows stays in memory,
+too: "message" keeps the messages in which T_DI arrived, and "e4m3" keeps T_M in this float8 type.
 
-The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an element:
+The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an element. w is the bytes of a
+row's message (`pmoe.schedule.wire`), and e = C + 4 C / 128:
 
     tensor  fate         device bytes saved  work added                           lane
     T_DI    keep         0                   none                                 none
             offload      M s (1 - 2/n)       M s bytes out, M s in; M s on host   copy out, copy in
             communicate  M s (1 - 2/n)       a dispatch in backward: M s bytes    communicate
+            message      M s (1 - 1/n) - w   unpacking in backward                compute
     T_M     keep         0                   none                                 none
             offload      C s (1 - 2/n)       C s bytes out, C s in; C s on host   copy out, copy in
             recompute    C s (1 - 1/n)       C M multiply-adds in backward        compute
+            e4m3         C s (1 - 1/n) - e   packing in forward, unpacking        compute
 
 Recomputing repeats the experts' first product, which reads T_DI, so T_DI is restored first. Copies out run in
-forward, copies in during backward. On one rank a repeated dispatch is only a gather on the compute lane.
+forward, copies in during backward. On one rank a repeated dispatch is only a gather on the compute lane. With
+"message", rows that stay on their rank have no message: backward copies them from T_I again, for no bytes.
+
+A restored tensor has the bits of forward's, with one exception: "e4m3" rounds T_M. Forward's output is not
+affected, but gradients are. "message" rounds nothing, because forward has computed with the same messages.
 
 The term 1/n or 2/n is for the ring slots. A tensor has one slot, or two if one slot is filled or emptied
 while the experts use the other. They hold at most N rows together, so with n = 1 nothing is saved. The price
@@ -30,16 +38,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-DispatchedFate = Literal["keep", "offload", "communicate"]
-"""What is done with T_DI, the experts' input, between forward and backward.
+DispatchedFate = Literal["keep", "offload", "communicate", "message"]
+"""What becomes of T_DI, the experts' input, until backward.
 
 "keep": it stays on the device. "offload": it goes to the host and back. "communicate": it is sent again.
+"message": it stays on the device as it came, in the messages that the layer's ``wire`` asks for.
 """
-HiddenFate = Literal["keep", "offload", "recompute"]
-"""What is done with T_M, the hidden activation, between forward and backward.
+HiddenFate = Literal["keep", "offload", "recompute", "e4m3"]
+"""What becomes of T_M, the hidden activation, until backward.
 
 "keep": it stays on the device. "offload": it goes to the host and back. "recompute": it is computed again.
+"e4m3": it stays on the device, rounded to e4m3 with a scale for each 128 columns.
 """
+
+GATHERED_AGAIN: tuple[DispatchedFate, ...] = ("communicate", "message")
+"""The fates of T_DI with which backward copies rows from the layer's input T_I again.
+
+These are all rows with "communicate", and the rows that stay on their rank with "message".
+"""
+
+AllowName = Literal["e4m3"]
+"""The value of MoELayer's argument ``allow``, apart from None."""
 
 CopiesFate = Literal["keep", "communicate", "present"]
 """How ranks that host copies of busy experts have the copies' weights in forward and backward.
@@ -56,9 +75,10 @@ StrategyName = Literal["S1", "S2", "S3", "S4"]
 class Restore:
     """A restore pair: how backward gets the experts' input (T_DI) and hidden activation (T_M) of forward.
 
-    dispatched: for T_DI: "keep" (it stays on the device), "offload" (it is copied to the host and back), or
-        "communicate" (it is sent again in backward).
-    hidden: for T_M: "keep", "offload", or "recompute" (it is computed again from T_DI in backward).
+    dispatched: what becomes of T_DI: "keep" on the device, "offload" to the host, "communicate", which sends
+        it again in backward, or "message", which keeps the messages of a layer with ``wire``.
+    hidden: what becomes of T_M: "keep", "offload", "recompute" from T_DI in backward, or "e4m3", which keeps
+        it in fewer bytes and rounds it.
 
     Raises ValueError for another value. As a text a pair is both words, such as "communicate/recompute".
     """
@@ -79,7 +99,7 @@ class Restore:
 
     @property
     def strategy(self) -> StrategyName | None:
-        """MPipeMoE's name of the pair, "S1" to "S4"; None for the five pairs without a name."""
+        """MPipeMoE's name of the pair, "S1" to "S4"; None for a pair without a name."""
         return next((name for name, pair in STRATEGIES.items() if pair == self), None)
 
     @property
@@ -90,6 +110,16 @@ class Restore:
         """
         return "offload" in (self.dispatched, self.hidden)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the pair changes gradients, because backward reads a rounded T_M."""
+        return self.hidden == "e4m3"
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether T_DI or T_M stays on the device in fewer bytes than its rows have."""
+        return self.dispatched == "message" or self.hidden == "e4m3"
+
 
 STRATEGIES: dict[StrategyName, Restore] = {
     "S1": Restore("offload", "offload"),
@@ -97,15 +127,20 @@ STRATEGIES: dict[StrategyName, Restore] = {
     "S3": Restore("offload", "recompute"),
     "S4": Restore("communicate", "recompute"),
 }
-"""MPipeMoE's strategies (Table II): the four of the nine pairs that keep neither T_DI nor T_M."""
+"""MPipeMoE's strategies (Table II): the four of `ALL_PAIRS` that keep neither T_DI nor T_M."""
 
 KEEP = Restore("keep", "keep")
 """The pair that keeps both T_DI and T_M until backward: it saves no memory and adds no work."""
 
-ALL_PAIRS: tuple[Restore, ...] = tuple(
+_PAIRS = [
     Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
-)
-"""All nine restore pairs, sorted by the word for T_DI, then by the word for T_M."""
+]
+
+ALL_PAIRS: tuple[Restore, ...] = tuple(pair for pair in _PAIRS if not pair.is_narrow)
+"""The nine restore pairs that every layer can have, sorted by what becomes of T_DI, then of T_M."""
+
+NARROW_PAIRS: tuple[Restore, ...] = tuple(pair for pair in _PAIRS if pair.is_narrow)
+"""The seven restore pairs that keep T_DI as messages or T_M in e4m3. ``allow="e4m3"`` permits them."""
 
 
 def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
@@ -125,3 +160,31 @@ def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
         if memory_reuse == name:
             return pair
     raise ValueError(f"memory_reuse ({memory_reuse!r}) {rule}")
+
+
+def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: bool) -> tuple[Restore, ...]:
+    """Returns the restore pairs among which pmoe chooses, for ``memory_reuse=True`` and for `pmoe plan`.
+
+    Without a budget they keep no tensor as it is, so they are S1 to S4 and, if allowed, five narrow pairs.
+    With a budget they are all pairs. Pairs that round nothing come first.
+
+    allow: MoELayer's argument; None leaves narrow pairs out.
+    has_budget: whether a memory budget limits the choice.
+    has_messages: whether the layer receives rows as messages, without which none can be kept.
+    """
+    exact = ALL_PAIRS if has_budget else tuple(STRATEGIES.values())
+    if allow is None:
+        return exact
+    narrow = [pair for pair in NARROW_PAIRS if has_messages or pair.dispatched != "message"]
+    narrow = [pair for pair in narrow if has_budget or "keep" not in (pair.dispatched, pair.hidden)]
+    return (*exact, *narrow)
+
+
+def without_messages(restore: Restore) -> Restore:
+    """Returns the pair for a layer on one rank, which receives no messages.
+
+    Its rows stay on the rank, so "message" and "communicate" are the same: they are copied from T_I again.
+
+    restore: the pair that the options ask for.
+    """
+    return Restore("communicate", restore.hidden) if restore.dispatched == "message" else restore

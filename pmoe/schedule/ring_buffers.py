@@ -38,7 +38,7 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pmoe.schedule.restore import Restore
+from pmoe.schedule.restore import GATHERED_AGAIN, Restore
 from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, Task
 
 
@@ -86,7 +86,8 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     # The number of ring slots of T_DI or T_M, by what becomes of the tensor; 1 for all other cases.
     of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}
     sizes = {
-        **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
+        **dict.fromkeys(("send", "arrived", "T_DO", "leaving"), 2),
+        "T_DI": 0 if dispatched == "message" else 2,  # messages stay in the memory in which they arrive
         **dict.fromkeys(("T_DI_sorted", "T_DI_L"), of_fate.get(dispatched, 1)),
         "T_M": of_fate.get(hidden_fate, 1),
         **({"T_M_L": 1} if hidden_fate == "offload" and remote else {}),
@@ -163,6 +164,9 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     remote = stages.remote
     dispatched, hidden_fate = restore.dispatched, restore.hidden
     sends_again = dispatched == "communicate"
+    arranges = (
+        dispatched in GATHERED_AGAIN
+    )  # T_DI in expert order is made from rows sent again, messages, or T_I
     sizes = {
         **dict.fromkeys(("send", "send_again", "arrived", "arrived_again", "leaving"), 2),
         **dict.fromkeys(("dT_DO", "T_DI", "dT_DI"), 2),
@@ -219,7 +223,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         """Adds the backward tasks of the experts for one part of chunk i, in this order:
 
         1. the hidden activation (T_M) is recomputed, if the restore pair says so;
-        2. the gradients of the part's rows are computed;
+        2. the gradients of the part's rows are computed, after T_M is unpacked if it was kept in e4m3;
         3. the combine all-to-all sends these gradients back, if other ranks sent the rows;
         4. the gradients of parameters are computed.
 
@@ -229,18 +233,18 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         """
         rows = [f"T_DI{place}.{i}"]
         hidden = f"T_M{place}.{i}"
-        if not place and (sends_again or (dispatched == "keep" and not rearranged)):
+        if not place and (arranges or (dispatched == "keep" and not rearranged)):
             rows.append(f"T_DI_sorted.{i}")
         # The first task of these rows also writes T_DI in expert order: from kept chunks, from rows that were
         # sent again, or from T_I. `arranged` has the buffers that the next task writes for that reason.
-        arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
+        arranged = rows[-1:] if arranges or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             inputs = [buffer for buffer in rows if buffer not in arranged]
             inputs += [] if place else tasks.copied
             tasks.add(Kind.RECOMPUTE.at(place), i, inputs, [*arranged, hidden])
             arranged = []
-        elif hidden_fate == "keep" and rearranged:
-            arranged = [*arranged, hidden]
+        elif hidden_fate == "e4m3" or (hidden_fate == "keep" and rearranged):
+            arranged = [*arranged, hidden]  # unpacked, or copied from forward's chunks
         work = [f"{name}{place}.{i}" for name in ("dT_M", "active", "scratch")]
         if place:
             grads = [f"dT_DO_L.{i}"]
@@ -251,7 +255,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             source = [f"dT_DO.{i}", *tasks.copied]
             result = [f"dT_DI_sorted.{i}", f"dT_DI.{i}", f"dweight_DI.{i}"]
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
-        if hidden_fate != "keep":  # the task overwrites T_M with the activated hidden
+        if hidden_fate not in ("keep", "e4m3"):  # the task overwrites T_M with the activated hidden
             arranged = [*arranged, hidden]
         tasks.add(Kind.LOCAL if place else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
         if not place:

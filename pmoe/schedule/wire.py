@@ -1,7 +1,7 @@
-"""Wires: the number formats in which dispatched rows are sent, and the sizes of messages and buffers.
+"""Wires: the number formats in which rows and results are sent, and the sizes of messages and buffers.
 
-The message of a row is what the dispatch all-to-all sends for it. A wire makes the message shorter than the
-row itself. The buffers that the all-to-all reads and writes then hold messages. Bytes of a message for M =
+The message of a row is what an all-to-all sends for it. A wire makes the message shorter than the row itself.
+The buffers that the all-to-all reads and writes then hold messages. Bytes of a message for M =
 d_model columns, rounded up to whole elements of the rows' dtype:
 
     None         M * element_size                          the row as it is
@@ -24,7 +24,7 @@ from typing import Literal
 from pmoe.schedule.buffer_sizes import BufferSizes
 
 WireName = Literal["e4m3", "bfloat16"]
-"""The number formats that MoELayer's arguments ``wire`` and ``wire_backward`` accept, apart from None."""
+"""The values of MoELayer's arguments ``wire``, ``wire_backward`` and ``wire_combine``, apart from None."""
 
 BLOCK_COLUMNS = 128
 """Columns of a row that share one scale in e4m3. The last block of a row may have fewer."""
@@ -59,19 +59,26 @@ def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int
 
 @dataclass(frozen=True, kw_only=True)
 class Wires:
-    """The number formats in which a layer dispatches rows, one for each pass. None sends rows as they are.
+    """The number formats in which a layer sends rows and results. None sends them as they are.
 
     rows: format of the rows that forward sends to experts (T_DI), also if backward sends them again.
     gradients: format of the gradients that backward sends to experts (dT_DO).
+    results: format of what both passes send back to the tokens' ranks (T_DO and dT_DI).
     """
 
     rows: WireName | None = None
     gradients: WireName | None = None
+    results: WireName | None = None
 
     @property
     def by_option(self) -> dict[str, WireName | None]:
-        """The two formats by the names of the layer's options, "wire" and "wire_backward"."""
-        return {"wire": self.rows, "wire_backward": self.gradients}
+        """The formats as a dict {name of the layer's option: format}."""
+        return {"wire": self.rows, "wire_backward": self.gradients, "wire_combine": self.results}
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether rows are sent to the experts in a narrower format in any pass."""
+        return self.rows is not None or self.gradients is not None
 
     def of(self, direction: str) -> WireName | None:
         """Returns the format of the rows that a pass dispatches.
@@ -81,6 +88,9 @@ class Wires:
         return self.rows if direction == "forward" else self.gradients
 
 
+RESULT_MESSAGES = ("leaving_messages", "home_messages")
+"""The buffers of a chunk's results as messages: those that a rank sends back, and those that it gets back."""
+
 AS_THEY_ARE = Wires()
 """The formats of a layer that sends all rows in their own dtype."""
 
@@ -89,10 +99,11 @@ AS_THEY_ARE = Wires()
 class MessageSizes(BufferSizes):
     """The sizes (rows, columns) of every buffer of a pass that sends rows in a narrower number format.
 
-    A message is a row in that format. It lies in a buffer of the rows' dtype, so a buffer of messages has as
-    many columns as a message has elements of that dtype. Such buffers are "send", "arrived", "copies", and
-    T_DI or dT_DO as they arrive. Messages are unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted",
-    which the experts read. Every chunk has these two buffers, even if its rows arrive sorted by expert.
+    Buffers that hold messages ("send", "arrived", "copies", and T_DI or dT_DO as they arrived) have as many
+    columns as a message has elements of the rows' dtype. Messages are unpacked into the buffers "T_DI_sorted"
+    and "dT_DO_sorted", which the experts read. Every chunk has these two buffers, even if its rows arrive
+    sorted by expert. If results are sent in a narrower format, "leaving_messages" holds the messages that a
+    rank sends back, and "home_messages" those that return to it.
 
     wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.
@@ -101,12 +112,18 @@ class MessageSizes(BufferSizes):
     wires: Wires
     element_size: int
 
-    @property
-    def keeps_what_arrives(self) -> bool:
-        # Backward cannot compute with messages, so the unpacked rows are kept, in memory of their own.
-        return self.wires.rows is None and super().keeps_what_arrives
+    def stays_as_it_arrives(self, i: int) -> bool:
+        # Backward cannot compute with messages. So "keep" keeps the unpacked rows, in memory of their own.
+        keeps_rows = self.restore is not None and self.restore.dispatched == "keep"
+        return not (keeps_rows and self.wires.rows) and super().stays_as_it_arrives(i)
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
+        if name in RESULT_MESSAGES:
+            extent = self.extent
+            arrived = extent.received if extent.arrived is None else extent.arrived
+            rows = arrived if name == "leaving_messages" else extent.send
+            num_bytes = message_bytes(self.wires.results, self.d_model, self.element_size)
+            return rows, num_bytes // self.element_size
         rows, columns = super()._rows_and_columns(name)
         wire = self._wire_of(name)
         if wire is None:
@@ -124,7 +141,10 @@ class MessageSizes(BufferSizes):
         """
         match name.removesuffix("_again").removesuffix("_sorted"):
             case "T_DI":
-                return self.wires.rows if self._restores_by_link else None
+                is_packed = self._restores_by_link or (
+                    self.restore is not None and self.restore.dispatched == "message"
+                )
+                return self.wires.rows if is_packed else None
             case "dT_DO":
                 return self.wires.gradients
             case "send" | "arrived" | "copies":

@@ -69,6 +69,8 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
     ("wire", ("e4m3", None), {}, "", ("e4m3", "None")),
     ("wire", ("e4m3", "bfloat16"), {}, "", ("e4m3", "bfloat16")),
     ("wire_backward", (None, "e4m3"), {}, "", ("None", "e4m3")),
+    ("wire_combine", (None, "e4m3"), {}, "", ("None", "e4m3")),
+    ("allow", ("e4m3", None), {}, "", ("e4m3", "None")),
     ("fused", (True, False), {}, "", ("True", "False")),
     ("slack", (1.25, 1.5), {}, "", ("1.25", "1.5")),
     ("capacity_factor", (None, 1.0), {}, "", ("None", "1.0")),

@@ -14,7 +14,9 @@ from tests.takers import COMPUTED, TAKERS, wrong_of
 
 
 def wrong_job(rank: int, world: int, component: str, among: Feature, some: slice) -> dict[str, list[str]]:
-    apart = (Feature.RANKS, Feature.SHARDED, Feature.WIRE)  # a wire rounds rows: tests/gloo/test_wire.py
+    # These round: tests/gloo/test_wire.py, tests/gloo/test_wire_combine.py, tests/gloo/test_narrow_pairs.py
+    rounded = (Feature.WIRE, Feature.WIRE_COMBINE, Feature.MESSAGES, Feature.HIDDEN_E4M3)
+    apart = (Feature.RANKS, Feature.SHARDED, *rounded)
     cases = [(among, other) for other in Feature if other not in apart]
     return wrong_of(COMPUTED[component], [(among,), *filter(featured.fit, cases)][some])
 

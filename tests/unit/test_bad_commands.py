@@ -38,7 +38,7 @@ SIZES = (
     "--expert",
     "--dtype",
 )
-WIRES = ("--wire", "--wire-backward")
+WIRES = ("--wire", "--wire-backward", "--wire-combine", "--allow")
 NAMES = {"", "nan", "inf", "-inf", "-1", "0", "0.5", "1e400", "9" * 30, "no such", "True", " S4", " "}
 """Texts that are right as names of files and folders."""
 TAKEN: dict[str, dict[str, set[str]]] = {

@@ -27,7 +27,7 @@ from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import Profile
-from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
+from pmoe.schedule.restore import ALL_PAIRS, NARROW_PAIRS, STRATEGIES
 from tests.unit.test_profile import MADE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,6 +166,20 @@ def test_the_forms_of_rows_are_those_of_the_layer(capsys: pytest.CaptureFixture[
     assert "d_latent=4" in narrow["python"] and "d_latent" not in wide["python"]
     message = refused(capsys, "memory", *LAYER, "--ranks", "4", "--wire", "e4m3", "--dtype", "float64")
     assert "wire ('e4m3') must be None for rows of torch.float64" in message
+
+
+def test_a_plan_takes_pairs_of_fewer_bytes_only_if_they_are_allowed(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    layer = [*LAYER, "--ranks", "4", "--wire", "e4m3", "--folder", str(folder)]
+    plain = printed(capsys, "plan", *layer)
+    allowed = printed(capsys, "plan", *layer, "--allow", "e4m3")
+    assert {row["restore"] for row in plain["candidates"]} == {str(pair) for pair in ALL_PAIRS}
+    narrow = {row["restore"] for row in allowed["candidates"]} - {str(pair) for pair in ALL_PAIRS}
+    assert narrow == {str(pair) for pair in NARROW_PAIRS}
+    assert (plain["allow"], allowed["allow"]) == (None, "e4m3")
+    found = eval(allowed["python"], {"pmoe": pmoe, "torch": torch})
+    assert str(found.restore) == allowed["decision"]["restore"] and found.allow is None
 
 
 def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,7 @@ OTHERS: dict[str, tuple[str, object]] = {
     "send_once": ("true", True),
     "wire": ("e4m3", "e4m3"),
     "wire_backward": ("bfloat16", "bfloat16"),
+    "wire_combine": ("bfloat16", "bfloat16"),
     "shared_expert": ("32", 32),
     "shared_gate": ("true", True),
     "normalize_gate": ("false", False),
@@ -67,6 +68,7 @@ OTHERS: dict[str, tuple[str, object]] = {
     "check_finite": ("true", True),
     "balance": ("2", 2),
     "d_latent": ("16", 16),
+    "allow": ("e4m3", "e4m3"),
 }
 """Another value than the default for each option: its text on a command line, and what the layer gets."""
 

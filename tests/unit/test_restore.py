@@ -62,8 +62,14 @@ def test_equal_pairs_are_one_key_and_a_pair_cannot_change() -> None:
 @pytest.mark.parametrize(
     "fates, match",
     [
-        (("recompute", "keep"), r"^dispatched \('recompute'\) must be one of keep, offload, communicate$"),
-        (("keep", "communicate"), r"^hidden \('communicate'\) must be one of keep, offload, recompute$"),
+        (
+            ("recompute", "keep"),
+            r"^dispatched \('recompute'\) must be one of keep, offload, communicate, message$",
+        ),
+        (
+            ("keep", "communicate"),
+            r"^hidden \('communicate'\) must be one of keep, offload, recompute, e4m3$",
+        ),
         (("Offload", "offload"), r"^dispatched \('Offload'\) must be one of"),
         (("keep", None), r"^hidden \(None\) must be one of"),
         (([], "keep"), r"^dispatched \(\[\]\) must be one of"),

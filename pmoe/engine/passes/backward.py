@@ -19,6 +19,7 @@ from pmoe.engine.passes.base import ForwardState, Pass, SavedUnit, Unit, split_b
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
+from pmoe.schedule.restore import GATHERED_AGAIN
 
 
 class Backward(Pass):
@@ -153,7 +154,7 @@ class Backward(Pass):
         return self.send_rows("send_again", self.brought_by_SI, i)
 
     def arrived_again(self, i: int) -> Tensor:
-        """Returns the rows of chunk i that were sent again in backward, still sorted by source rank."""
+        """Returns the rows of chunk i that backward made to arrive again, still sorted by source rank."""
         return self.buffer("T_DI", i)
 
     def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
@@ -177,7 +178,7 @@ class Backward(Pass):
         """
         if unit not in self.rows:
             i, place = unit
-            if self.plan.restore.dispatched != "communicate":
+            if self.plan.restore.dispatched not in GATHERED_AGAIN:
                 rows_NM = self.kept[unit].rows_NM
                 assert rows_NM is not None
                 self.rows[unit] = rows_NM

@@ -302,7 +302,7 @@ class Pass:
         for i, chunk in enumerate(pass_plan.chunks if self.stages.remote else ()):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or (self.sizes.keeps_what_arrives and not self.sizes.extent.regrouped[i]):
+            if not rotates or self.sizes.stays_as_it_arrives(i):
                 self.own[f"{self.received}.{i}"] = self.new(
                     chunk.num_gathered, self.sizes.of(self.received)[1]
                 )

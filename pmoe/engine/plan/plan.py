@@ -288,7 +288,7 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def wires(self) -> Wires | None:
-        """The formats to which dispatch converts rows before it sends them, one for each pass.
+        """The formats to which rows and results are converted before they are sent.
 
         Example: "e4m3", an 8-bit float, to send fewer bytes. None if the layer sends all rows in their own
         dtype.

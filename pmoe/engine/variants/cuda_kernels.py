@@ -21,6 +21,7 @@ from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import RowMoves
 from pmoe.ordering.sorted import SortedOrder
+from pmoe.schedule.restore import GATHERED_AGAIN
 
 
 class _OnCuda(Pass):
@@ -181,7 +182,7 @@ class CudaForward(_OnCuda, Forward):
         experts = self.experts
         if not isinstance(experts, LaunchedExperts):
             return False
-        if self.keep and self.plan.restore.dispatched != "communicate":
+        if self.keep and self.plan.restore.dispatched not in GATHERED_AGAIN:
             return False
         return experts.reads_tokens(source, out_NM, num_rows, top_k)
 

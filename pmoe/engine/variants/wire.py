@@ -1,15 +1,21 @@
-"""Passes that send rows to the experts in a narrower number format (``wire`` and ``wire_backward``).
+"""Passes that send rows in a narrower number format (``wire``, ``wire_backward`` and ``wire_combine``).
 
 ``wire`` is the format of the dispatched rows in forward, ``wire_backward`` that of the gradients which
-backward dispatches (dT_DO). Packing and unpacking are parts of two tasks of each chunk: the gather (G) copies
-rows and packs them into messages, and the experts' task (C) unpacks the messages and sorts the rows by
-expert. The all-to-all (S) between them sends messages:
+backward dispatches (dT_DO), and ``wire_combine`` that of the results which both passes send back. Packing and
+unpacking are parts of tasks of each chunk: the gather (G) copies rows and packs them into messages, and the
+experts' task (C) unpacks the messages and sorts the rows by expert. The all-to-all (S) between them sends
+messages:
 
     T_I  -G-> rows, packed into send  -S-> T_DI, messages  -C-> T_DI_sorted, rows  -C-> T_DO
 
 A message is a row of bytes (`pmoe.comm.wire`), so any all-to-all can send it. Rows that stay on their rank
-are not packed. The experts' results are sent back in their own dtype. If backward sends T_DI again, the same
-rows are packed into the same bytes as in forward.
+are not packed. If backward sends T_DI again, the same rows are packed into the same bytes as in forward. If
+the messages are kept (the fate "message"), backward unpacks the same bytes again, and sends nothing.
+
+With ``wire_combine``, the experts' task also packs their results, and the task that sums the rows of each
+token (O) unpacks them:
+
+    T_DO  -C-> leaving_messages  -R-> home_messages  -O-> home, rows  -O-> T_O
 
 Packing rounds the rows. The gradient of this rounding is taken to be the identity.
 """
@@ -17,7 +23,7 @@ Packing rounds the rows. The gradient of this rounding is taken to be the identi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,11 +31,12 @@ from torch import Tensor
 
 from pmoe.comm.wire import check_wires, pack_rows, unpack_rows
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import Pass
+from pmoe.engine.passes.base import Pass, SavedUnit, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import PassModules
+from pmoe.experts.base import Runs
 from pmoe.schedule.buffer_sizes import BufferSizes
-from pmoe.schedule.wire import MessageSizes, WireName, Wires
+from pmoe.schedule.wire import RESULT_MESSAGES, MessageSizes, WireName, Wires
 
 
 class _Wired(Pass):
@@ -77,6 +84,29 @@ class _Wired(Pass):
             sent, chunk.send_rows, arrived, chunk.recv_rows, chunk.relayed[0]
         )
 
+    def in_source_order(self, i: int, rows_NM: Tensor) -> None:
+        super().in_source_order(i, rows_NM)
+        if self.wires.results is not None:
+            messages = self.own_buffer("leaving_messages", i)
+            self.own_buffer("home_messages", i)  # here, on the compute lane: R uses it on another lane
+            pack_rows(self.wires.results, self.leaving_buffer(i), messages.view(torch.uint8))
+
+    def combine(self, i: int) -> dist.Work | None:
+        if self.wires.results is None:
+            return super().combine(i)
+        chunk = self.pass_plan.chunks[i]
+        leaving, home = (self.own_buffer(name, i).view(torch.uint8) for name in RESULT_MESSAGES)
+        return self.plan.modules.combine.exchange(
+            leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1]
+        )
+
+    def output(self, i: int) -> None:
+        if self.wires.results is not None:
+            _, home = (self.own.pop(f"{name}.{i}") for name in RESULT_MESSAGES)
+            rows_NM = self.home_rows(i, self.pass_plan.chunks[i].sent)
+            unpack_rows(self.wires.results, home.view(torch.uint8), None, rows_NM)
+        super().output(i)
+
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
         wire = self.wires.rows if name == "T_DI" else self.wires.gradients
         if wire is None:
@@ -89,19 +119,66 @@ class _Wired(Pass):
 class WiredForward(_Wired, Forward):
     """A forward pass that packs rows into shorter messages before it sends them to the experts."""
 
+    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
+        super().save_for_backward(unit, kept, rows_NM, changed)
+        i, place = unit
+        if self.plan.restore.dispatched == "message" and not place:
+            kept.rows_NM = self.buffer(self.received, i)
+
 
 class WiredBackward(_Wired, Backward):
-    """A backward pass that packs what it sends to the experts: gradients, and T_DI if it is sent again."""
+    """A backward pass that sends gradients, and T_DI if it is sent again, to the experts as messages.
+
+    If forward kept the messages of T_DI, the pass unpacks these.
+    """
 
     def gather_again(self, i: int) -> None:
         self.gather_packed(self.wires.rows, self.saved.inputs.x_TM, "send_again", i)
+
+    def arrived_again(self, i: int) -> Tensor:
+        if self.plan.restore.dispatched != "message":
+            return super().arrived_again(i)
+        messages = self.kept[i, ""].rows_NM
+        assert messages is not None
+        return messages
+
+    def rows_of(self, unit: Unit) -> Tensor:
+        i, place = unit
+        joined = self.plan.joined
+        is_kept = self.plan.restore.dispatched == "message"
+        if unit not in self.rows and is_kept and joined is not None and not place:
+            self.rows[unit] = self.unpacked_from(joined.received[i], i)
+        return super().rows_of(unit)
+
+    def unpacked_from(self, parts: Sequence[tuple[int, Runs]], i: int) -> Tensor:
+        """Returns the rows (T_DI) of chunk i of backward, sorted by expert, from the messages of forward.
+
+        Used if the two passes have different chunks.
+
+        parts: numbers of forward's chunks, and which of their rows are which rows of chunk i.
+        i: number of the chunk.
+        """
+        assert self.wires.rows is not None
+        rows_NM = self.temporary("T_DI_sorted", i)
+        for chunk, runs in parts:
+            messages = self.kept[chunk, ""].rows_NM
+            assert messages is not None
+            message_NC = messages.view(torch.uint8)
+            regroup = self.plan.forward.chunks[chunk].regroup
+            for forward_rows, backward_rows in runs:
+                if regroup is None:
+                    unpack_rows(self.wires.rows, message_NC[forward_rows], None, rows_NM[backward_rows])
+                else:
+                    unpack_rows(self.wires.rows, message_NC, regroup[forward_rows], rows_NM[backward_rows])
+        return rows_NM
 
 
 def check_wired(modules: PassModules, wires: Wires) -> None:
     """Raises ValueError if a layer cannot send rows in these formats.
 
-    A format must suit the dtype of the experts' parameters. With callbacks that have hooks inside the layer,
-    both formats must be None, because hooks see and replace the rows that are sent.
+    A format must suit the dtype of the experts' parameters. Callbacks with hooks inside the layer allow no
+    format, because they see and replace the rows that are sent. If experts are sharded, results cannot be
+    sent in a narrower format, because the ranks of a node sum them on the way.
 
     modules: the layer's modules.
     wires: the formats for both passes.
@@ -114,4 +191,9 @@ def check_wired(modules: PassModules, wires: Wires) -> None:
         raise ValueError(
             f"{name} ({value!r}) must be None if callbacks have hooks inside the layer: they see and replace "
             "the rows that are sent"
+        )
+    if wires.results is not None and modules.grid.is_sharded:
+        raise ValueError(
+            f"wire_combine ({wires.results!r}) must be None if experts are sharded over the ranks of a node: "
+            "they sum their results before these are sent back"
         )

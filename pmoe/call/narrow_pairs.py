@@ -1,0 +1,62 @@
+"""Restore pairs that keep T_DI in its messages or T_M in e4m3: which of them a layer can have.
+
+T_DI are the rows that a rank's experts received, T_M is their hidden activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pmoe.comm.wire import E4M3_DTYPES
+from pmoe.experts.stacked import StackedExperts
+from pmoe.schedule.restore import Restore, without_messages
+
+if TYPE_CHECKING:
+    from pmoe.call.modules import LayerModules
+
+
+def possible_pairs(modules: LayerModules, pairs: Sequence[Restore]) -> tuple[Restore, ...]:
+    """Returns the restore pairs of a layer, without those that keep messages or e4m3 where it cannot.
+
+    On one rank no messages arrive, so "message" becomes "communicate": rows are copied from T_I again. If T_M
+    cannot be kept in e4m3, pairs that do so are left out, unless there is no other. `check_narrow` has
+    refused that one when the layer was built.
+
+    modules: the layer's modules and options.
+    pairs: the pairs that the options allow.
+    """
+    if modules.wires is None:
+        pairs = tuple(dict.fromkeys(map(without_messages, pairs)))
+    exact = tuple(pair for pair in pairs if not pair.rounds)
+    return exact if exact and _rounding_problem(modules) is not None else tuple(pairs)
+
+
+def check_narrow(modules: LayerModules, pair: Restore) -> None:
+    """Raises ValueError if a layer cannot keep T_DI in the messages in which it came, or T_M in e4m3.
+
+    modules: the layer's modules and options.
+    pair: the restore pair that was asked for.
+    """
+    if pair.dispatched == "message" and modules.options.wire is None:
+        raise ValueError(
+            f"memory_reuse ({pair}) must not keep T_DI in messages with wire (None), which sends rows as "
+            'they are: set wire="e4m3", or keep T_DI'
+        )
+    problem = _rounding_problem(modules) if pair.rounds else None
+    if problem is not None:
+        raise ValueError(
+            f"memory_reuse ({pair}) must not keep T_M in e4m3 {problem}: keep, offload or recompute T_M"
+        )
+
+
+def _rounding_problem(modules: LayerModules) -> str | None:
+    """Returns why a layer cannot keep its hidden activation T_M in e4m3, in words; None if it can.
+
+    modules: the layer's modules and options.
+    """
+    experts = modules.experts
+    if not isinstance(experts, StackedExperts):
+        return f"where experts ({type(experts).__name__}) are no pmoe.experts.StackedExperts"
+    dtype = next((each.dtype for each in experts.parameters() if each.is_floating_point()), None)
+    return None if dtype is None or dtype in E4M3_DTYPES else f"for rows of {dtype}"

@@ -1,0 +1,92 @@
+"""Passes that keep the hidden activation T_M in e4m3 until backward (the fate "e4m3").
+
+e4m3 is a float8 type. Each 128 columns of a row share a float32 scale, as in the messages of ``wire="e4m3"``
+(`pmoe.comm.wire`). The last scale of a row may be for fewer columns. Packing and unpacking are parts of the
+experts' tasks:
+
+    forward    T_DI -> T_M -> T_DO    then T_M -> packed T_M, which is saved
+    backward   packed T_M -> T_M      then the gradients, from this rounded T_M
+
+Forward computes with T_M as it is, so the output is not rounded. In backward all that follows from T_M does:
+the nonlinearity's derivative, the gradient of the second matrix, and the gradients of routing weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.wire import E4M3_DTYPES, pack_rows, unpack_rows
+from pmoe.engine.passes.backward import Backward
+from pmoe.engine.passes.base import Inputs, Pass, SavedUnit, Unit
+from pmoe.engine.passes.forward import Forward
+from pmoe.engine.plan.plan import Plan
+from pmoe.experts.base import Hidden
+from pmoe.schedule.wire import message_bytes
+
+
+class _Packing(Pass):
+    """A pass that packs or unpacks hidden activations, a block of rows at a time.
+
+    Blocks keep temporary float32 values small. They have as many rows as the experts' own blocks.
+    """
+
+    def check_dtype(self) -> None:
+        """Raises ValueError if the rows have a dtype that must not be rounded to e4m3."""
+        dtype = self.source_TM.dtype
+        if dtype not in E4M3_DTYPES:
+            raise ValueError(
+                f"memory_reuse ({self.plan.restore}) must not keep T_M in e4m3 for rows of {dtype}: keep, "
+                "offload or recompute T_M"
+            )
+
+    def blocks(self, rows: slice) -> Iterator[slice]:
+        """Yields slices of at most `HiddenColumns.scratch_rows` rows that together are ``rows``.
+
+        rows: a slice of the rows of one task.
+        """
+        size = self.sizes.columns.scratch_rows
+        for start in range(rows.start, rows.stop, size):
+            yield slice(start, min(start + size, rows.stop))
+
+
+class PackingForward(_Packing, Forward):
+    """A forward pass that keeps the hidden activation T_M in e4m3."""
+
+    def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
+        super().__init__(plan, inputs, keep)
+        self.check_dtype()
+
+    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
+        super().save_for_backward(unit, kept, rows_NM, changed)
+        assert kept.hidden is not None
+        (hidden_NG,) = kept.hidden.tensors
+        num_rows, columns = hidden_NG.shape
+        size = hidden_NG.element_size()
+        packed = self.new(num_rows, message_bytes("e4m3", columns, size) // size)
+        packed_NC = packed.view(torch.uint8)
+        for block in self.blocks(slice(0, num_rows)):
+            pack_rows("e4m3", hidden_NG[block], packed_NC[block])
+        kept.hidden = replace(kept.hidden, tensors=[packed])
+
+
+class PackingBackward(_Packing, Backward):
+    """A backward pass that unpacks the hidden activation T_M from e4m3."""
+
+    def hidden_of(self, unit: Unit) -> Hidden:
+        if unit not in self.hidden:
+            columns = self.sizes.columns.hidden
+            hidden_NG = self.space(unit)("T_M", self.groups(unit).num_rows, columns)
+            for kept, runs in self.parts(unit):
+                assert kept.hidden is not None
+                packed_NC = kept.hidden.tensors[0].view(torch.uint8)
+                for forward_rows, backward_rows in runs:
+                    shift = backward_rows.start - forward_rows.start
+                    for block in self.blocks(forward_rows):
+                        out = hidden_NG[block.start + shift : block.stop + shift]
+                        unpack_rows("e4m3", packed_NC[block], None, out)
+            self.hidden[unit] = Hidden(tensors=[hidden_NG], expendable=True)
+        return super().hidden_of(unit)

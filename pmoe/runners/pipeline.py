@@ -114,7 +114,7 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
         variants.append((SharedExpertForward, SharedExpertBackward))
     is_plain = modules.wires is None and modules.copies is None and plan.forward.once is None
     if modules.stages.sharded or not is_plain:
-        variants += _variants_of_sending(plan)
+        variants += _variants_of_sending(plan, on_gpu)
     if moves:
         from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
 
@@ -126,13 +126,18 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
     return variants
 
 
-def _variants_of_sending(plan: Plan) -> list[Variant]:
+def _variants_of_sending(plan: Plan, on_gpu: bool) -> list[Variant]:
     """Returns the classes of the features that change how rows are sent to the experts.
 
     plan: the plan of the call.
+    on_gpu: whether the rows are on a GPU.
     """
     variants: list[Variant] = []
-    if plan.modules.wires is not None:
+    if plan.modules.wires is not None and on_gpu:
+        from pmoe.engine.variants.cuda_wire import WiredBackwardOnCuda, WiredForwardOnCuda
+
+        variants.append((WiredForwardOnCuda, WiredBackwardOnCuda))
+    elif plan.modules.wires is not None:
         from pmoe.engine.variants.wire import WiredBackward, WiredForward
 
         variants.append((WiredForward, WiredBackward))

@@ -131,7 +131,7 @@ def test_all_parts_fit_in_ten_minutes_and_can_be_run(tmp_path: Path) -> None:
     parts = first_minutes.all_parts(tmp_path)
     assert sum(each.seconds for each in parts) <= first_minutes.WALL_SECONDS == 600
     assert [each.name for each in parts] == [
-        "costs", "traces", "nccl", "pool", "grouped_gemm", "shapes", "flashdmoe",
+        "costs", "traces", "nccl", "pool", "grouped_gemm", "shapes", "wire", "flashdmoe",
     ]  # fmt: skip
     for each in parts:
         first, *others = each.command

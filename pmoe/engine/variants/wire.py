@@ -32,7 +32,7 @@ from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.wire import MessageSizes, WireName, Wires
 
 
-class _Wired(Pass):
+class WiredPass(Pass):
     """A pass that packs rows into shorter messages, for example in float8, before it dispatches them."""
 
     @functools.cached_property
@@ -62,9 +62,20 @@ class _Wired(Pass):
         if wire is None:
             self.gather_rows(source_TM, messages, i)
             return
-        rows_NM = self.new(self.pass_plan.chunks[i].num_sent, source_TM.shape[1])
+        self.pack(wire, source_TM, messages.view(torch.uint8), i)
+
+    def pack(self, wire: WireName, source_TM: Tensor, message_NC: Tensor, i: int) -> None:
+        """Writes the messages of the N rows that chunk i sends.
+
+        wire: the format of the messages.
+        source_TM: (T, M), the tokens that the rows are copied from; in backward, the gradients of their
+            outputs.
+        message_NC: (N, C) uint8, memory for the messages, C bytes each.
+        i: number of the chunk.
+        """
+        rows_NM = self.new(message_NC.shape[0], source_TM.shape[1])
         self.gather_rows(source_TM, rows_NM, i)
-        pack_rows(wire, rows_NM, messages.view(torch.uint8))
+        pack_rows(wire, rows_NM, message_NC)
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
         wire = self.wires.rows if name == "send_again" else self.wires.of(self.direction)
@@ -82,15 +93,19 @@ class _Wired(Pass):
         if wire is None:
             return super().in_expert_order(name, i, arrived)
         rows_NM = self.temporary(f"{name}_sorted", i)
-        unpack_rows(wire, arrived.view(torch.uint8), self.regroup[i], rows_NM)
+        self.unpack(wire, arrived.view(torch.uint8), self.regroup[i], rows_NM)
         return rows_NM
 
+    def unpack(self, wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor) -> None:
+        """Unpacks arrived messages to rows, sorted by expert (`pmoe.comm.wire.unpack_rows`)."""
+        unpack_rows(wire, message_NC, index, out_NM)
 
-class WiredForward(_Wired, Forward):
+
+class WiredForward(WiredPass, Forward):
     """A forward pass that packs rows into shorter messages before it sends them to the experts."""
 
 
-class WiredBackward(_Wired, Backward):
+class WiredBackward(WiredPass, Backward):
     """A backward pass that packs what it sends to the experts: gradients, and T_DI if it is sent again."""
 
     def gather_again(self, i: int) -> None:

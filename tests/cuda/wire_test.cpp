@@ -2,6 +2,8 @@
 // of e4m3, against its definition.
 //
 // g++ -std=c++17 -O1 -Icuda -Itests/cuda tests/cuda/wire_test.cpp && ./a.out
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -316,6 +318,46 @@ void test_kernels_against_plain_loops() {
     }
 }
 
+// Rows and messages that are more than 2**31 bytes apart: offsets in 32 bits would read and write elsewhere.
+void test_far_rows() {
+  constexpr int64_t kStride = (int64_t{1} << 32) + 64;
+  constexpr int kColumns = 132, kRows = 3;
+  const size_t size = kRows * kStride;
+  const auto reserve = [&] {
+    void* const memory =
+        mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::runtime_error("no addresses for far rows");
+    return Rows{static_cast<uint8_t*>(memory), kStride};
+  };
+  const Rows x = reserve(), messages = reserve(), out = reserve();
+  std::mt19937 random(1);
+  std::vector<std::vector<float>> row(kRows);
+  for (int t = 0; t < kRows; ++t) {
+    row[t] = draw_row<float>(kColumns, 0, random);
+    std::memcpy(x.at(t, 0), row[t].data(), kColumns * 4);
+    const int64_t bytes = message_bytes(Format::kE4m3, kColumns);
+    emu::register_array("x", x.at(t, 0), kColumns * 4, false);
+    emu::register_array("messages", messages.at(t, 0), bytes, true);
+    emu::register_array("out", out.at(t, 0), kColumns * 4, true);
+  }
+  const std::vector<int32_t> position = {2, 0, 1}, index = {1, 2, 0};
+  emu::register_array("position", position.data(), 12, false);
+  emu::register_array("index", index.data(), 12, false);
+  const Cut cut = make_cut(kRows, kColumns);
+  const auto blocks = static_cast<unsigned>(cut.blocks());
+  const Pack pack{cut, x, messages, position.data(), 1, kRows};
+  emu::launch(blocks, kThreads, 1, [&] { pack_kernel<float, Format::kE4m3>(pack); });
+  const Unpack unpack{cut, messages, out, index.data(), false, kRows};
+  emu::launch(blocks, kThreads, 1, [&] { unpack_kernel<float, Format::kE4m3>(unpack); });
+  for (int r = 0; r < kRows; ++r) {
+    const int token = (index[r] + 1) % kRows;  // position[token] == index[r]
+    const Sent<float> sent(row[token]);
+    check(!std::memcmp(out.at(r, 0), sent.value.data(), kColumns * 4), "far row " + std::to_string(r));
+  }
+  emu::unregister_arrays();
+  for (const Rows& each : {x, messages, out}) munmap(each.base, size);
+}
+
 // That the memory checks of this file see anything at all.
 void test_an_access_past_a_message_is_seen() {
   Bytes x("x", 1, 256, 256, false), messages("messages", 1, 128 / 2 + 3, 80, true);
@@ -338,6 +380,7 @@ int main() {
   test_what_no_grid_holds_is_refused();
   test_an_access_past_a_message_is_seen();
   test_kernels_against_plain_loops();
+  test_far_rows();
   if (failures) {
     std::printf("%d checks failed\n", failures);
     return 1;

@@ -1,9 +1,9 @@
 """Passes on a GPU that send rows in a narrower number format, packed and unpacked by pmoe's CUDA kernels.
 
 One launch packs the rows of a chunk while it gathers them from the tokens, and one unpacks them while it
-sorts them by expert. So a chunk has at most one launch more than without a wire: rows that arrive sorted, or
-that the experts' first product would sort, are unpacked by a launch of their own. Where the kernels cannot,
-PyTorch operations pack and unpack (`pmoe.engine.variants.wire`), and a warning gives the reason once.
+sorts them by expert. The second one is a launch more than without a wire where rows arrive sorted, or where
+the experts' first product would sort them. Where the kernels cannot, PyTorch operations pack and unpack
+(`pmoe.engine.variants.wire`), and a warning gives the reason once.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ def test_the_branches_for_cuda_give_the_results_of_the_cpu(case: str, world: int
 WIRED: dict[str, dict[str, Any]] = {
     "one pass": {"wire": "e4m3"},
     "both passes": {"wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S4", "pipeline": 3},
+    "offloaded": {"wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S1"},
     "backward alone": {"wire_backward": "e4m3", "memory_reuse": "S2"},
     "other chunks in backward": {
         **{"wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S2"},

@@ -16,6 +16,7 @@ import torch
 from pmoe.kernels import extension
 from pmoe.kernels import wire as wire_kernels
 from pmoe.kernels.wire import FORMATS, MessageKernels, refusal
+from tests.cuda import disassembly
 from tests.cuda.compiled import CUDA, compile_and_run
 
 
@@ -100,3 +101,35 @@ def test_without_rows_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 def test_the_kernels_source_on_the_cpu() -> None:
     compile_and_run("wire_test.cpp")
+
+
+USES = ("REDUX", "CREDUX", "F2FP", "STG")
+"""Beginnings of the first instructions that use what was loaded, or store what became of it."""
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("extension_built")
+def test_a_slice_is_loaded_at_once_and_converted_by_instructions_where_there_are_some() -> None:
+    """A lane has 4 columns of each of 4 blocks: 16 bytes of float32 rows, 8 bytes of other rows."""
+    names = [name for name in disassembly.declared() if name.startswith("wire_")]
+    assert len(names) == 8
+    for arch in disassembly.archs():
+        for name in names:
+            opcodes = [disassembly.opcode(each) for each in disassembly.sass(arch)[name]]
+            loads = [each for each in opcodes if each.startswith("LDG")]
+            stores = [each for each in opcodes if each.startswith("STG")]
+            quad = "E.128" if ".fp32" in name else "E.64"
+            is_e4m3 = not name.endswith("as_bf16")
+            if name.startswith("wire_pack"):
+                assert loads.count(f"LDG.{quad}") == 4, (arch, name, loads)
+                assert set(stores) == {"STG.E" if is_e4m3 else "STG.E.64"}, (arch, name, stores)
+            else:
+                assert stores == [f"STG.{quad}"] * 4, (arch, name, stores)
+                messages = "LDG.E" if is_e4m3 else "LDG.E.64"
+                assert loads.count(messages) >= (8 if is_e4m3 else 4), (arch, name, loads)
+            behind = opcodes[next(i for i, each in enumerate(opcodes) if each.startswith(USES)) :]
+            assert not [each for each in behind if each.startswith("LDG.E.")], (arch, name)
+            converts = sum("E4M3" in each for each in opcodes)
+            assert converts == (8 if is_e4m3 and arch != "sm_80" else 0), (arch, name, converts)
+            maxima = sum(each.endswith("REDUX.MAX") for each in opcodes)
+            assert maxima == (4 if is_e4m3 and name.startswith("wire_pack") else 0), (arch, name)

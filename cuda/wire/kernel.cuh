@@ -5,8 +5,8 @@
 // the 32 lanes of a warp have one block of 128 columns, whose scale is a maximum over the warp.
 //
 //   scale = max(largest size in the block / 448, 2^-126)
-//   number = value / scale, rounded to e4m3          unpacked value = number * scale, rounded to the row's
-//   type
+//   number = value / scale, rounded to e4m3
+//   unpacked value = number * scale, rounded to the row's type
 //
 // Letters: T tokens, K choices, N messages, M columns.
 #pragma once

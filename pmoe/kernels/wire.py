@@ -1,4 +1,4 @@
-"""Launches of the kernels that pack rows into messages, and unpack messages to rows, on a GPU (cuda/wire).
+"""Launches of the kernels that pack rows into messages, and unpack messages to rows (cuda/wire).
 
     pack      reads each token once, rounds it, and writes the messages of all of its choices, where a permute
               would copy the token

@@ -1,4 +1,4 @@
-"""Passes on a GPU that send rows in a narrower number format, packed and unpacked by pmoe's CUDA kernels.
+"""Passes on a GPU that send rows in a narrower number format, which CUDA kernels pack and unpack.
 
 One launch packs the rows of a chunk while it gathers them from the tokens, and one unpacks them while it
 sorts them by expert. The second one is a launch more than without a wire where rows arrive sorted, or where
@@ -32,7 +32,7 @@ class _WiredOnCuda(WiredPass):
 
     @functools.cached_property
     def kernels(self) -> dict[WireName | None, MessageKernels | None]:
-        """For each format of this pass's messages, what launches its kernels; None if these refuse it."""
+        """The launches of the kernels by format of messages; None for a format that the kernels refuse."""
         found: dict[WireName | None, MessageKernels | None] = {}
         for wire in (self.wires.rows, self.wires.of(self.direction)):
             if wire is None or wire in found:

@@ -55,6 +55,7 @@ from pmoe.experts import launched
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import counts as counts_kernels
 from pmoe.kernels import extension, permute
+from pmoe.kernels import wire as wire_kernels
 from pmoe.kernels.gemm import ELEMENTS
 from pmoe.kernels.grouped_gemm import products
 from pmoe.kernels.permute import operators as permute_operators
@@ -217,6 +218,9 @@ class Kernels:
     def RouteProblem(self, *args: Any) -> None:
         return None
 
+    def Wire(self, *args: Any) -> kernels_on_cpu.Wire:
+        return kernels_on_cpu.Wire(*args)
+
     def route_workspace_bytes(self, problem: Any) -> int:
         return 16
 
@@ -300,10 +304,12 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
     def lanes(rows: Tensor, schedule: Any, ranks: Any, in_steps: bool = False) -> CudaLanes:
         return CudaLanes(schedule, ranks, rows.device)
 
-    def product(x_TM: Tensor, weight_ME: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def product(
+        x_TM: Tensor, weight_ME: Tensor, out_dtype: torch.dtype | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         device.note("operators", "mm")
         with device.quiet():
-            return real_mm(*(each.to(out_dtype or x_TM.dtype) for each in (x_TM, weight_ME)))
+            return real_mm(*(each.to(out_dtype or x_TM.dtype) for each in (x_TM, weight_ME)), out=out)
 
     real_mm = torch.mm
     kernels = Kernels(device, computes)
@@ -332,6 +338,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             (permute_operators, "refusal", lambda *args: None),
             (decide_route, "refusal", lambda *args: None),
             (counts_kernels, "path", lambda device: ("sm_90a", None)),
+            (wire_kernels, "path", lambda device: ("sm_90a", None)),
             (route_operators, "launch_route", route),
             (lanes_run, "lanes_for", lanes),
             (CudaLanes, "_streams", {}),
@@ -340,7 +347,8 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=name == "is_cuda"))
         stack.enter_context(mock.patch.object(launched, "path_for", lambda *args, **columns: "sm_90a"))
-        if computes:  # with float64 and rows of any width, too
+        if computes:  # with float32 and float64 and rows of any width, too
+            stack.enter_context(mock.patch.dict(ELEMENTS, {torch.float32: kernels_on_cpu.FLOAT32}))
             for codes in (ELEMENTS, permute_operators.TYPES):
                 stack.enter_context(mock.patch.dict(codes, {torch.float64: kernels_on_cpu.FLOAT64}))
             stack.enter_context(mock.patch.object(launched, "layout_problem", lambda *args, **columns: None))

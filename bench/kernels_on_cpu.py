@@ -18,13 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pmoe.comm.wire import pack_rows, unpack_rows
 from pmoe.kernels.counts import HEADER
 from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, WEIGHT
 from pmoe.kernels.grouped_gemm import RowSlots, reference
+from pmoe.kernels.wire import FORMATS
+from pmoe.schedule.wire import WireName, message_bytes
 
 FLOAT64 = 9
 """Code of float64, which the kernels themselves do not take."""
-ELEMENTS = {0: torch.bfloat16, 1: torch.float16, FLOAT64: torch.float64}
+FLOAT32 = 8
+"""Code of float32 in grouped products, which the kernels themselves do not take."""
+ELEMENTS = {0: torch.bfloat16, 1: torch.float16, FLOAT32: torch.float32, FLOAT64: torch.float64}
 ROW_TYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16, FLOAT64: torch.float64}
 NAMES = {code: name for name, code in ACTIVATIONS.items()}
 
@@ -170,6 +175,70 @@ def grouped_gemm(
         width = n // 2 if NAMES[activation] == "swiglu" else n
         value = reference.activate(NAMES[activation], result)
         tensor_at(active, (rows, width), dtype, active_stride).copy_(value)
+
+
+# ---- messages of a wire
+
+
+class Wire(NamedTuple):
+    """The arguments that packing and unpacking share: `Wire` of cuda/wire/bind.cpp."""
+
+    device: int
+    stream: int
+    type: int
+    format: int
+    columns: int
+
+    @property
+    def name(self) -> WireName:
+        return next(name for name, code in FORMATS.items() if code == self.format)
+
+    def rows(self, address: int, num_rows: int, stride_bytes: int) -> Tensor:
+        """Returns the tensor of rows, (num_rows, columns)."""
+        dtype = ROW_TYPES[self.type]
+        return tensor_at(address, (num_rows, self.columns), dtype, stride_bytes // dtype.itemsize)
+
+    def message_bytes(self) -> int:
+        return message_bytes(self.name, self.columns, ROW_TYPES[self.type].itemsize)
+
+
+def wire_pack(
+    wire: Wire,
+    tokens: int,
+    choices: int,
+    num_messages: int,
+    position: int,
+    x: int,
+    x_stride: int,
+    messages: int,
+    messages_stride: int,
+) -> None:
+    packed = torch.zeros(tokens, wire.message_bytes(), dtype=torch.uint8)
+    pack_rows(wire.name, wire.rows(x, tokens, x_stride).clone(), packed)
+    places = [[token] for token in range(tokens)]
+    if position:
+        places = tensor_at(position, (tokens, choices), torch.int32).tolist()
+    for token, of_token in enumerate(places):
+        for place in of_token:
+            if 0 <= place < num_messages:
+                address = messages + place * messages_stride
+                tensor_at(address, (wire.message_bytes(),), torch.uint8).copy_(packed[token])
+
+
+def wire_unpack(
+    wire: Wire,
+    rows: int,
+    num_messages: int,
+    index: int,
+    wide: bool,
+    messages: int,
+    messages_stride: int,
+    out: int,
+    out_stride: int,
+) -> None:
+    arrived = tensor_at(messages, (num_messages, wire.message_bytes()), torch.uint8, messages_stride)
+    chosen = tensor_at(index, (rows,), torch.int64 if wide else torch.int32) if index else None
+    unpack_rows(wire.name, arrived, chosen, wire.rows(out, rows, out_stride))
 
 
 # ---- row counts

@@ -56,6 +56,11 @@ __device__ __forceinline__ T shfl_up(T value, int distance) {
 
 __device__ __forceinline__ uint32_t ballot(bool holds) { return __ballot_sync(0xFFFFFFFFu, holds); }
 
+// Returns the largest value of a warp's threads.
+__device__ __forceinline__ uint32_t reduce_max(uint32_t value) {
+  return __reduce_max_sync(0xFFFFFFFFu, value);
+}
+
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 __device__ __forceinline__ void sync_block() { __syncthreads(); }

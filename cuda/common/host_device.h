@@ -2,6 +2,7 @@
 // arithmetic.
 #pragma once
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #if defined(__CUDACC__)
@@ -34,6 +35,18 @@ PMOE_HD constexpr T smaller(T a, T b) {
 template <class T>
 PMOE_HD constexpr T larger(T a, T b) {
   return a < b ? b : a;
+}
+
+PMOE_HD float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+PMOE_HD uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
 }
 
 PMOE_HD int count_bits(uint32_t mask) {
@@ -85,6 +98,11 @@ struct Divisor {
 // Data of 16 bytes, the most that one thread loads or stores at a time.
 struct alignas(16) Words {
   uint32_t word[4];
+};
+
+// Data of 8 bytes, loaded or stored at once.
+struct alignas(8) Pair {
+  uint32_t word[2];
 };
 
 }  // namespace pmoe

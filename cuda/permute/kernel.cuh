@@ -9,7 +9,6 @@
 // with K rows for each token.
 #pragma once
 #include <cmath>
-#include <cstring>
 
 #include "common/device.cuh"
 #include "common/scalar.h"
@@ -43,18 +42,6 @@ struct Slots {
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
-PMOE_HD float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-PMOE_HD uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
-
 template <class T>
 PMOE_HD void unpack(const Words& v, float (&x)[kPerVector<T>]) {
   PMOE_UNROLL
@@ -74,7 +61,7 @@ PMOE_HD Words pack(const float (&x)[kPerVector<T>]) {
   PMOE_UNROLL
   for (int i = 0; i < 4; ++i) {
     if constexpr (sizeof(T) == 4) {
-      v.word[i] = bits_of_float(x[i]);
+      v.word[i] = bits_of(x[i]);
     } else {
       v.word[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
     }

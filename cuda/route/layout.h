@@ -15,7 +15,6 @@
 #pragma once
 #include <cfloat>
 #include <cmath>
-#include <cstring>
 
 #include "common/host_device.h"
 
@@ -62,18 +61,6 @@ template <int kLanes, int kPer>
 using Kept = Shape<kLanes, kPer, (kPer > 8 ? 8 : 16)>;
 
 // ---- the order of scores
-
-PMOE_HD float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-PMOE_HD uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
 
 // Maps a score to an integer that sorts as pmoe.kernels.route.top_indices does: NaN is above everything, both
 // zeros are equal, and negative infinity equals the lowest finite number. The result is never 0, because 0

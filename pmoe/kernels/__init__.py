@@ -8,6 +8,7 @@
     grouped_gemm   grouped products: rows sorted by expert, each times the weight matrix of its expert
     permute        copies tokens into the order of their experts, and sums the results of each token
     route          routing: softmax, top-k, rows of each expert, position of each row in the order of experts
+    wire           messages of rows in narrower number formats: packs them from tokens, unpacks them to rows
     counts         exchange of row counts: messages, what ranks agree on, the order of arrived rows
     comet          COMET's fused kernels: dispatch + product, product + combine
     flashdmoe      FlashDMoE's kernels, which compute a whole forward or backward pass in one launch

@@ -115,7 +115,7 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
         variants.append((SharedExpertForward, SharedExpertBackward))
     is_plain = modules.wires is None and modules.copies is None and plan.forward.once is None
     if modules.stages.sharded or not is_plain or plan.restore.hidden == "e4m3":
-        variants += _rare_variants(plan)
+        variants += _rare_variants(plan, on_gpu)
     if moves:
         from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
 
@@ -127,13 +127,18 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
     return variants
 
 
-def _rare_variants(plan: Plan) -> list[Variant]:
+def _rare_variants(plan: Plan, on_gpu: bool) -> list[Variant]:
     """Returns the classes of the features that change how rows are sent, or in which type T_M is kept.
 
     plan: the plan of the call.
+    on_gpu: whether the rows are on a GPU.
     """
     variants: list[Variant] = []
-    if plan.modules.wires is not None:
+    if plan.modules.wires is not None and on_gpu:
+        from pmoe.engine.variants.cuda_wire import WiredBackwardOnCuda, WiredForwardOnCuda
+
+        variants.append((WiredForwardOnCuda, WiredBackwardOnCuda))
+    elif plan.modules.wires is not None:
         from pmoe.engine.variants.wire import WiredBackward, WiredForward
 
         variants.append((WiredForward, WiredBackward))

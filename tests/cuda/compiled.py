@@ -52,7 +52,9 @@ def link_module(*flags: str) -> Path:
     """
     launching = [
         CUDA / each
-        for each in product_of("grouped_gemm", "comet", "flashdmoe", "route", "permute", "counts", "heap")
+        for each in product_of(
+            "grouped_gemm", "comet", "flashdmoe", "route", "permute", "counts", "wire", "heap"
+        )
     ]
     binding = [CUDA / "binding.cpp", *sorted(CUDA.glob("*/bind.cpp")), HERE / "runtime" / "bind.cpp"]
     flags_of = dict.fromkeys(launching, OBJECT) | {each: [*OBJECT, *flags] for each in binding}

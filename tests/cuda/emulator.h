@@ -57,6 +57,12 @@ inline uint32_t ballot(bool holds) {
   return mask;
 }
 
+inline uint32_t reduce_max(uint32_t value) {
+  uint64_t largest = 0;
+  for (const uint64_t each : emu::exchange(value)) largest = larger(largest, each);
+  return static_cast<uint32_t>(largest);
+}
+
 inline void sync_warp() { emu::exchange(0); }
 
 inline void sync_block() {
@@ -74,12 +80,14 @@ inline void make_opaque(int&) {}
 
 template <class V>
 V read(const V* p) {
+  if (reinterpret_cast<uintptr_t>(p) % alignof(V)) throw emu::Error("a load that is not aligned");
   emu::check_access(p, sizeof(V), false);
   return *p;
 }
 
 template <class V>
 void write(V* p, V value) {
+  if (reinterpret_cast<uintptr_t>(p) % alignof(V)) throw emu::Error("a store that is not aligned");
   emu::check_access(p, sizeof(V), true);
   *p = value;
 }

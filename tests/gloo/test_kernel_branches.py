@@ -7,6 +7,7 @@ The result must be that of the CPU's own branches, which other tests compare to 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 
 from bench.bench_device_calls import as_cuda
 from pmoe.schedule.restore import ALL_PAIRS
-from tests.gloo.kit import backward, build, error_of, inputs, one_step
+from pmoe.warn import GIVEN
+from tests.gloo.kit import TOKENS, backward, build, error_of, inputs, one_step
 from tests.kit import tokens
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -61,6 +63,60 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_branches_for_cuda_give_the_results_of_the_cpu(case: str, world: int) -> None:
     for found in ranks(world).run(both_branches, CASES[case]):
         assert max(found.values()) <= LIMIT, found
+
+
+# ---- rows in a narrower number format
+
+WIRED: dict[str, dict[str, Any]] = {
+    "one pass": {"wire": "e4m3"},
+    "both passes": {"wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S4", "pipeline": 3},
+    "offloaded": {"wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S1"},
+    "backward alone": {"wire_backward": "e4m3", "memory_reuse": "S2"},
+    "other chunks in backward": {
+        **{"wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S2"},
+        **{"pipeline": 4, "pipeline_backward": 2},
+    },
+    "bfloat16": {"wire": "bfloat16", "wire_backward": "bfloat16"},
+    "all rows are sent": {"wire": "e4m3", "bypass_local": False},
+    "sent once": {"wire": "e4m3", "send_once": True, "memory_reuse": "S4"},
+    "einsum": {"wire": "e4m3", "order": "einsum"},
+    "dropped": {"wire": "e4m3", "capacity_factor": 0.6, "memory_reuse": "S4"},
+    "padded": {"wire": "e4m3", "pad_to_capacity": True, "capacity_factor": 1.0},
+    "a width that kernels refuse": {"wire": "e4m3", "wire_backward": "e4m3", "d_model": 130},
+}
+
+
+def wired_branches(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, float], str, list[str]]:
+    """Returns relative differences between the branches, the launched kernels of the wire, and warnings."""
+    options = {"d_model": 264, "dtype": torch.float32, **options}
+    count = 8 if "pad_to_capacity" in options else TOKENS[world][rank]
+    x, dy = (tokens(count, seed + rank, torch.float32, options["d_model"]) for seed in (10, 20))
+
+    def step() -> dict[str, Any]:
+        return backward(build(**options), x.clone().requires_grad_(), dy)
+
+    on_cpu = step()
+    GIVEN.clear()
+    with as_cuda(computes=True) as device, device, warnings.catch_warnings(record=True) as warned:
+        on_cuda = step()
+        on_cuda = step()
+    launched = {name.split()[-1] for name in device.calls.where}
+    told = " ".join(sorted(name for name in launched if name.startswith("wire")))
+    found = {name: float(relative_error(on_cuda[name], value)) for name, value in on_cpu.items()}
+    return found, told, [str(each.message) for each in warned if "wire=" in str(each.message)]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", WIRED)
+def test_kernels_of_a_wire_give_the_rows_of_the_cpu(case: str, world: int) -> None:
+    """The numbers differ by the order of float32 sums only: rows of another rounding would differ by 2 %."""
+    is_refused = "d_model" in WIRED[case]
+    for found, launched, warned in ranks(world).run(wired_branches, WIRED[case]):
+        assert max(found.values()) <= 1e-5, found
+        assert launched == ("" if is_refused else "wire_pack wire_unpack")
+        assert len(warned) == is_refused, warned  # once, in two steps of two passes with several chunks
+        for message in warned:
+            assert "without pmoe's kernels: a row's bytes (130 x 4 = 520) must be a multiple of 16" in message
 
 
 def refused(rank: int, world: int, dtype: torch.dtype) -> str:

@@ -77,6 +77,10 @@ def all_parts(out: Path) -> list[Part]:
             "what do SonicMoE's seven shapes take, beside the plain grouped layer?",
         ),
         Part(
+            "wire", ("-m", "tests.gpu.first_wire", str(out / "wire.json")), 20,
+            "are messages in e4m3 those of the CPU to the bit, and how fast are they packed?",
+        ),
+        Part(
             "flashdmoe", ("bench/bench_flashdmoe.py", "--rounds", "3", "--out", folder), 50,
             "what does the persistent kernel take now that it is one launch?",
         ),

@@ -46,3 +46,23 @@ def test_the_page_shows_the_calls_of_each_pass(num_ranks: int) -> None:
     assert len(rows) == 6
     for row in rows:
         assert table[row["ranks"], row["n"], row["pass"]] == tuple(row[name] for name in COLUMNS), row
+
+
+def test_a_wire_adds_one_launch_for_each_buffer_that_is_unpacked_and_no_operator() -> None:
+    """On two ranks rows arrive sorted by expert: without a wire nothing unpacks or sorts them."""
+    program = (
+        "import json\n"
+        "from bench.bench_device_calls import count\n"
+        "from bench.links import alike\n"
+        "alike.start(2)\n"
+        "found = [count(4), count(4, wire='e4m3', wire_backward='e4m3')]\n"
+        "print(json.dumps([{name: calls.row() for name, calls in each.items()} for each in found]))"
+    )
+    plain, wired = json.loads(fresh.run(program).splitlines()[-1])
+    added = {
+        name: {column: wired[name][column] - plain[name][column] for column in COLUMNS} for name in plain
+    }
+    nothing = dict.fromkeys(COLUMNS, 0)
+    # Forward unpacks T_DI of four chunks; backward dT_DO, and T_DI that was sent again.
+    assert added["forward"] == {**nothing, "device calls": 4, "launches": 4}
+    assert added["backward"] == {**nothing, "device calls": 8, "launches": 8}

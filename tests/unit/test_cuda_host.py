@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,11 @@ import torch
 from torch import Tensor
 
 from bench import kernels_on_cpu
+from pmoe.comm.wire import pack_rows, unpack_rows
 from pmoe.kernels import extension
 from pmoe.kernels.counts import Messages
+from pmoe.kernels.wire import MessageKernels
+from pmoe.schedule.wire import WireName, message_bytes
 from tests.emulated import load_kernels
 
 BF16, INT = torch.bfloat16, torch.int32
@@ -108,6 +111,13 @@ def counted(cuda: ModuleType, *, device: int = 0) -> None:
     cuda.counts_table(**where, received=data, chunks=2, joined=1, own_rank=0, of_chunks=data, of_all=data)
 
 
+def packed(cuda: ModuleType, *, device: int = 0) -> None:
+    data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    wire = cuda.Wire(device, STREAM, 1, 0, 64)
+    cuda.wire_pack(wire, T, K, T * K, data, data, 128, data, 68)
+    cuda.wire_unpack(wire, T, T * K, data, True, data, 68, data, 128)
+
+
 def persistent(
     cuda: ModuleType,
     *,
@@ -137,6 +147,7 @@ CALLS: dict[str, Callable[..., None]] = {
     "route": routed,
     "permute": moved,
     "row counts": counted,
+    "messages": packed,
     "flag": lambda cuda, device=0: cuda.heap_raise_flag(device, STREAM, 4096, 1),
     "heap": lambda cuda, device=0: cuda.heap_free(device, cuda.heap_allocate(device, 100)),
 }
@@ -390,6 +401,70 @@ def test_row_counts_are_those_of_the_plain_definition(cuda: ModuleType, fault: T
             num_rows = int(messages.counts(received_WL)[:, [0, 2]].sum())
             computed.append([messages.memory, *messages.table(received_WL, 2, 6, 1, num_rows)])
     assert all(torch.equal(one, other) for one, other in zip(*computed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wire", "choices", "position", "why"),
+    [
+        ((3, 0, 64), 1, 8, r"type \(3\) must be 0, 1 or 2"),
+        ((1, 1, 64), 1, 8, r"format \(1\) must be 0 \(e4m3\), or 1 \(bf16\) for float32 rows"),
+        ((1, 2, 64), 1, 8, r"format \(2\) must be 0"),
+        ((1, 0, 66), 1, 8, r"columns \(66\) must be a multiple of 4"),
+        ((1, 0, 64), 0, 8, r"choices \(0\) must be from 1 to 65536"),
+        ((1, 0, 64), 2, 0, r"choices \(2\) .* 1 without positions"),
+    ],
+)
+def test_messages_that_kernels_do_not_write_are_refused(
+    cuda: ModuleType, wire: tuple[int, ...], choices: int, position: int, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        cuda.wire_pack(cuda.Wire(0, STREAM, *wire), T, choices, T, position, 8, 128, 8, 68)
+    assert cuda.stub_launched() == []
+
+
+@pytest.mark.parametrize("wire", ["e4m3", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [8, 264, 1024])
+def test_messages_are_those_of_pytorch_on_the_cpu_to_the_bit(
+    cuda: ModuleType, wire: WireName, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels in the emulator, by their real launches, against `pmoe.comm.wire`."""
+    if wire == "bfloat16" and dtype != torch.float32:
+        return  # no wire
+    cuda.stub_reset()
+    on_device = SimpleNamespace(
+        Wire=lambda device, *others: cuda.Wire(0, *others),  # a tensor of the CPU has no index
+        wire_pack=cuda.wire_pack,
+        wire_unpack=cuda.wire_unpack,
+    )
+    monkeypatch.setattr(extension, "load", lambda: on_device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    random = torch.Generator().manual_seed(width)
+    sizes = torch.logspace(-41, 37, 9)[:, None]
+    x = (torch.randn(9, width + 8, generator=random) * (sizes if dtype == torch.float32 else 1)).to(dtype)
+    x[3] = 0
+    x[4, 1] = -0.0
+    x = x[:, :width]
+    assert x.stride(0) == width + 8
+    position = torch.randperm(18, generator=random, dtype=INT).view(9, 2) + 5  # of messages 5 to 22
+    num_bytes = message_bytes(wire, width, dtype.itemsize)
+    expected_TC = torch.zeros(9, num_bytes, dtype=torch.uint8)
+    pack_rows(wire, x.clone(), expected_TC)
+    message_NC = torch.full((16, num_bytes), 170, dtype=torch.uint8)
+    launches = MessageKernels(wire, x)
+    launches.pack(x, position, 5, message_NC)
+    for token, places in enumerate((position - 5).tolist()):
+        for place in places:
+            assert place >= 16 or torch.equal(message_NC[place], expected_TC[token]), (token, place)
+    in_order_TC = torch.zeros_like(expected_TC)
+    launches.pack(x, None, 0, in_order_TC)
+    assert torch.equal(in_order_TC, expected_TC)
+    for index in (torch.tensor([3, 0, 8, 8, 1]), torch.tensor([7, 2], dtype=INT), None):
+        num_rows = 9 if index is None else index.numel()
+        out, wanted = torch.ones(num_rows, width, dtype=dtype), torch.zeros(num_rows, width, dtype=dtype)
+        launches.unpack(expected_TC, index, out)
+        unpack_rows(wire, expected_TC, index, wanted)
+        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8)), index
 
 
 @contextlib.contextmanager

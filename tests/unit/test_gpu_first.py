@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bench import bench_alone
+from bench import bench_alone, kernels_on_cpu
 from bench.bench_gpu import Scenario
+from pmoe.comm.wire import unpack_rows
+from pmoe.kernels import extension
 from tests.emulated import load_kernels
-from tests.gpu import first_costs, first_minutes, first_shapes, first_traces
+from tests.gpu import first_costs, first_minutes, first_shapes, first_traces, first_wire
 from tests.gpu.first_minutes import Part
 from tests.gpu.ladder.climb import ROOT
 from tests.gpu.ladder.machine import Machine
@@ -81,6 +84,30 @@ def test_a_shape_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert "plain" in " ".join(bench_alone.WAYS), "the plain grouped layer is a way of its own"
 
 
+def test_rates_of_a_wire_are_those_of_the_bytes_that_the_work_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run is called once, on the CPU with a stand-in for the kernels, and takes two seconds."""
+    monkeypatch.setattr(extension, "load", lambda: kernels_on_cpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    problem = first_wire.Problem(CPU, 6, 2, 256)
+
+    def time(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+        for run in runs.values():
+            run()
+        return dict.fromkeys(runs, 2.0)
+
+    rows = {row.pop("run"): row for row in first_wire.measure(problem, time)}
+    tokens, messages, out, index = 6 * 512, 12 * (256 + 8), 12 * 512, 12 * 4
+    assert rows["pack"] == {"ms": 2000.0, "GB/s": (tokens + messages + index) / 2e9}
+    assert rows["unpack"] == {"ms": 2000.0, "GB/s": (messages + out + index) / 2e9}
+    assert rows["permute"]["GB/s"] == (tokens + out + index) / 2e9
+    assert rows["gather"]["GB/s"] == (2 * out + index) / 2e9
+    assert rows["torch_pack"]["GB/s"] is rows["torch_unpack"]["GB/s"] is None
+    expected = torch.empty_like(problem.out_NM)
+    unpack_rows("e4m3", problem.message_NC, problem.index_N, expected)
+    assert torch.equal(problem.out_NM, expected) and expected.isfinite().all()
+    assert torch.equal(problem.rows_NM[problem.position_TK.long()][:, 1], problem.x_TM)
+
+
 # ---- the machinery, with parts that stand in
 
 
@@ -131,7 +158,7 @@ def test_all_parts_fit_in_ten_minutes_and_can_be_run(tmp_path: Path) -> None:
     parts = first_minutes.all_parts(tmp_path)
     assert sum(each.seconds for each in parts) <= first_minutes.WALL_SECONDS == 600
     assert [each.name for each in parts] == [
-        "costs", "traces", "nccl", "pool", "grouped_gemm", "shapes", "flashdmoe",
+        "costs", "traces", "nccl", "pool", "grouped_gemm", "shapes", "wire", "flashdmoe",
     ]  # fmt: skip
     for each in parts:
         first, *others = each.command

@@ -57,6 +57,7 @@ def test_gathers_epilogues_routing_and_permutes(machine: Machine) -> None:
     tiles.demand_nothing(epilogues.find_epilogues(machine, SIDE))
     tiles.demand_nothing(moving.find_routing(machine, 50, 8))
     tiles.demand_nothing(moving.find_permutes(machine, 20, 2, 72))
+    tiles.demand_nothing(moving.find_messages(machine, 20, 2, 136))
 
 
 class Spoiled:

@@ -25,7 +25,10 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "why kernels do not take some rows": (
         {"refusal"},
-        {f"pmoe/kernels/{name}.py" for name in ("counts", "gemm", "permute/operators", "route/operators")}
+        {
+            f"pmoe/kernels/{name}.py"
+            for name in ("counts", "gemm", "permute/operators", "route/operators", "wire")
+        }
         | {"pmoe/runners/fused_steps.py"},
     ),
     "grouped products and their plain definition": (

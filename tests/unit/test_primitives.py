@@ -43,6 +43,7 @@ PLAIN = {
     "shfl": "one function of CUDA's own",
     "shfl_up": "one function of CUDA's own",
     "ballot": "one function of CUDA's own",
+    "reduce_max": "one function of CUDA's own",
     "sync_warp": "one function of CUDA's own",
     "sync_block": "one function of CUDA's own",
     "make_opaque": "no instruction",

@@ -79,6 +79,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.engine.variants.copies": "Only a call with copies of busy experts needs it.",
     "pmoe.engine.variants.callbacks": "Only layers with callbacks need it.",
     "pmoe.engine.variants.cuda_kernels": "Only calls on a GPU launch kernels.",
+    "pmoe.engine.variants.cuda_wire": "Only wire and wire_backward on a GPU need it.",
     "pmoe.engine.variants.frozen": "Only a backward pass of frozen experts needs it.",
     "pmoe.engine.variants.offload": "Only restore pairs that offload need it.",
     "pmoe.engine.variants.padding": "Only pad_to_capacity=True needs it.",

@@ -51,7 +51,7 @@ class _OnCuda(Pass):
         self.experts = launched(modules.experts, self.parameters, self.source_TM) or modules.experts
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        if self.moves is None or not _is_readable(source_TM):
+        if self.moves is None or not is_readable(source_TM):
             super().gather_rows(source_TM, out, i)
             return
         chunk = self.pass_plan.chunks[i]
@@ -195,6 +195,6 @@ class CudaBackward(_OnCuda, Backward):
         self.take_kernels()
 
 
-def _is_readable(rows: Tensor) -> bool:
+def is_readable(rows: Tensor) -> bool:
     """Returns whether kernels can read a tensor (rows, columns): its strides and address suit their loads."""
     return rows.data_ptr() % VECTOR_BYTES == 0 and strides_fit(rows)

@@ -39,7 +39,7 @@ from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.wire import RESULT_MESSAGES, MessageSizes, WireName, Wires
 
 
-class _Wired(Pass):
+class WiredPass(Pass):
     """A pass that packs rows into shorter messages, for example in float8, before it dispatches them."""
 
     @functools.cached_property
@@ -69,9 +69,20 @@ class _Wired(Pass):
         if wire is None:
             self.gather_rows(source_TM, messages, i)
             return
-        rows_NM = self.new(self.pass_plan.chunks[i].num_sent, source_TM.shape[1])
+        self.pack_messages(wire, source_TM, messages.view(torch.uint8), i)
+
+    def pack_messages(self, wire: WireName, source_TM: Tensor, message_NC: Tensor, i: int) -> None:
+        """Writes the messages of the N rows that chunk i sends.
+
+        wire: the format of the messages.
+        source_TM: (T, M), the tokens that the rows are copied from; in backward, the gradients of their
+            outputs.
+        message_NC: (N, C) uint8, memory for the messages, C bytes each.
+        i: number of the chunk.
+        """
+        rows_NM = self.new(message_NC.shape[0], source_TM.shape[1])
         self.gather_rows(source_TM, rows_NM, i)
-        pack_rows(wire, rows_NM, messages.view(torch.uint8))
+        pack_rows(wire, rows_NM, message_NC)
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
         wire = self.wires.rows if name == "send_again" else self.wires.of(self.direction)
@@ -112,11 +123,17 @@ class _Wired(Pass):
         if wire is None:
             return super().in_expert_order(name, i, arrived)
         rows_NM = self.temporary(f"{name}_sorted", i)
-        unpack_rows(wire, arrived.view(torch.uint8), self.regroup[i], rows_NM)
+        self.unpack_messages(wire, arrived.view(torch.uint8), self.regroup[i], rows_NM)
         return rows_NM
 
+    def unpack_messages(
+        self, wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor
+    ) -> None:
+        """Unpacks arrived messages to rows, sorted by expert (`pmoe.comm.wire.unpack_rows`)."""
+        unpack_rows(wire, message_NC, index, out_NM)
 
-class WiredForward(_Wired, Forward):
+
+class WiredForward(WiredPass, Forward):
     """A forward pass that packs rows into shorter messages before it sends them to the experts."""
 
     def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
@@ -126,7 +143,7 @@ class WiredForward(_Wired, Forward):
             kept.rows_NM = self.buffer(self.received, i)
 
 
-class WiredBackward(_Wired, Backward):
+class WiredBackward(WiredPass, Backward):
     """A backward pass that sends gradients, and T_DI if it is sent again, to the experts as messages.
 
     If forward kept the messages of T_DI, the pass unpacks these.
@@ -167,9 +184,13 @@ class WiredBackward(_Wired, Backward):
             regroup = self.plan.forward.chunks[chunk].regroup
             for forward_rows, backward_rows in runs:
                 if regroup is None:
-                    unpack_rows(self.wires.rows, message_NC[forward_rows], None, rows_NM[backward_rows])
+                    self.unpack_messages(
+                        self.wires.rows, message_NC[forward_rows], None, rows_NM[backward_rows]
+                    )
                 else:
-                    unpack_rows(self.wires.rows, message_NC, regroup[forward_rows], rows_NM[backward_rows])
+                    self.unpack_messages(
+                        self.wires.rows, message_NC, regroup[forward_rows], rows_NM[backward_rows]
+                    )
         return rows_NM
 
 

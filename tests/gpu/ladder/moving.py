@@ -1,4 +1,4 @@
-"""Routing and permutes, by the extension itself, on values whose results are known to the bit.
+"""Routing, permutes and messages, by the extension itself, on values whose results are known to the bit.
 
 Letters: T tokens, E experts, K choices, N = T*K rows, n chunks.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pmoe.comm.wire import pack_rows, unpack_rows
+from pmoe.schedule.wire import message_bytes
 from tests.gpu.ladder.machine import Machine, this_machine
 from tests.gpu.ladder.tiles import demand_nothing
 
@@ -119,3 +121,73 @@ def find_permutes(
         "unpermute's gradient of weights": (dots[1], products),
     }  # fmt: skip
     return {name: unlike(machine.fetch(got), wanted) for name, (got, wanted) in checks.items()}
+
+
+# ---- messages of a wire
+
+
+def check_messages(path: str) -> None:
+    demand_nothing(find_messages(this_machine(path)))
+
+
+def find_messages(
+    machine: Machine, num_tokens: int = 300, top_k: int = 2, columns: int = 1160
+) -> dict[str, str | None]:
+    """Both launches, for every dtype: bytes and values are those of PyTorch on the CPU.
+
+    Some slots are dropped. The sizes of rows go from the smallest to the largest that the dtype has.
+    """
+    found: dict[str, str | None] = {}
+    random = torch.Generator().manual_seed(4)
+    slots = num_tokens * top_k
+    kept = torch.rand(slots, generator=random) < 0.9
+    count = int(kept.sum())
+    position = torch.full((slots,), -1, dtype=INT)
+    position[kept] = torch.randperm(count, generator=random, dtype=INT)
+    token = torch.empty(count, dtype=torch.int64)
+    token[position[kept].long()] = torch.arange(slots)[kept] // top_k
+    at = machine.put(position)
+    for code, dtype in enumerate((F32, BF16, torch.float16)):
+        sizes = (
+            torch.logspace(-44, 38, num_tokens)
+            if dtype != torch.float16
+            else torch.logspace(-7, 4, num_tokens)
+        )
+        x = ((torch.rand(num_tokens, columns, generator=random) * 2 - 1) * sizes[:, None]).to(dtype)
+        size = message_bytes("e4m3", columns, dtype.itemsize)
+        expected = torch.zeros(num_tokens, size, dtype=torch.uint8)
+        pack_rows("e4m3", x.clone(), expected)
+        put_x, wire = (
+            machine.put(x),
+            machine.module.Wire(machine.device.index or 0, machine.stream, code, 0, columns),
+        )
+        messages, rows = machine.put(torch.full((count, size), 0xAA, dtype=torch.uint8)), machine.put(x)
+        row_bytes = columns * dtype.itemsize
+        machine.module.wire_pack(
+            wire,
+            num_tokens,
+            top_k,
+            count,
+            at.data_ptr(),
+            put_x.data_ptr(),
+            row_bytes,
+            messages.data_ptr(),
+            size,
+        )
+        index = machine.put(torch.randint(count, (num_tokens,), generator=random))
+        machine.module.wire_unpack(
+            wire,
+            num_tokens,
+            count,
+            index.data_ptr(),
+            True,
+            messages.data_ptr(),
+            size,
+            rows.data_ptr(),
+            row_bytes,
+        )
+        found[f"messages of {dtype}"] = unlike(machine.fetch(messages), expected[token].float())
+        wanted = torch.empty_like(x)
+        unpack_rows("e4m3", expected, token[index.cpu()], wanted)
+        found[f"rows of {dtype}"] = unlike(machine.fetch(rows), wanted.float())
+    return found

@@ -86,6 +86,11 @@ def moving_steps() -> list[Step]:
             means="rows, sums or dots are wrong: the message names which of the four launches",
             look="cuda/permute/kernel.cuh, layout.h",
         ),
+        Step(
+            name="messages", run=f"{HERE}moving:check_messages {AMPERE}", needs=("extension",),
+            means="rows in e4m3 are not those of the CPU to the bit: the message names packing or unpacking",
+            look="cuda/wire/kernel.cuh; cuda/common/e4m3.h, its instructions of 8.9 and later; division",
+        ),
     ]  # fmt: skip
 
 

@@ -1,0 +1,76 @@
+// Numbers of e4m3, a float8 type with 4 bits of exponent and 3 of mantissa. It has no Inf; 448 is its largest
+// number. Rounding is to nearest, ties to even, and the same on host and device.
+//
+//   | sign | 4 bits of exponent, biased by 7 | 3 bits of mantissa |     NaN: all bits below the sign are 1
+#pragma once
+#include "host_device.h"
+#include "scalar.h"
+
+// 1 where the device converts e4m3 by instructions of its own: compute capability 8.9 and later.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define PMOE_E4M3_CODE 1
+#else
+#define PMOE_E4M3_CODE 0
+#endif
+
+namespace pmoe {
+
+constexpr float kLargestE4m3 = 448.0f;
+
+// Rounds a float to e4m3, without the device's instruction. Its size is less than 464, from where on it would
+// be rounded to more than 448; or it is NaN.
+PMOE_HD uint32_t to_e4m3(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t size = bits & 0x7FFFFFFFu;
+  uint32_t found;
+  if (size > 0x7F800000u) {
+    found = 0x7F;
+  } else if (size < (121u << 23)) {
+    // Below 2^-6 numbers of e4m3 are multiples of 2^-9, and so are floats around 2^14: the sum rounds.
+    found = bits_of(float_of(size) + 16384.0f) - bits_of(16384.0f);
+  } else {
+    // Half of a unit of e4m3 is added, less one bit where the last bit that stays is 0: ties go to even.
+    found = (size - (120u << 23) + 0x7FFFFu + (size >> 20 & 1)) >> 20;
+  }
+  return found | (bits >> 24 & 0x80u);
+}
+
+// Returns the value of a number of e4m3, without the device's instruction.
+PMOE_HD float of_e4m3(uint32_t number) {
+  const uint32_t size = number & 0x7Fu;
+  // As bits of a float the number is 2^120 times too small. A number below 2^-6 is then a denormal float.
+  const float value = size == 0x7Fu ? float_of(0x7FFFFFFFu) : float_of(size << 20) * 0x1p120f;
+  return float_of(bits_of(value) | (number & 0x80u) << 24);
+}
+
+// Rounds four floats to e4m3 and packs them into one word, the first in the lowest byte. Their sizes are less
+// than 464, or they are NaN.
+PMOE_HD uint32_t pack_e4m3(const float (&value)[4]) {
+#if PMOE_E4M3_CODE
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(value[1]), "f"(value[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(value[3]), "f"(value[2]));
+  return uint32_t{low} | uint32_t{high} << 16;
+#else
+  uint32_t word = 0;
+  PMOE_UNROLL
+  for (int i = 0; i < 4; ++i) word |= to_e4m3(value[i]) << 8 * i;
+  return word;
+#endif
+}
+
+// The inverse of pack_e4m3. Every number of e4m3 is a number of float and of fp16.
+PMOE_HD void unpack_e4m3(uint32_t word, float (&value)[4]) {
+#if PMOE_E4M3_CODE
+  uint32_t low, high;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(low) : "h"(static_cast<uint16_t>(word)));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(high) : "h"(static_cast<uint16_t>(word >> 16)));
+  value[0] = low_half<fp16>(low), value[1] = high_half<fp16>(low);
+  value[2] = low_half<fp16>(high), value[3] = high_half<fp16>(high);
+#else
+  PMOE_UNROLL
+  for (int i = 0; i < 4; ++i) value[i] = of_e4m3(word >> 8 * i & 0xFFu);
+#endif
+}
+
+}  // namespace pmoe

@@ -1,0 +1,51 @@
+// Launches of the kernels in kernel.cuh. This header is plain C++: no CUDA header, no torch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernel_info.h"
+#include "wire/layout.h"
+
+namespace pmoe::wire {
+
+enum class RowType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
+
+// The rows of a tensor; messages are rows of bytes. Addresses and strides of rows are multiples of 16 bytes,
+// those of messages multiples of 4 bytes, or of 8 with Format::kBf16.
+struct RowsAt {
+  void* data;
+  int64_t stride_bytes;
+};
+
+// Where a kernel runs, and what it converts.
+//
+// columns: M, the numbers of a row.
+struct Wire {
+  int device;
+  void* stream;
+  RowType type;
+  Format format;
+  int64_t columns;
+};
+
+// Both launches return before the work is done. If sizes are out of range, or if the format is no narrower
+// than the type, they throw std::invalid_argument before launching anything. If CUDA refuses the launch, they
+// throw std::runtime_error.
+
+// Launches: the message of each choice of a token is the token's row in the wire's format.
+//
+// position: (T, K), the message of each of K choices of T tokens. A choice whose position is not from 0 to
+//   num_messages - 1 has none. Null with K = 1: token t has message t.
+void pack(const Wire& wire, int64_t tokens, int64_t choices, int64_t num_messages, const int32_t* position,
+          RowsAt x, RowsAt messages);
+
+// Launches: row i is the row in message index[i]. It is zeros if index[i] is not from 0 to num_messages - 1.
+//
+// index: the messages of the rows, int64 if `wide` is true, else int32. Null: row i is in message i.
+void unpack(const Wire& wire, int64_t rows, int64_t num_messages, const void* index, bool wide,
+            RowsAt messages, RowsAt out);
+
+void list_kernels(std::vector<KernelInfo>& found);
+
+}  // namespace pmoe::wire

@@ -1,0 +1,74 @@
+"""Passes on a GPU that send rows in a narrower number format, which CUDA kernels pack and unpack.
+
+One launch packs the rows of a chunk while it gathers them from the tokens, and one unpacks them while it
+sorts them by expert. The second one is a launch more than without a wire where rows arrive sorted, or where
+the experts' first product would sort them. Where the kernels cannot, PyTorch operations pack and unpack
+(`pmoe.engine.variants.wire`), and a warning gives the reason once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+
+from pmoe.engine.variants.cuda_kernels import is_readable
+from pmoe.engine.variants.wire import WiredBackward, WiredForward, WiredPass
+from pmoe.kernels import wire as wire_kernels
+from pmoe.kernels.permute import RowMoves
+from pmoe.kernels.wire import MessageKernels
+from pmoe.schedule.wire import WireName
+from pmoe.warn import warn_once
+
+
+class _WiredOnCuda(WiredPass):
+    """A pass whose messages are packed and unpacked by pmoe's CUDA kernels, where they can.
+
+    moves: launches the kernels that copy and sum rows; None if these kernels cannot read the rows of this
+        pass (`pmoe.engine.variants.cuda_kernels`).
+    """
+
+    moves: RowMoves | None
+
+    @functools.cached_property
+    def kernels(self) -> dict[WireName | None, MessageKernels | None]:
+        """The launches of the kernels by format of messages; None for a format that the kernels refuse."""
+        found: dict[WireName | None, MessageKernels | None] = {}
+        for wire in (self.wires.rows, self.wires.of(self.direction)):
+            if wire is None or wire in found:
+                continue
+            reason = wire_kernels.refusal(wire, self.source_TM)
+            found[wire] = None if reason else MessageKernels(wire, self.source_TM)
+            if reason is not None:
+                message = f"PyTorch operations pack rows for wire={wire!r}, without pmoe's kernels: {reason}"
+                warn_once(message, for_each_reason=True)
+        return found
+
+    def pack_messages(self, wire: WireName, source_TM: Tensor, message_NC: Tensor, i: int) -> None:
+        kernels = self.kernels[wire]
+        if kernels is None:
+            super().pack_messages(wire, source_TM, message_NC, i)
+        elif self.moves is not None and is_readable(source_TM):
+            chunk = self.pass_plan.chunks[i]
+            kernels.pack(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, message_NC)
+        else:  # the order is a user's, or a token is sent once to each rank: other operations gather its rows
+            rows_NM = self.new(message_NC.shape[0], source_TM.shape[1])
+            self.gather_rows(source_TM, rows_NM, i)
+            kernels.pack(rows_NM, None, 0, message_NC)
+
+    def unpack_messages(
+        self, wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor
+    ) -> None:
+        kernels = self.kernels[wire]
+        if kernels is None:
+            super().unpack_messages(wire, message_NC, index, out_NM)
+        else:
+            kernels.unpack(message_NC, index, out_NM)
+
+
+class WiredForwardOnCuda(_WiredOnCuda, WiredForward):
+    """A forward pass on a GPU that sends rows to the experts as messages."""
+
+
+class WiredBackwardOnCuda(_WiredOnCuda, WiredBackward):
+    """A backward pass on a GPU that sends gradients, and T_DI if it is sent again, as messages."""

@@ -300,7 +300,11 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
     def lanes(rows: Tensor, schedule: Any, ranks: Any, in_steps: bool = False) -> CudaLanes:
         return CudaLanes(schedule, ranks, rows.device)
 
-    def product(x_TM: Tensor, weight_ME: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def product(
+        x_TM: Tensor, weight_ME: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if out is not None:
+            return real_mm(x_TM, weight_ME, out=out)
         device.note("operators", "mm")
         with device.quiet():
             return real_mm(*(each.to(out_dtype or x_TM.dtype) for each in (x_TM, weight_ME)))

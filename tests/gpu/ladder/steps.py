@@ -83,8 +83,13 @@ def moving_steps() -> list[Step]:
         ),
         Step(
             name="permutes", run=f"{HERE}moving:check_permutes {AMPERE}", needs=("extension",),
-            means="rows, sums or dots are wrong: the message names which of the four launches",
+            means="rows, sums or dots are wrong: the message names which of the launches",
             look="cuda/permute/kernel.cuh, layout.h",
+        ),
+        Step(
+            name="row counts", run=f"{HERE}moving:check_counts {AMPERE}", needs=("extension",),
+            means="messages, what ranks agree on, or the orders of rows are wrong: the message names which",
+            look="cuda/counts/kernel.cuh, layout.h; a layer of several ranks then sorts rows wrongly",
         ),
     ]  # fmt: skip
 

@@ -36,8 +36,8 @@ class Backward(Pass):
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows, sorted by expert.
     weight_sorted, grad_weight_sorted: (rows,), the routing weights of this rank's sorted rows and their
-        gradients. Set only if some rows are not sent, because their experts are on this rank, and no kernel has
-        sorted the weights (`PassPlan.by_kernel`). Only the values of these rows are used.
+        gradients. Set only if some rows are not sent, because their experts are on this rank, and no kernel
+        has sorted the weights (`PassPlan.by_kernel`). Only the values of these rows are used.
     grad_weight: (T * K,), the gradients of the routing weights. Those for received rows return to the tokens'
         ranks in one message, by way of these tensors:
 

@@ -233,7 +233,7 @@ class Messages:
             of_chunks = received_WL.new_empty(num_rows)
             of_all = received_WL.new_empty(num_rows, dtype=torch.int64)
             fields |= {"of_chunks": of_chunks.data_ptr(), "of_all": of_all.data_ptr()}
-        if sent is not None and sent.slot.numel():
+        if sent is not None:
             number_slot = sent.slot.new_empty(sent.slot.numel(), dtype=torch.int64)
             fields |= {"slot": sent.slot.data_ptr(), "number_slot": number_slot.data_ptr()}
             if sent.weight is not None and sent.weight.dtype == torch.float32:

@@ -63,10 +63,14 @@ class Moving(NamedTuple):
     position: int
     weight: int
     parts: int
+    first_row: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
         return ROW_TYPES[self.type]
+
+    def keeps(self, position: int) -> bool:
+        return self.first_row <= position < self.first_row + self.num_rows
 
     def columns(self) -> int:
         return self.row_bytes // self.dtype.itemsize
@@ -90,15 +94,20 @@ def permute(moving: Moving, x: int, x_stride: int, out: int, out_stride: int) ->
     x_TM = moving.token_rows(x, x_stride)
     for token, places in enumerate(moving.positions().tolist()):
         for place in places:
-            if 0 <= place < moving.num_rows:
+            if moving.keeps(place):
                 moving.row(out, out_stride, place).copy_(x_TM[token])
+
+
+def permute_two(moving: Moving, *places: int) -> None:
+    permute(moving, *places[:4])
+    permute(moving, *places[4:])
 
 
 def unpermute(moving: Moving, rows: int, rows_stride: int, y: int, y_stride: int) -> None:
     assert not moving.weight
     y_TM = moving.token_rows(y, y_stride)
     for token, places in enumerate(moving.positions().tolist()):
-        chosen = [moving.row(rows, rows_stride, place) for place in places if 0 <= place < moving.num_rows]
+        chosen = [moving.row(rows, rows_stride, place) for place in places if moving.keeps(place)]
         y_TM[token] = torch.stack(chosen).sum(0) if chosen else 0
 
 
@@ -309,29 +318,86 @@ def counts_agree(
         agreed_A[HEADER + 3 + index] = depth
 
 
-def counts_table(
+def counts_order(
     *,
     device: int,
     stream: int,
     sizes: Sequence[int],
     received: int,
+    sent: int,
     chunks: int,
     joined: int,
     own_rank: int,
-    of_chunks: int,
-    of_all: int,
+    pieces: int,
+    ends: int,
+    zeros: int,
+    num_zeros: int,
+    of_chunks: int = 0,
+    of_all: int = 0,
+    slot: int = 0,
+    number_slot: int = 0,
+    weight: int = 0,
+    number_weight: int = 0,
 ) -> None:
     num_ranks, num_bins, num_experts = sizes
-    counts_WFE = _messages(received, sizes)[:, HEADER:].reshape(num_ranks, num_bins, num_experts).tolist()
+    shape = (num_ranks, num_bins, num_experts)
+    counts_WFE = _messages(received, sizes)[:, HEADER:].reshape(shape).long()
+    if of_chunks:
+        arrived_WFE = counts_WFE.clone()
+        if own_rank >= 0:
+            arrived_WFE[own_rank] = 0
+        _order_rows(arrived_WFE.tolist(), chunks, joined, of_chunks, of_all)
+    if slot:
+        sent_WFE = _messages(sent, sizes)[:, HEADER:].reshape(shape).long()
+        rows_nW = sent_WFE.sum(2).t().reshape(chunks, -1, num_ranks).sum(1).tolist()
+        order = _order_numbers(rows_nW, own_rank)
+        slot_S = tensor_at(slot, (len(order),), torch.int32)[order].long()
+        tensor_at(number_slot, (len(order),), torch.int64).copy_(slot_S)
+        if weight:
+            taken = tensor_at(weight, (int(slot_S.max()) + 1,), torch.float32)[slot_S]
+            tensor_at(number_weight, (len(order),), torch.float32).copy_(taken)
+    rows_nE = torch.zeros(chunks + pieces, num_experts, dtype=torch.long)
+    for rank, bin_ in itertools.product(range(num_ranks), range(num_bins)):
+        chunk = bin_ * chunks // num_bins
+        piece = max(chunk - (chunks - pieces), 0)
+        rows_nE[chunks + piece if rank == own_rank else chunk] += counts_WFE[rank, bin_]
+    tensor_at(ends, (chunks + pieces, num_experts), torch.int32).copy_(rows_nE.cumsum(1))
+    if num_zeros:
+        tensor_at(zeros, (num_zeros,), torch.int32).zero_()
+
+
+def _order_rows(
+    counts_WFE: list[list[list[int]]], chunks: int, joined: int, of_chunks: int, of_all: int
+) -> None:
+    """Writes the orders of rows that arrive: `of_chunks` and `of_all` of cuda/counts/layout.h.
+
+    counts_WFE: the rows by source rank, bin and expert.
+    """
+    num_ranks, num_bins, num_experts = len(counts_WFE), len(counts_WFE[0]), len(counts_WFE[0][0])
     width = num_bins // chunks
     next_in_chunk = [0] * chunks
     rows = []
     for rank, chunk, expert, bin_ in itertools.product(
         range(num_ranks), range(chunks), range(num_experts), range(width)
     ):
-        for _ in range(counts_WFE[rank][chunk * width + bin_][expert] if rank != own_rank else 0):
+        for _ in range(counts_WFE[rank][chunk * width + bin_][expert]):
             rows.append(((chunk, expert, bin_ // joined, rank), next_in_chunk[chunk], len(rows)))
             next_in_chunk[chunk] += 1
     rows.sort(key=lambda row: row[0])
     tensor_at(of_chunks, (len(rows),), torch.int32).copy_(torch.tensor([row[1] for row in rows]))
     tensor_at(of_all, (len(rows),), torch.int64).copy_(torch.tensor([row[2] for row in rows]))
+
+
+def _order_numbers(rows_nW: list[list[int]], own_rank: int) -> list[int]:
+    """Returns the sorted row of each number that is sent, in the order of the numbers.
+
+    rows_nW: the rows of this rank by chunk and destination rank.
+    own_rank: this rank, whose rows are the last of their chunk, and their numbers the last; -1 if none stay.
+    """
+    runs = []
+    row = 0
+    for chunk, rows_W in enumerate(rows_nW):
+        for rank in sorted(range(len(rows_W)), key=lambda rank: (rank == own_rank, rank)):
+            runs.append(((rank == own_rank, rank, chunk), range(row, row + rows_W[rank])))
+            row += rows_W[rank]
+    return [row for _, rows in sorted(runs, key=lambda run: run[0]) for row in rows]

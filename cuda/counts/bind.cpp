@@ -59,15 +59,20 @@ void agree(int device, Address stream, const std::array<int, 3>& sizes, Address 
   counts::agree(device, at<void>(stream), a);
 }
 
-void table(int device, Address stream, const std::array<int, 3>& sizes, Address received, int chunks,
-           int joined, int own_rank, Address of_chunks, Address of_all) {
-  counts::Table a{};
+void order(int device, Address stream, const std::array<int, 3>& sizes, Address received, Address sent,
+           int chunks, int joined, int own_rank, int pieces, Address of_chunks, Address of_all, Address slot,
+           Address number_slot, Address weight, Address number_weight, Address ends, Address zeros,
+           int num_zeros) {
+  counts::Order a{};
   a.message = message(sizes[0], sizes[1], sizes[2]);
-  a.received = at<const int32_t>(received);
-  a.chunks = chunks, a.joined = joined, a.own_rank = own_rank;
-  a.of_chunks = at<int32_t>(of_chunks);
-  a.of_all = at<int64_t>(of_all);
-  counts::table(device, at<void>(stream), a);
+  a.received = at<const int32_t>(received), a.sent = at<const int32_t>(sent);
+  a.chunks = chunks, a.joined = joined, a.own_rank = own_rank, a.pieces = pieces;
+  a.of_chunks = at<int32_t>(of_chunks), a.of_all = at<int64_t>(of_all);
+  a.slot = at<const int32_t>(slot), a.number_slot = at<int64_t>(number_slot);
+  a.weight = at<const float>(weight), a.number_weight = at<float>(number_weight);
+  a.ends = at<int32_t>(ends);
+  a.zeros = at<int32_t>(zeros), a.num_zeros = num_zeros;
+  counts::order(device, at<void>(stream), a);
 }
 
 // A launch blocks while the queue of launches is full. The GIL is released meanwhile, so that other threads
@@ -82,9 +87,11 @@ void bind_counts(py::module_& m) {
   m.def("counts_agree", &agree, py::kw_only(), arg("device"), arg("stream"), arg("sizes"), arg("received"),
         arg("agreed"), arg("own_rank"), arg("host_rows"), arg("asks_rows"), arg("irregular"), arg("degrees"),
         no_gil(), "Computes what ranks must agree on from the messages that arrived.");
-  m.def("counts_table", &table, py::kw_only(), arg("device"), arg("stream"), arg("sizes"), arg("received"),
-        arg("chunks"), arg("joined"), arg("own_rank"), arg("of_chunks"), arg("of_all"), no_gil(),
-        "Computes the indices by which rows that arrive are sorted by expert.");
+  m.def("counts_order", &order, py::kw_only(), arg("device"), arg("stream"), arg("sizes"), arg("received"),
+        arg("sent"), arg("chunks"), arg("joined"), arg("own_rank"), arg("pieces"), arg("of_chunks") = 0,
+        arg("of_all") = 0, arg("slot") = 0, arg("number_slot") = 0, arg("weight") = 0,
+        arg("number_weight") = 0, arg("ends"), arg("zeros") = 0, arg("num_zeros") = 0, no_gil(),
+        "Computes the orders of rows and of their routing weights, and where the rows of each expert end.");
 }
 
 const pmoe::Module module(bind_counts, counts::list_kernels);

@@ -1,5 +1,5 @@
 // Kernels of the exchange of row counts: one writes the messages, one computes from the messages that arrived
-// what ranks must agree on, and one the order in which rows are sorted by expert. They use no torch.
+// what ranks must agree on, and one the orders of rows and of their routing weights. They use no torch.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kThreads) agree_kernel(const Agree a) {
 
 // ---- the order of rows by expert
 
-// Sums of rows of one rank, as one block of table_kernel needs them. The block writes the indices of one run:
-// an expert's rows in one group of bins of one chunk.
+// Sums of rows of one rank, as one block of write_row_order needs them. The block writes the indices of one
+// run: an expert's rows in one group of bins of one chunk.
 //
 // run: rows of the run itself.
 // before: rows of the runs of the chunk that come before it.
@@ -155,7 +155,7 @@ struct RankSums {
 };
 
 // All lanes of a warp call it. chunk, expert, group: the run.
-__device__ __forceinline__ RankSums sums_of(const Table& a, int32_t rank, int32_t chunk, int32_t expert,
+__device__ __forceinline__ RankSums sums_of(const Order& a, int32_t rank, int32_t chunk, int32_t expert,
                                             int32_t group, int lane) {
   RankSums sums{0, 0, 0, 0, 0};
   const int32_t experts = a.message.experts, count = a.message.bins * experts;
@@ -175,13 +175,12 @@ __device__ __forceinline__ RankSums sums_of(const Table& a, int32_t rank, int32_
           warp_sum(sums.all)};
 }
 
-inline int table_bytes(int ranks) { return ranks * static_cast<int>(sizeof(RankSums)); }
-
-// A block for each run of the sorted rows: chunk, expert and group.
-__global__ void __launch_bounds__(kThreads) table_kernel(const Table a) {
+// Writes the indices of one run of the sorted rows that arrive: a chunk, an expert and a group.
+//
+// block: number of the run.
+__device__ __forceinline__ void write_row_order(const Order& a, int32_t block) {
   auto* const sums_W = reinterpret_cast<RankSums*>(shared_memory());
   const int32_t ranks = a.message.ranks, runs = a.message.experts * a.groups();
-  const auto block = static_cast<int32_t>(blockIdx.x);
   const int32_t chunk = block / runs, expert = block % runs / a.groups(), group = block % a.groups();
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
@@ -211,6 +210,129 @@ __global__ void __launch_bounds__(kThreads) table_kernel(const Table a) {
       a.of_all[first + i] = in_all + i;
     }
   }
+}
+
+// ---- the order of the numbers that are sent
+
+// Sums of this rank's rows, as one block of write_number_order needs them. The block writes the numbers of
+// one run: the rows of a chunk that go to one rank.
+//
+// run: rows of the run itself.
+// sorted: rows before the run, as this rank sorts them.
+// sent: numbers before the run, as they are sent.
+struct RunSums {
+  int32_t run, sorted, sent;
+};
+
+// Adds up the sums of one run. All threads of a block call it, and all get them.
+__device__ __forceinline__ RunSums sums_of_run(const Order& a, int32_t chunk, int32_t rank) {
+  auto* const shared = reinterpret_cast<int32_t*>(shared_memory());
+  const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
+  const int32_t of_rank = a.message.bins * experts, count = ranks * of_rank;
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool stays = rank == a.own_rank;
+  if (thread < 3) shared[thread] = 0;
+  sync_block();
+  RunSums sums{0, 0, 0};
+  for (int32_t i = thread; i < count; i += kThreads) {
+    const int32_t its_rank = i / of_rank, word = i % of_rank;
+    const int32_t rows = a.sent[int64_t{its_rank} * words + kHeader + word];
+    const int32_t its_chunk = word / experts / a.chunk_bins();
+    const bool its_stays = its_rank == a.own_rank;
+    // Whether this rank's rows come before the run's in a list by rank, in which rows that stay are last.
+    const bool is_before = its_stays == stays ? its_rank < rank : stays;
+    if (its_rank == rank && its_chunk == chunk) sums.run += rows;
+    if (its_chunk < chunk || (its_chunk == chunk && is_before)) sums.sorted += rows;
+    if (is_before || (its_rank == rank && its_chunk < chunk)) sums.sent += rows;
+  }
+  sums = {warp_sum(sums.run), warp_sum(sums.sorted), warp_sum(sums.sent)};
+  if (thread % 32 == 0) {
+    atomicAdd(shared, sums.run);
+    atomicAdd(shared + 1, sums.sorted);
+    atomicAdd(shared + 2, sums.sent);
+  }
+  sync_block();
+  return {shared[0], shared[1], shared[2]};
+}
+
+// Writes the slots and the routing weights of one run.
+//
+// block: number of the run.
+__device__ __forceinline__ void write_number_order(const Order& a, int32_t block) {
+  const RunSums sums = sums_of_run(a, block / a.message.ranks, block % a.message.ranks);
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < sums.run; i += kThreads) {
+    const int32_t slot = a.slot[sums.sorted + i];
+    a.number_slot[sums.sent + i] = slot;
+    if (a.weight != nullptr) a.number_weight[sums.sent + i] = a.weight[slot];
+  }
+}
+
+// ---- where the rows of each expert end
+
+constexpr int kExpertsAtOnce = 512;
+
+// Returns the number of rows of one line of the ends for one expert. All lanes of a warp call it, and all get
+// it.
+//
+// line: index of the line.
+__device__ __forceinline__ int32_t rows_of_line(const Order& a, int32_t line, int32_t expert, int lane) {
+  const int32_t ranks = a.message.ranks;
+  const bool stays = line >= a.chunks;
+  const int32_t piece = line - a.chunks, shared_chunks = a.chunks - a.pieces + 1;
+  const int32_t first = !stays ? line : piece == 0 ? 0 : piece + shared_chunks - 1;
+  const int32_t chunks = stays && piece == 0 ? shared_chunks : 1;
+  const int32_t own_bins = chunks * a.chunk_bins();
+  int32_t rows = 0;
+  for (int32_t i = lane; i < ranks * own_bins; i += 32) {
+    const int32_t rank = i / own_bins, bin = first * a.chunk_bins() + i % own_bins;
+    if ((rank == a.own_rank) != stays) continue;
+    const int32_t* const counts = a.received + int64_t{rank} * a.message.words() + kHeader;
+    rows += counts[bin * a.message.experts + expert];
+  }
+  return warp_sum(rows);
+}
+
+// Writes one line of the ends.
+__device__ __forceinline__ void write_ends(const Order& a, int32_t line) {
+  auto* const rows_E = reinterpret_cast<int32_t*>(shared_memory());
+  const int32_t experts = a.message.experts;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32, warp = thread / 32;
+  int32_t end = 0;  // of the experts before; only the first warp's is right
+  for (int32_t begin = 0; begin < experts; begin += kExpertsAtOnce) {
+    const int32_t count = smaller(kExpertsAtOnce, experts - begin);
+    for (int32_t e = warp; e < count; e += kWarps) {
+      const int32_t rows = rows_of_line(a, line, begin + e, lane);
+      if (lane == 0) rows_E[e] = rows;
+    }
+    sync_block();
+    for (int32_t e = lane; warp == 0 && e - lane < count; e += 32) {
+      int32_t up_to = e < count ? rows_E[e] : 0;
+      PMOE_UNROLL
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int32_t left = shfl_up(up_to, distance);
+        if (lane >= distance) up_to += left;
+      }
+      if (e < count) a.ends[line * experts + begin + e] = end + up_to;
+      end += shfl(up_to, 31);
+    }
+    sync_block();
+  }
+}
+
+inline int order_bytes(int ranks) {
+  return larger(ranks * static_cast<int>(sizeof(RankSums)),
+                kExpertsAtOnce * static_cast<int>(sizeof(int32_t)));
+}
+
+__global__ void __launch_bounds__(kThreads) order_kernel(const Order a) {
+  int32_t block = static_cast<int32_t>(blockIdx.x);
+  if (block == 0)
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < a.num_zeros; i += kThreads) a.zeros[i] = 0;
+  if (block < a.row_blocks()) return write_row_order(a, block);
+  block -= a.row_blocks();
+  if (block < a.number_blocks()) return write_number_order(a, block);
+  write_ends(a, block - a.number_blocks());
 }
 
 }  // namespace pmoe::counts

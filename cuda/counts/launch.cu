@@ -51,12 +51,12 @@ void agree(int device, void* stream, const Agree& a) {
   launch("counts_agree", agree_kernel, 1, AgreeShared::bytes(a.message.bins), device, stream, a);
 }
 
-void table(int device, void* stream, const Table& a) {
+void order(int device, void* stream, const Order& a) {
   check_message(a.message);
   check_divides("chunks", a.chunks, a.message.bins);
   check_divides("joined", a.joined, a.chunk_bins());
-  const int64_t blocks = int64_t{a.chunks} * a.message.experts * a.groups();
-  launch("counts_table", table_kernel, blocks, table_bytes(a.message.ranks), device, stream, a);
+  check_size("pieces", a.pieces, 0, a.chunks);
+  launch("counts_order", order_kernel, a.blocks(), order_bytes(a.message.ranks), device, stream, a);
 }
 
 void list_kernels(std::vector<KernelInfo>& found) {
@@ -64,7 +64,7 @@ void list_kernels(std::vector<KernelInfo>& found) {
   found.push_back(
       {"counts_agree", reinterpret_cast<const void*>(agree_kernel), kThreads, AgreeShared::bytes(kMostBins)});
   found.push_back(
-      {"counts_table", reinterpret_cast<const void*>(table_kernel), kThreads, table_bytes(kMostRanks)});
+      {"counts_order", reinterpret_cast<const void*>(order_kernel), kThreads, order_bytes(kMostRanks)});
 }
 
 }  // namespace pmoe::counts

@@ -19,8 +19,8 @@ void pack(int device, void* stream, const Pack& arguments);
 // Computes what ranks must agree on from the messages that arrived.
 void agree(int device, void* stream, const Agree& arguments);
 
-// Computes the indices by which the rows that arrive are sorted by expert.
-void table(int device, void* stream, const Table& arguments);
+// Computes the orders of rows and of their routing weights, and where the rows of each expert end.
+void order(int device, void* stream, const Order& arguments);
 
 void list_kernels(std::vector<KernelInfo>& found);
 

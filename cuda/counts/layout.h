@@ -60,24 +60,61 @@ struct Agree {
   double limit_a_token[kMostDegrees];
 };
 
-// The arguments of table_kernel. The rows of a chunk arrive sorted by rank, then expert, then group, where a
-// group is `joined` neighbouring bins. They are needed sorted by expert, then group, then rank.
+// The arguments of order_kernel, which does up to four things for the n chunks of a pass. Rows of the rank
+// `own_rank` to itself stay there, and are not sent; if it is -1, all rows are sent.
 //
-// own_rank: the rank whose rows do not arrive; or -1.
-// of_chunks: (N,), for each chunk the index that sorts its rows: sorted[i] = arrived[index[i]]. The indices
-//     of all chunks follow each other.
-// of_all: (N,), the index that sorts numbers that arrived for the rows of all chunks in one message, sorted
-// by
-//     rank, then chunk. They are needed in the order of of_chunks.
-struct Table {
+// The order of rows that arrive (skipped if of_chunks is null). The rows of a chunk arrive sorted by rank,
+// then expert, then group, where a group is `joined` neighbouring bins. They are needed sorted by expert,
+// then group, then rank.
+//
+//   received   (W, words), the message of each rank
+//   of_chunks  (N,), for each chunk the index that sorts its rows: sorted[i] = arrived[index[i]]. The indices
+//              of all chunks follow each other
+//   of_all     (N,), the index that sorts numbers that arrived for the rows of all chunks in one message,
+//              sorted by rank, then chunk. They are needed in the order of of_chunks
+//
+// The order of the numbers that are sent, one for each row (skipped if slot is null). This rank's rows are
+// sorted by chunk, then by rank; those that stay are the last of their chunk. The numbers are sent in one
+// message for all chunks, sorted by rank, then chunk. Behind them come the numbers of the rows that stay.
+//
+//   sent           (W, words), the messages of this rank
+//   slot           (S,), the (token, choice) slot of each of this rank's sorted rows
+//   number_slot    (S,), the slots in the order of the numbers
+//   weight         the routing weight of each slot, or null
+//   number_weight  (S,), these weights in the order of the numbers
+//
+// Where the rows of each expert end:
+//
+//   ends  (n + pieces, E), in each line the running sum of rows by expert: n lines for the rows that arrive
+//         in a chunk, then `pieces` lines for the rows that stay. The first n - pieces + 1 chunks share the
+//         first of these lines
+//
+// And num_zeros zeros, which become counters of tiles.
+struct Order {
   Message message;
   const int32_t* received;
-  int32_t chunks, joined, own_rank;
+  const int32_t* sent;
+  int32_t chunks, joined, own_rank, pieces;
   int32_t* of_chunks;
   int64_t* of_all;
+  const int32_t* slot;
+  int64_t* number_slot;
+  const float* weight;
+  float* number_weight;
+  int32_t* ends;
+  int32_t* zeros;
+  int32_t num_zeros;
 
   PMOE_HD int32_t chunk_bins() const { return message.bins / chunks; }
   PMOE_HD int32_t groups() const { return message.bins / chunks / joined; }
+
+  // Numbers of blocks that write the order of rows that arrive, the order of numbers, and the ends.
+  PMOE_HD int32_t row_blocks() const {
+    return of_chunks == nullptr ? 0 : chunks * message.experts * groups();
+  }
+  PMOE_HD int32_t number_blocks() const { return slot == nullptr ? 0 : chunks * message.ranks; }
+  PMOE_HD int32_t end_blocks() const { return chunks + pieces; }
+  PMOE_HD int32_t blocks() const { return row_blocks() + number_blocks() + end_blocks(); }
 };
 
 // Returns the next finer number of chunks: chunks times the smallest prime factor of bins / chunks. It is

@@ -15,7 +15,8 @@ namespace {
 using Address = std::uintptr_t;
 
 permute::Moving moving(int device, Address stream, int type, int64_t tokens, int64_t choices,
-                       int64_t num_rows, int64_t row_bytes, Address position, Address weight, int parts) {
+                       int64_t num_rows, int64_t row_bytes, Address position, Address weight, int parts,
+                       int64_t first_row) {
   return {device,
           reinterpret_cast<void*>(stream),
           static_cast<permute::RowType>(type),
@@ -25,7 +26,8 @@ permute::Moving moving(int device, Address stream, int type, int64_t tokens, int
           row_bytes,
           reinterpret_cast<const int32_t*>(position),
           reinterpret_cast<const float*>(weight),
-          parts};
+          parts,
+          first_row};
 }
 
 permute::RowsAt rows(Address data, int64_t stride_bytes) {
@@ -40,14 +42,22 @@ using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_permute(py::module_& m) {
   py::class_<permute::Moving>(m, "Moving", py::module_local(),
-                              "The arguments that the four launches of pmoe.kernels.permute share.")
+                              "The arguments that the launches of pmoe.kernels.permute share.")
       .def(py::init(&moving), py::arg("device"), py::arg("stream"), py::arg("type"), py::arg("tokens"),
            py::arg("choices"), py::arg("num_rows"), py::arg("row_bytes"), py::arg("position"),
-           py::arg("weight"), py::arg("parts"));
+           py::arg("weight"), py::arg("parts"), py::arg("first_row") = 0);
   m.def(
       "permute",
       [](const permute::Moving& moving, Address x, int64_t x_stride, Address out, int64_t out_stride) {
         permute::permute(moving, rows(x, x_stride), rows(out, out_stride));
+      },
+      no_gil());
+  m.def(
+      "permute_two",
+      [](const permute::Moving& moving, Address x, int64_t x_stride, Address out, int64_t out_stride,
+         Address second_x, int64_t second_x_stride, Address second_out, int64_t second_out_stride) {
+        permute::permute_two(moving, rows(x, x_stride), rows(out, out_stride),
+                             rows(second_x, second_x_stride), rows(second_out, second_out_stride));
       },
       no_gil());
   m.def(

@@ -1,7 +1,7 @@
 // Kernels that copy tokens into rows sorted by expert, and sum the rows of each token. They use no torch.
 //
 // Every kernel goes through tokens, not through sorted rows: each token is read or written once, and so is
-// each of its K sorted rows, wherever it is. A position outside 0 .. num_rows - 1 marks a dropped (token,
+// each of its K sorted rows, wherever it is. A position outside the sorted rows marks a dropped (token,
 // choice) pair, whose row is neither read nor written. Sums are float32, added in a fixed order, and rounded
 // once. layout.h says which thread copies which bytes.
 //
@@ -32,9 +32,10 @@ struct Slots {
   const int32_t* position;  // (T, K)
   const float* weight;      // (T, K); null if the kernel is not weighted
   int32_t choices;
-  uint32_t num_rows;  // at most 2**31: positions are 32-bit numbers
+  uint32_t num_rows;       // at most 2**31: positions are 32-bit numbers
+  uint32_t first_row = 0;  // at most 2**31; the sorted rows are first_row .. first_row + num_rows - 1
 
-  PMOE_HD bool kept(int32_t position) const { return static_cast<uint32_t>(position) < num_rows; }
+  PMOE_HD bool kept(int32_t position) const { return static_cast<uint32_t>(position) - first_row < num_rows; }
 };
 
 // ---- 16 bytes as floats or 16-bit numbers
@@ -182,9 +183,9 @@ constexpr int kPermuteVectors = 4;
 constexpr int kPermuteChoices = 4;  // number of positions loaded together
 
 template <class T, bool kWeighted>
-__global__ void __launch_bounds__(kThreads)
-    permute_kernel(const Cut cut, const Slots slots, const Rows a, const Rows b) {
-  const Cut::Place at = cut.place(blockIdx.x, threadIdx.x);
+__device__ __forceinline__ void permute_block(const Cut& cut, const Slots& slots, const Rows& a,
+                                              const Rows& b, int64_t block) {
+  const Cut::Place at = cut.place(block, threadIdx.x);
   if (at.token >= cut.tokens) return;
   for (int32_t from = cut.first(at); from < cut.row_vectors; from += cut.step()) {
     Words x[kPermuteVectors];
@@ -202,6 +203,24 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+}
+
+template <class T, bool kWeighted>
+__global__ void __launch_bounds__(kThreads)
+    permute_kernel(const Cut cut, const Slots slots, const Rows a, const Rows b) {
+  permute_block<T, kWeighted>(cut, slots, a, b, blockIdx.x);
+}
+
+// Permutes two tensors by the same positions. The first half of the grid's blocks copies the first one.
+__global__ void __launch_bounds__(kThreads)
+    permute_two_kernel(const Cut cut, const Slots slots, const Rows a, const Rows b, const Rows second_a,
+                       const Rows second_b) {
+  const unsigned blocks = gridDim.x / 2;
+  const bool is_second = blockIdx.x >= blocks;
+  // By numbers: a choice between two arguments of the kernel would copy both to the stack.
+  const Rows from = {is_second ? second_a.base : a.base, is_second ? second_a.stride_bytes : a.stride_bytes};
+  const Rows to = {is_second ? second_b.base : b.base, is_second ? second_b.stride_bytes : b.stride_bytes};
+  permute_block<float, false>(cut, slots, from, to, is_second ? blockIdx.x - blocks : blockIdx.x);
 }
 
 // ---- unpermute: a[token] = sum over k of weight * b[position]

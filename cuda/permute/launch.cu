@@ -17,16 +17,27 @@ Slots slots_of(const Moving& m) {
                                 std::to_string(kMostChoices));
   if (m.num_rows < 0)
     throw std::invalid_argument("num_rows (" + std::to_string(m.num_rows) + ") must be at least 0");
-  const auto num_rows = static_cast<uint32_t>(smaller<int64_t>(m.num_rows, int64_t{1} << 31));
-  return {m.position, m.weight, static_cast<int32_t>(m.choices), num_rows};
+  constexpr int64_t kMost = int64_t{1} << 31;
+  if (m.first_row < 0 || m.first_row >= kMost)
+    throw std::invalid_argument("first_row (" + std::to_string(m.first_row) +
+                                ") must be from 0 to 2**31 - 1");
+  const auto num_rows = static_cast<uint32_t>(smaller<int64_t>(m.num_rows, kMost - m.first_row));
+  return {m.position, m.weight, static_cast<int32_t>(m.choices), num_rows,
+          static_cast<uint32_t>(m.first_row)};
+}
+
+template <class Kernel, class... Arguments>
+void launch_blocks(const Moving& m, const char* name, Kernel kernel, int64_t blocks, int shared_bytes,
+                   const Cut& cut, const Arguments&... arguments) {
+  const OnDevice on_device(m.device);
+  const Grid grid = {static_cast<int>(blocks), cut.threads, shared_bytes};
+  Prepared(name, kernel, grid, m.stream).launch(cut, arguments...);
 }
 
 template <class Kernel, class... Arguments>
 void launch(const Moving& m, const char* name, Kernel kernel, int shared_bytes, const Cut& cut,
             const Arguments&... arguments) {
-  const OnDevice on_device(m.device);
-  const Grid grid = {static_cast<int>(cut.blocks()), cut.threads, shared_bytes};
-  Prepared(name, kernel, grid, m.stream).launch(cut, arguments...);
+  launch_blocks(m, name, kernel, cut.blocks(), shared_bytes, cut, arguments...);
 }
 
 template <class T>
@@ -97,6 +108,18 @@ void permute(const Moving& m, RowsAt x, RowsAt rows) {
   });
 }
 
+void permute_two(const Moving& m, RowsAt x, RowsAt rows, RowsAt second_x, RowsAt second_rows) {
+  const Slots slots = slots_of(m);
+  const Cut cut = make_cut(m.tokens, m.row_bytes, kPermuteVectors, kThreads, false, m.parts);
+  const int64_t blocks = 2 * cut.blocks();
+  if (m.weight != nullptr || blocks > kMostBlocks)
+    throw std::invalid_argument("permute_two: " + std::to_string(m.tokens) + " tokens of " +
+                                std::to_string(m.row_bytes) +
+                                " bytes must have no weights, and need at most 2**31 - 1 blocks");
+  launch_blocks(m, "permute_two", permute_two_kernel, blocks, 0, cut, slots, rows_at(x), rows_at(rows),
+                rows_at(second_x), rows_at(second_rows));
+}
+
 void unpermute(const Moving& m, RowsAt rows, RowsAt y) {
   const Slots slots = slots_of(m);
   with_type(m.type, [&](auto type) {
@@ -128,6 +151,7 @@ void list_kernels(std::vector<KernelInfo>& found) {
   };
   constexpr int kDots = kThreads / kFewestLanes * kMostChoices * static_cast<int>(sizeof(float));
   add("permute", address(permute_kernel<float, false>));
+  add("permute_two", address(permute_two_kernel));
   add("permute.weighted.fp32", address(permute_kernel<float, true>));
   add("permute.weighted.bf16", address(permute_kernel<bf16, true>));
   add("permute.weighted.fp16", address(permute_kernel<fp16, true>));

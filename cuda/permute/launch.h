@@ -17,15 +17,18 @@ struct RowsAt {
   int64_t stride_bytes;
 };
 
-// The arguments that the four launches have in common. A slot is a (token, choice) pair.
+// The arguments that the launches have in common. A slot is a (token, choice) pair.
 //
 // device, stream: where the kernel runs.
 // type: element type of the rows.
 // tokens, choices, num_rows: T, K, and N, the number of sorted rows.
 // row_bytes: bytes of a row, a multiple of 16.
-// position: (T, K) row of each slot in the sorted order; outside 0 .. N - 1 if the slot is dropped.
+// position: (T, K) row of each slot in the sorted order; outside first_row .. first_row + N - 1 if the slot
+// is
+//     dropped.
 // weight: (T, K), or null for weights of 1.
 // parts: number of groups of threads that split the columns of a token (layout.h); 0 lets the launch choose.
+// first_row: the first sorted row. The address of sorted rows is that of row 0, which need not be memory.
 struct Moving {
   int device;
   void* stream;
@@ -37,6 +40,7 @@ struct Moving {
   const int32_t* position;
   const float* weight;
   int parts;
+  int64_t first_row = 0;
 };
 
 // All launches return before the work is done. If T, K or a row's bytes are out of range, they throw
@@ -44,6 +48,10 @@ struct Moving {
 
 // Launches rows[position] = weight * x: copies each token to its sorted rows.
 void permute(const Moving& moving, RowsAt x, RowsAt rows);
+
+// Launches two permutes by the same positions, without weights: rows[position] = x, and second_rows[position]
+// = second_x.
+void permute_two(const Moving& moving, RowsAt x, RowsAt rows, RowsAt second_x, RowsAt second_rows);
 
 // Launches y = sum over k of weight * rows[position]: sums the sorted rows of each token.
 void unpermute(const Moving& moving, RowsAt rows, RowsAt y);

@@ -450,13 +450,13 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
     `pmoe.planner.copies.row_cuts` says which host gets a row, by its position in this count.
 
     copies: the copies of the call.
-    expert_TK: (T, K) int64, the K experts that the gate chose for each of T tokens.
+    expert_TK: (T, K) int64 or int32, the K experts that the gate chose for each of T tokens.
     keep_TK: (T, K) bool, False for slots that were dropped and have no row; None if no slot was dropped.
     counts_E: (E,) int64, the rows of this rank for each of E experts.
     """
     num_experts = counts_E.shape[0]
     bounds, numbers = copies.numbered_hosts(num_experts)
-    expert = expert_TK.reshape(-1)
+    expert = expert_TK.reshape(-1).long()
     key = expert if keep_TK is None else torch.where(keep_TK.reshape(-1), expert, num_experts)
     order = key.argsort(stable=True)
     # The number of each slot's row among this rank's rows for the same expert. Numbers of dropped slots have

@@ -148,7 +148,9 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing
 
-        has_changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
+        has_changed = changed_routing(
+            call.layer, x_TM.shape[0], routing.expert.long(), routing.keep, routing.token
+        )
     if has_changed is not None:
         with hidden_from_checkpoints():
             if isinstance(fault, Tensor) and fault.is_floating_point():
@@ -187,7 +189,7 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
     top_k = routing.expert.shape[1]
     capacity = expert_capacity(options.capacity_factor, x_TM.shape[0], top_k, options.num_experts)
     used_E = torch.zeros(options.num_experts, dtype=torch.int64, device=x_TM.device)
-    return within_capacity(routing.expert, capacity, used_E)[0]
+    return within_capacity(routing.expert.long(), capacity, used_E)[0]
 
 
 def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
@@ -235,9 +237,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
             sorted_chunks=1 if n is None else num_bins // n,
             last=modules.staying,
         )
-    routing = Routing(
-        expert=routes.expert_TK.long(), weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE
-    )
+    routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE)
     return CheckedRouting(routing=routing, kernel_routes=routes, sorted_for=n)
 
 

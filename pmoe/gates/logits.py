@@ -61,11 +61,14 @@ class Logits(torch.autograd.Function):
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype == torch.bfloat16:
             # The gradient is written as a sum of two bfloat16 tensors, so that the products take bfloat16 and
             # are summed in float32. The two tensors differ from an element by at most 2^-17 of it.
-            upper_TE = grad_TE.bfloat16()
-            halves = torch.cat([upper_TE, (grad_TE - upper_TE).bfloat16()], 1)
+            # Operators that write a narrower result round it, and save a launch.
+            num_tokens, num_experts = grad_TE.shape
+            halves = x_TM.new_empty(num_tokens, 2 * num_experts)
+            upper_TE, lower_TE = halves.chunk(2, 1)
+            torch.sub(grad_TE, upper_TE.copy_(grad_TE), out=lower_TE)
             upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
             grad_x = halves @ torch.cat([weight_EM, weight_EM]) if ctx.needs_input_grad[0] else None
-            return grad_x, (upper_EM + lower_EM).to(weight_EM.dtype)
+            return grad_x, torch.add(upper_EM, lower_EM, out=torch.empty_like(weight_EM))
         wide_EM = weight_EM.float()
         grad_x = torch.empty_like(x_TM)
         grad_weight = torch.zeros_like(wide_EM)

@@ -5,7 +5,7 @@ Three launches replace some thirty PyTorch operations:
     pack     writes this rank's messages: for each rank a header and the row counts of that rank's experts
     agree    computes from the messages that arrived this rank's share of the numbers on which all ranks
              agree, such as the largest number of tokens of a rank
-    table    computes the indices by which the rows that arrive are sorted by expert
+    order    computes the orders of rows and of their routing weights, and where the rows of each expert end
 
 `pmoe.comm.counts` computes the same by PyTorch expressions, and says what each number means.
 
@@ -51,6 +51,43 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
             f"{MAX_RANKS}, {MAX_BINS} and {MAX_DEGREES}"
         )
     return path(counts_FE.device)[1]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """This rank's sorted rows, whose routing weights are sent or stay on the rank.
+
+    slot: (S,) int32, the (token, choice) pair of each row, sorted by chunk, then by rank. Rows that stay on
+        this rank are the last ones of their chunk.
+    weight: (T * K,) the routing weight of each pair; None if it is not wanted. Kernels read float32 only.
+    """
+
+    slot: Tensor
+    weight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The results of the kernel "order" for the n chunks of a pass.
+
+    ends: (n + pieces, E) int32, where each expert's rows end. There is a line for the rows that arrive in
+        each chunk, then one for each piece, a block of rows that stay on this rank.
+    of_chunks: (N,) int32, for each chunk the index that sorts its arrived rows (`Chunk.regroup`), one chunk
+        after the other; None if it was not wanted.
+    of_all: (N,) int64, the index that sorts the routing weights of all rows, which arrive in one message for
+        all chunks (`WeightMessage.regroup`); None if it was not wanted.
+    number_slot: (S,) int64, the pairs of `Sent.slot` in the order in which their routing weights are sent: by
+        rank, then chunk. Behind them are the pairs of rows that stay. None if it was not wanted.
+    number_weight: (S,) float32, the routing weights in the order of number_slot; None if not wanted.
+    zeros: (num_zeros,) int32.
+    """
+
+    ends: Tensor
+    of_chunks: Tensor | None
+    of_all: Tensor | None
+    number_slot: Tensor | None
+    number_weight: Tensor | None
+    zeros: Tensor
 
 
 @dataclass(frozen=True)
@@ -163,34 +200,51 @@ class Messages:
             asks_rows=asks_rows, irregular=irregular, degrees=list(limits),
         )  # fmt: skip
 
-    def table(
-        self, received_WL: Tensor, n: int, num_bins: int, own_rank: int | None, num_rows: int
-    ) -> tuple[Tensor, Tensor]:
-        """Launches the kernel that computes the indices by which arrived rows are sorted by expert.
+    def order(
+        self,
+        n: int,
+        num_bins: int,
+        own_rank: int | None,
+        num_pieces: int,
+        num_rows: int | None,
+        sent: Sent | None,
+        num_zeros: int = 0,
+    ) -> RowOrder:
+        """Launches the kernel that computes the orders of rows and of their routing weights.
 
-        Returns two indices:
-
-        - (N,) int32: for each chunk the index that sorts its rows (`Chunk.regroup`), one chunk after the
-          other;
-        - (N,) int64: the index that sorts the routing weights of all rows, which arrive in one message for
-          all chunks (`WeightMessage.regroup`).
-
-        received_WL: (W, L) int32, the messages that arrived from W ranks, L numbers each.
         n: number of chunks.
         num_bins: the number of bins (equal ranges of tokens) by which an expert's rows of a chunk are sorted.
             It divides the number of bins in which rows were counted, and n divides it.
         own_rank: this rank, if rows that it sends to itself do not arrive by a message; else None.
-        num_rows: N, the number of rows that arrive.
+        num_pieces: the number of blocks of rows that stay on this rank, at most n.
+        num_rows: N, the number of rows that arrive; None if their order is not wanted.
+        sent: this rank's sorted rows; None if the order of their routing weights is not wanted.
+        num_zeros: the number of zeros to write.
         """
-        of_chunks = received_WL.new_empty(num_rows)
-        of_all = received_WL.new_empty(num_rows, dtype=torch.int64)
+        num_ranks, _, num_experts = self.sizes
+        sent_WL, received_WL = self.both
+        if num_ranks == 1:  # a single rank sends no messages
+            received_WL = sent_WL
+        ends = received_WL.new_empty(n + num_pieces, num_experts)
+        zeros = received_WL.new_empty(num_zeros)
+        of_chunks = of_all = number_slot = number_weight = None
+        fields: dict[str, object] = {}
         if num_rows:
-            extension.module().counts_table(
-                **self._where(), received=received_WL.data_ptr(), chunks=n, joined=self.sizes[1] // num_bins,
-                own_rank=-1 if own_rank is None else own_rank, of_chunks=of_chunks.data_ptr(),
-                of_all=of_all.data_ptr(),
-            )  # fmt: skip
-        return of_chunks, of_all
+            of_chunks = received_WL.new_empty(num_rows)
+            of_all = received_WL.new_empty(num_rows, dtype=torch.int64)
+            fields |= {"of_chunks": of_chunks.data_ptr(), "of_all": of_all.data_ptr()}
+        if sent is not None:
+            number_slot = sent.slot.new_empty(sent.slot.numel(), dtype=torch.int64)
+            fields |= {"slot": sent.slot.data_ptr(), "number_slot": number_slot.data_ptr()}
+            if sent.weight is not None and sent.weight.dtype == torch.float32:
+                number_weight = sent.weight.new_empty(sent.slot.numel())
+                fields |= {"weight": sent.weight.data_ptr(), "number_weight": number_weight.data_ptr()}
+        extension.module().counts_order(
+            **self._where(), received=received_WL.data_ptr(), sent=sent_WL.data_ptr(), chunks=n,
+            joined=self.sizes[1] // num_bins, own_rank=-1 if own_rank is None else own_rank,
+            pieces=num_pieces, ends=ends.data_ptr(), zeros=zeros.data_ptr(), num_zeros=num_zeros, **fields,
+        )  # fmt: skip
+        return RowOrder(ends, of_chunks, of_all, number_slot, number_weight, zeros)
 
     def _where(self) -> dict[str, object]:
         """Returns the arguments of all launches: the device's number, the current stream and the sizes."""

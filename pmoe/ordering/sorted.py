@@ -88,15 +88,15 @@ def count_rows(
 
     The result is on the device, and the host does not wait for it.
 
-    expert_TK: (T, K) int64, global expert indices of the K choices of T tokens. If tokens have different
-        numbers of experts: (S, 1), one line for each of the S (token, choice) pairs.
+    expert_TK: (T, K) int64 or int32, global expert indices of the K choices of T tokens. If tokens have
+        different numbers of experts: (S, 1), one line for each of the S (token, choice) pairs.
     keep_TK: bool, of the shape of expert_TK, False for choices that are dropped; None keeps all.
     n: number of chunks, which are ranges of consecutive tokens.
     num_experts: E, the number of experts of all ranks.
     tokens: the token of each line of expert_TK, if tokens have different numbers of experts; None if line t
         is token t.
     """
-    key = expert_TK.reshape(-1)
+    key = expert_TK.reshape(-1).long()
     chunk = _chunks(expert_TK, n, tokens)
     if chunk is not None:
         key = chunk * num_experts + key

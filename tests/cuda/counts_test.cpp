@@ -41,8 +41,9 @@ struct Case {
   }
 };
 
-const Case kCases[] = {{1, 1, 1, 3}, {2, 8, 4, 5},  {3, 6, 1, 2},   {5, 12, 3, 4},  {8, 32, 1, 9},
-                       {9, 4, 2, 0}, {40, 2, 2, 3}, {2, 300, 2, 4}, {33, 1, 3, 70}, {4, 16, 5, 1}};
+const Case kCases[] = {{1, 1, 1, 3},   {2, 8, 4, 5},  {3, 6, 1, 2},  {5, 12, 3, 4},
+                       {8, 32, 1, 9},  {9, 4, 2, 0},  {40, 2, 2, 3}, {2, 300, 2, 4},
+                       {33, 1, 3, 70}, {4, 16, 5, 1}, {2, 2, 700, 2}};
 
 // Messages of all ranks with random headers and counts; -1 is added behind them, to be found again.
 std::vector<int32_t> draw_messages(const Case& c) {
@@ -138,9 +139,10 @@ void test_agree(const Case& c, int own_rank, int64_t host_rows) {
   expect(agreed.back() == -1, "writes behind the result " + c.name());
 }
 
-void test_table(const Case& c, int chunks, int joined, int own_rank) {
+// Rows that arrive, by their order, and where each expert's end, with the other parts of the kernel left out.
+void test_row_order(const Case& c, int chunks, int joined, int own_rank) {
   const auto messages = draw_messages(c);
-  const int chunk_bins = c.bins / chunks, groups = chunk_bins / joined;
+  const int chunk_bins = c.bins / chunks;
   // The rows in the order in which they are needed, each with its place among the rows that arrived.
   struct Row {
     int chunk, expert, group, rank;
@@ -162,13 +164,82 @@ void test_table(const Case& c, int chunks, int joined, int own_rank) {
   });
   std::vector<int32_t> of_chunks(rows.size() + 1, -1);
   std::vector<int64_t> of_all(rows.size() + 1, -1);
-  const Table a{c.message(), messages.data(), chunks, joined, own_rank, of_chunks.data(), of_all.data()};
-  run(chunks * c.experts * groups, table_bytes(c.ranks), [&] { table_kernel(a); });
+  const int pieces = own_rank < 0 ? 0 : draw(1, chunks);
+  std::vector<int32_t> ends((chunks + pieces) * c.experts + 1, -1);
+  Order a{};
+  a.message = c.message(), a.received = messages.data();
+  a.chunks = chunks, a.joined = joined, a.own_rank = own_rank, a.pieces = pieces;
+  a.of_chunks = of_chunks.data(), a.of_all = of_all.data(), a.ends = ends.data();
+  run(a.blocks(), order_bytes(c.ranks), [&] { order_kernel(a); });
   for (size_t i = 0; i < rows.size(); ++i) {
     expect(of_chunks[i] == rows[i].in_chunk, "index of a chunk's row " + std::to_string(i) + ", " + c.name());
     expect(of_all[i] == rows[i].in_all, "index of a number " + std::to_string(i) + ", " + c.name());
   }
   expect(of_chunks.back() == -1 && of_all.back() == -1, "writes behind the tables " + c.name());
+  std::vector<int32_t> expected(ends.size(), 0);
+  expected.back() = -1;
+  for (int rank = 0; rank < c.ranks; ++rank)
+    for (int bin = 0; bin < c.bins; ++bin)
+      for (int expert = 0; expert < c.experts; ++expert) {
+        const int chunk = bin / chunk_bins, piece = std::max(0, chunk - (chunks - pieces));
+        const int line = rank == own_rank ? chunks + piece : chunk;
+        for (int e = expert; e < c.experts; ++e)
+          expected[line * c.experts + e] += count_of(c, messages, rank, bin, expert);
+      }
+  expect(ends == expected, "ends " + c.name());
+}
+
+// The numbers that are sent, by their order, with the order of rows that arrive left out.
+void test_number_order(const Case& c, int chunks, int own_rank, bool weighted) {
+  const auto sent = draw_messages(c), received = draw_messages(c);
+  const int chunk_bins = c.bins / chunks;
+  // This rank's rows, as it sorts them: by chunk, then rank, and in each chunk last those that stay.
+  struct Row {
+    bool stays;
+    int rank, chunk;
+    int32_t slot;
+  };
+  std::vector<Row> rows;
+  for (int chunk = 0; chunk < chunks; ++chunk)
+    for (int turn = 0; turn < 2; ++turn)
+      for (int rank = 0; rank < c.ranks; ++rank) {
+        if ((rank == own_rank) != (turn == 1)) continue;
+        for (int bin = 0; bin < chunk_bins; ++bin)
+          for (int expert = 0; expert < c.experts; ++expert)
+            for (int i = count_of(c, sent, rank, chunk * chunk_bins + bin, expert); i > 0; --i)
+              rows.push_back({turn == 1, rank, chunk, 0});
+      }
+  std::vector<int32_t> slot(rows.size() + 1, -1);
+  std::vector<float> weight;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    slot[i] = static_cast<int32_t>(i);
+    weight.push_back(static_cast<float>(draw(1, 1000)));
+  }
+  std::shuffle(slot.begin(), slot.end() - 1, generator);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i].slot = slot[i];
+  std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) {
+    return std::tie(a.stays, a.rank, a.chunk) < std::tie(b.stays, b.rank, b.chunk);
+  });
+  const int pieces = own_rank < 0 ? 0 : chunks;
+  std::vector<int64_t> number_slot(rows.size() + 1, -1);
+  std::vector<float> number_weight(rows.size() + 1, -1);
+  std::vector<int32_t> ends((chunks + pieces) * c.experts), zeros(301, -1);
+  Order a{};
+  a.message = c.message(), a.received = received.data(), a.sent = sent.data();
+  a.chunks = chunks, a.joined = 1, a.own_rank = own_rank, a.pieces = pieces;
+  a.slot = slot.data(), a.number_slot = number_slot.data(), a.ends = ends.data();
+  if (weighted) a.weight = weight.data(), a.number_weight = number_weight.data();
+  a.zeros = zeros.data(), a.num_zeros = 300;
+  run(a.blocks(), order_bytes(c.ranks), [&] { order_kernel(a); });
+  for (size_t i = 0; i < rows.size(); ++i) {
+    expect(number_slot[i] == rows[i].slot, "slot of number " + std::to_string(i) + ", " + c.name());
+    expect(number_weight[i] == (weighted ? weight[rows[i].slot] : -1.0f),
+           "weight of number " + std::to_string(i) + ", " + c.name());
+  }
+  expect(number_slot.back() == -1 && number_weight.back() == -1, "writes behind the numbers " + c.name());
+  expect(zeros.back() == -1, "writes behind the zeros " + c.name());
+  zeros.pop_back();
+  expect(zeros == std::vector<int32_t>(300, 0), "zeros " + c.name());
 }
 
 }  // namespace
@@ -189,7 +260,8 @@ int main() {
       if (c.bins % chunks) continue;
       for (int joined = 1; joined <= c.bins / chunks; ++joined)
         if (c.bins / chunks % joined == 0 && c.bins / joined * c.experts <= 130)
-          for (int own_rank : {-1, c.ranks / 2}) test_table(c, chunks, joined, own_rank);
+          for (int own_rank : {-1, c.ranks / 2}) test_row_order(c, chunks, joined, own_rank);
+      for (int own_rank : {-1, 0, c.ranks - 1}) test_number_order(c, chunks, own_rank, chunks % 2 == 0);
     }
   }
   std::puts("ok");

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <memory>
 #include <numeric>
 
 #include "permute/kernel.cuh"
@@ -256,6 +257,36 @@ void check_permute(const Problem<T>& p, bool weighted, int parts) {
   CHECK(rows.gaps_are_poison(), "permute writes between rows, " + p.name());
 }
 
+// Two tensors in one launch, against a permute of each. The first third of the rows is left out, too.
+template <class T>
+void check_permute_two(const Problem<T>& p, int parts) {
+  const Cut cut = make_cut(p.tokens, p.row_bytes(), kPermuteVectors, kThreads, false, parts);
+  std::vector<std::unique_ptr<Matrix<T>>> x, rows, alone;
+  for (int i = 0; i < 2; ++i) {
+    x.push_back(std::make_unique<Matrix<T>>("x", p.tokens, p.columns, p.stride, false));
+    x[i]->draw(p.random);
+    rows.push_back(std::make_unique<Matrix<T>>("rows", p.num_rows, p.columns, p.stride, true));
+    alone.push_back(std::make_unique<Matrix<T>>("alone", p.num_rows, p.columns, p.stride, true));
+    run(cut, p.random(),
+        [&] { permute_kernel<float, false>(cut, p.slots(false), x[i]->view(), alone[i]->view()); });
+  }
+  Slots last = p.slots(false);
+  last.first_row = last.num_rows / 3;
+  last.num_rows -= last.first_row;
+  const Matrix<T> untouched("untouched", p.num_rows, p.columns, p.stride, true);
+  emu::launch(static_cast<unsigned>(2 * cut.blocks()), kThreads, static_cast<unsigned>(p.random()), [&] {
+    permute_two_kernel(cut, last, x[0]->view(), rows[0]->view(), x[1]->view(), rows[1]->view());
+  });
+  for (int i = 0; i < 2; ++i) {
+    for (int64_t row = 0; row < p.num_rows; ++row) {
+      const Matrix<T>& expected = row < last.first_row ? untouched : *alone[i];
+      for (int64_t m = 0; m < p.columns; ++m)
+        CHECK(!std::memcmp(rows[i]->at(row, m), expected.at(row, m), sizeof(T)), "permute_two " + p.name());
+    }
+    CHECK(rows[i]->gaps_are_poison(), "permute_two writes between rows, " + p.name());
+  }
+}
+
 // The sum in double, and what may be lost: roundings of the terms, and one of the result.
 struct Sum {
   double value = 0, magnitude = 0;
@@ -346,6 +377,7 @@ void check_all(int64_t tokens, int choices, int64_t columns, double dropped, int
   };
   for (bool weighted : {false, true}) {
     each([&](const auto& p) { check_permute(p, weighted, parts); });
+    if (!weighted) each([&](const auto& p) { check_permute_two(p, parts); });
     each([&](const auto& p) { check_unpermute<T, 4, 2>(p, weighted, parts); });
     each([&](const auto& p) { check_unpermute<T, 2, 4>(p, weighted, parts); });
   }

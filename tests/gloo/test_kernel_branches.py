@@ -119,6 +119,32 @@ def test_kernels_of_a_wire_give_the_rows_of_the_cpu(case: str, world: int) -> No
             assert "without pmoe's kernels: a row's bytes (130 x 4 = 520) must be a multiple of 16" in message
 
 
+def branches_of_bfloat16(rank: int, world: int) -> tuple[dict[str, float], list[str]]:
+    """Returns the differences between the two branches, and the engine's own operators in that for CUDA."""
+
+    def step() -> dict[str, Any]:
+        layer = build(memory_reuse="S4", bias=False, expert="swiglu").bfloat16()
+        x, dy = (each.bfloat16() for each in inputs(rank, world))
+        return backward(layer, x.requires_grad_(), dy)
+
+    on_cpu = step()
+    with as_cuda(computes=True) as device, device:
+        on_cuda = step()
+    found = {name: float(relative_error(on_cuda[name].double(), value)) for name, value in on_cpu.items()}
+    return found, [place for place in device.calls.where if place.startswith("engine/")]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_kernel_takes_the_routing_weights_in_the_order_in_which_they_are_sent(world: int) -> None:
+    """Routing weights are float32 only if rows are narrower, as in this layer."""
+    for found, operators in ranks(world).run(branches_of_bfloat16):
+        assert max(found.values()) <= 0.02, found
+        copies = [place for place in operators if place.split()[-1] in ("index_select", "index_put_", "cat")]
+        # Those that sort what arrives, where the kernels that move rows do not take so few columns.
+        sorting = ("sorted_weights", "in_expert_order")
+        assert [place for place in copies if not any(name in place for name in sorting)] == []
+
+
 def refused(rank: int, world: int, dtype: torch.dtype) -> str:
     layer = build(memory_reuse="S4").to(dtype)
     x = inputs(rank, world)[0].to(dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench import kernels_on_cpu
 from pmoe.kernels import extension
-from pmoe.kernels.counts import Messages
+from pmoe.kernels.counts import Messages, Sent
 from tests.gpu.support import DEVICE, NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -40,9 +40,15 @@ def exchanged(counts_FE: Tensor, num_ranks: int, n: int, fault: Tensor | None) -
         irregular=True,
         limits=[(d, 2.5 / d) for d in degrees],
     )
-    num_rows = int(messages.counts(received_WL)[:, 1:].sum())
-    tables = messages.table(received_WL, n, counts_FE.shape[0], 0, num_rows)
-    return [each.cpu() for each in (messages.memory, *tables)]
+    counts_FWE = messages.counts(messages.both[num_ranks > 1])
+    num_rows = int(counts_FWE[:, 1:].sum())
+    generator = torch.Generator().manual_seed(1)
+    slot = torch.randperm(int(counts_FE.sum()), generator=generator).int()
+    weight = torch.rand(slot.numel(), generator=generator)
+    sent = Sent(slot.to(counts_FE.device), weight.to(counts_FE.device))
+    order = messages.order(n, counts_FE.shape[0], 0, n, num_rows, sent, 9)
+    written = [each for each in vars(order).values() if each is not None]
+    return [each.cpu() for each in (messages.memory, *written)]
 
 
 @pytest.mark.parametrize("fault", [None, 5, 1.5, float("nan")])

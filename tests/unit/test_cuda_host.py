@@ -22,7 +22,7 @@ from torch import Tensor
 from bench import kernels_on_cpu
 from pmoe.comm.wire import pack_rows, unpack_rows
 from pmoe.kernels import extension
-from pmoe.kernels.counts import Messages
+from pmoe.kernels.counts import Messages, Sent
 from pmoe.kernels.wire import MessageKernels
 from pmoe.schedule.wire import WireName, message_bytes
 from tests.emulated import load_kernels
@@ -97,6 +97,8 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
     data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
     moving = cuda.Moving(device, STREAM, 0, T, K, T * K, 64, data, data, 0)
     cuda.permute(moving, data, 64, data, 64)
+    plain = cuda.Moving(device, STREAM, 0, T, K, T * K, 64, data, 0, 0, 3)
+    cuda.permute_two(plain, data, 64, data, 64, data, 64, data, 64)
     cuda.unpermute(moving, data, 64, data, 64)
     cuda.permute_backward(moving, data, 64, data, 64, data, 64, data)
     cuda.unpermute_backward(moving, data, 64, data, 64, data, 64, data)
@@ -108,7 +110,10 @@ def counted(cuda: ModuleType, *, device: int = 0) -> None:
     cuda.counts_pack(**where, header=[T, 0, 0, 0], fault=data, counts=data, sent=data)
     limits: dict[str, Any] = {"own_rank": 0, "host_rows": -1, "asks_rows": True, "irregular": False}
     cuda.counts_agree(**where, received=data, agreed=data, **limits, degrees=[(2, 1.5)])
-    cuda.counts_table(**where, received=data, chunks=2, joined=1, own_rank=0, of_chunks=data, of_all=data)
+    cuda.counts_order(
+        **where, received=data, sent=data, chunks=2, joined=1, own_rank=0, pieces=2, ends=data,
+        of_chunks=data, of_all=data, slot=data, number_slot=data,
+    )  # fmt: skip
 
 
 def packed(cuda: ModuleType, *, device: int = 0) -> None:
@@ -387,6 +392,8 @@ def test_row_counts_are_those_of_the_plain_definition(cuda: ModuleType, fault: T
     cuda.stub_reset()
     random = torch.Generator().manual_seed(0)
     counts_FE = torch.randint(0, 4, (6, 6), dtype=INT, generator=random)
+    slot = torch.randperm(int(counts_FE.sum()), generator=random).int()
+    weight = torch.rand(slot.numel(), generator=random)
     computed = []
     for module in (cuda, kernels_on_cpu):
         with mock.patch.object(extension, "load", lambda module=module: module), on_stream():
@@ -399,7 +406,8 @@ def test_row_counts_are_those_of_the_plain_definition(cuda: ModuleType, fault: T
                 received_WL, own_rank=1, host_rows=3, asks_rows=True, irregular=True, limits=limits
             )
             num_rows = int(messages.counts(received_WL)[:, [0, 2]].sum())
-            computed.append([messages.memory, *messages.table(received_WL, 2, 6, 1, num_rows)])
+            order = messages.order(2, 6, 1, 2, num_rows, Sent(slot, weight), 5)
+            computed.append([messages.memory, *vars(order).values()])
     assert all(torch.equal(one, other) for one, other in zip(*computed, strict=True))
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,22 @@ def test_gathers_epilogues_routing_and_permutes(machine: Machine) -> None:
     tiles.demand_nothing(moving.find_routing(machine, 50, 8))
     tiles.demand_nothing(moving.find_permutes(machine, 20, 2, 72))
     tiles.demand_nothing(moving.find_messages(machine, 20, 2, 136))
+    tiles.demand_nothing(moving.find_counts(machine))
+
+
+def test_wrong_row_counts_are_named(machine: Machine) -> None:
+    class Unsorted:
+        """The extension, which sorts an expert's rows by other bins."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(machine.module, name)
+
+        def counts_order(self, **given: Any) -> None:
+            machine.module.counts_order(**given | {"joined": 2})
+
+    found = moving.find_counts(dataclasses.replace(machine, module=Unsorted()))
+    wrong = {name for name, told in found.items() if told}
+    assert wrong == {"of_chunks", "of_all"}
 
 
 class Spoiled:

@@ -148,6 +148,19 @@ def test_each_product_of_a_pass_has_a_counter_of_its_own_and_few_launches_zero_t
     assert len(memory) == 2 and all(not each.any() for each in memory)
 
 
+def test_counters_that_a_kernel_has_zeroed_are_taken_first(recorder: Recorder, given: Operands) -> None:
+    zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32)
+    zeroed = launch.zeroed_of_thread.set(launch.TileCounters(zeros))
+    try:
+        for _ in range(2):  # two passes of one plan: no counter serves twice
+            with beside_communication():
+                grouped_gemm.product(given.rows, given.weight, given.ends)
+    finally:
+        launch.zeroed_of_thread.reset(zeroed)
+    addresses = [fields["next_tile"] for _, fields in recorder.calls]
+    assert addresses == [zeros[0].data_ptr(), zeros[1].data_ptr()]
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_hidden_with_its_activation(recorder: Recorder, given: Operands, keep: bool) -> None:
     active = recorder.tensor("active", 10, 64)
@@ -282,11 +295,18 @@ def test_rows_that_are_a_part_of_the_sorted_rows_are_addressed_from_before_their
     moves = permute.RowMoves(x)
     moves.place(x, position, 7, rows)
     moves.sum(rows, position, 7, x)
+    second_x, second = (
+        recorder.tensor("second x", 3, 16, dtype=FLOAT),
+        recorder.tensor("s", 5, 16, dtype=FLOAT),
+    )
+    moves.place_two(x, rows, second_x, second, position, 7)
     before = rows.data_ptr() - 7 * 64
-    moving = [None, 7, 0, 3, 2, 12, 64, "position", 0, 0]
+    moving = [None, 7, 0, 3, 2, 5, 64, "position", 0, 0, 7]
+    two = [before, 64, "second x", 64, second.data_ptr() - 7 * 64, 64]
     assert recorder.calls == [
         ("permute", [moving, "x", 64, before, 64]),
         ("unpermute", [moving, before, 64, "x", 64]),
+        ("permute_two", [moving, "x", 64, *two]),
     ]
 
 
@@ -341,24 +361,42 @@ def test_row_counts(recorder: Recorder) -> None:
     messages.agree(
         received_WL, own_rank=1, host_rows=None, asks_rows=True, irregular=False, limits=[(3, 0.5)]
     )
-    of_chunks, of_all = messages.table(received_WL, 1, 3, None, 5)
-    assert (of_chunks.dtype, of_all.dtype) == (INT, torch.int64)
+    slot = recorder.tensor("slot", 4, dtype=INT)
+    weight = recorder.tensor("weight", 6, dtype=FLOAT)
+    order = messages.order(1, 3, 1, 1, 5, counts.Sent(slot, weight), 7)
+    of_wide = messages.order(3, 3, None, 0, None, counts.Sent(slot, weight.double()))
+    without = messages.order(3, 3, None, 0, None, None)
     where = {"device": None, "stream": 7, "sizes": [2, 3, 2]}
     asked = {"own_rank": 1, "host_rows": -1, "asks_rows": True, "irregular": False, "degrees": [(3, 0.5)]}
     packed = where | {"header": header, "counts": "counts", "sent": "sent"}
-    *calls, (name, fields) = recorder.calls
-    assert calls == [
+    assert recorder.calls[:4] == [
         ("counts_pack", packed | {"fault": "fault"}),
         ("counts_pack", packed | {"magnitude": "magnitude", "not_finite": 8}),
         ("counts_pack", packed),
         ("counts_agree", where | {"received": "received", "agreed": "agreed", **asked}),
     ]
-    tables = {"of_chunks": of_chunks.data_ptr(), "of_all": of_all.data_ptr()}
-    assert name == "counts_table"
-    assert fields == where | {"received": "received", "chunks": 1, "joined": 1, "own_rank": -1} | tables
+    written = {
+        "of_chunks": (order.of_chunks, (5,), INT),
+        "of_all": (order.of_all, (5,), torch.int64),
+        "number_slot": (order.number_slot, (4,), torch.int64),
+        "number_weight": (order.number_weight, (4,), FLOAT),
+        "ends": (order.ends, (2, 2), INT),
+        "zeros": (order.zeros, (7,), INT),
+    }
+    addresses = {}
+    for name, (tensor, shape, dtype) in written.items():
+        assert tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype)
+        addresses[name] = tensor.data_ptr()
+    messages_of = where | {"received": "received", "sent": "sent", "joined": 1}
+    ordered = messages_of | {"chunks": 1, "own_rank": 1, "pieces": 1, "num_zeros": 7}
+    assert recorder.calls[4] == ("counts_order", ordered | {"slot": "slot", "weight": "weight"} | addresses)
+    of_slots, of_nothing = recorder.calls[5][1], recorder.calls[6][1]
+    assert of_wide.number_slot is not None and of_wide.number_weight is None and "weight" not in of_slots
+    assert without.number_slot is None and "slot" not in of_nothing and "of_chunks" not in of_nothing
 
 
-def test_no_rows_need_no_table(recorder: Recorder) -> None:
-    messages = counts.Messages.new(torch.zeros(3, 4, dtype=INT), num_ranks=2, num_degrees=0)
-    of_chunks, of_all = messages.table(messages.both[1], 1, 3, None, 0)
-    assert recorder.calls == [] and of_chunks.numel() == of_all.numel() == 0
+def test_a_single_rank_reads_the_messages_that_it_would_send(recorder: Recorder) -> None:
+    messages = counts.Messages.new(torch.zeros(3, 4, dtype=INT), num_ranks=1, num_degrees=0)
+    messages.order(3, 3, 0, 3, None, None)
+    ((_, fields),) = recorder.calls
+    assert fields["received"] == fields["sent"] == messages.both[0].data_ptr()

@@ -37,8 +37,8 @@ class Backward(Pass):
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows, sorted by expert.
     weight_sorted, grad_weight_sorted: (rows,), the routing weights of this rank's sorted rows and their
-        gradients. Set only if some rows are not sent, because their experts are on this rank; only the values
-        of these rows are used.
+        gradients. Set only if some rows are not sent, because their experts are on this rank, and no kernel
+        has sorted the weights (`PassPlan.by_kernel`). Only the values of these rows are used.
     grad_weight: (T * K,), the gradients of the routing weights. Those for received rows return to the tokens'
         ranks in one message, by way of these tensors:
 
@@ -103,7 +103,7 @@ class Backward(Pass):
         # Zeros if a (token, choice) pair may be dropped: it has no row, and no task writes its gradient.
         new_memory = weight.new_zeros if self.pass_plan.has_drops else weight.new_empty
         self.grad_weight = new_memory(weight.numel())
-        if self.pass_plan.pieces:
+        if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
             self.grad_weight_sorted = torch.empty_like(self.weight_sorted)
         self.chunks_done = 0
@@ -130,10 +130,10 @@ class Backward(Pass):
         self.run_schedule()
         if gradients is not None:
             gradients.ends()
-        if self.pass_plan.pieces:
+        if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             # The gradients for rows that were sent have no values yet. The next lines write them.
             self.grad_weight[self.pass_plan.slot] = self.grad_weight_sorted
-        if self.pass_plan.weights is not None:
+        if self.pass_plan.weights is not None and self.pass_plan.by_kernel is None:
             self.grad_weight[self.weight_message.slot] = self.grad_weight_home
         grad_weight_TK = self.grad_weight.view_as(self.saved.inputs.weight_TK)
         grads: list[Tensor | None] = [self.result_TM, grad_weight_TK, self.grad_shared_weight]

@@ -46,7 +46,8 @@ class Forward(Pass):
     keep: whether a backward pass may follow.
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set only if some rows are not
-        sent, because their experts are on this rank.
+        sent, because their experts are on this rank, and no kernel has sorted the weights
+        (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
     scalars: the messages with one number for each row. The first one carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
@@ -72,7 +73,7 @@ class Forward(Pass):
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
-        if self.pass_plan.pieces:
+        if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []
         if self.pass_plan.weights is not None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +30,12 @@ from torch import Tensor
 from pmoe.comm.counts import RankCounts, cuts, without_own
 from pmoe.comm.grid import Grid
 from pmoe.engine.lanes.run import is_captured
-from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
+from pmoe.engine.plan.plan import Chunk, KernelOrder, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
 from pmoe.engine.plan.regroup_chunks import join_chunks
 from pmoe.experts.products import RowGroups
 from pmoe.kernels import permute
+from pmoe.kernels.counts import RowOrder, Sent
+from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, TileCounters
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
@@ -51,12 +54,14 @@ class SortedSlots:
     call that follows them may ask for the same number.
 
     modules: the layer's modules and ranks.
-    expert_TK: (T, K) int64, the global expert of each slot, for T tokens with K choices each.
+    expert_TK: (T, K) int64, the global expert of each slot, for T tokens with K choices each. It is int32 if
+        kernels have routed the tokens.
     keep_TK: (T, K) bool, whether each slot is kept; None keeps all.
     tokens: a `Tokens`: the number of tokens and, only if tokens have different numbers of slots, a tensor
         with the token of each slot.
     padding: with ``pad_to_capacity=True``, the map between tokens and padded rows (the same number of rows
         for each expert); else None. Each padded row then counts as a token with one slot.
+    weight: (T * K,), the routing weight of each slot, if kernels have sorted the slots; else None.
     """
 
     expert_TK: Tensor
@@ -64,6 +69,7 @@ class SortedSlots:
     tokens: Tokens
 
     padding: Padding | None = None
+    weight: Tensor | None = None
 
     def __init__(
         self, modules: PassModules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens
@@ -85,6 +91,7 @@ class SortedSlots:
         self._counted[routes.counts_nE.shape[0]] = routes.counts_nE
         if n is not None and isinstance(self.modules.order, SortedOrder):
             self._sorted[n] = SortedRows(slot=routes.slot_N, position=routes.position_TK.view(-1))
+            self.weight = routes.weight_TK.detach().view(-1)
 
     def slots(self, n: int) -> SortedRows:
         """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped ones last."""
@@ -259,9 +266,8 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     num_pieces = orders.num_pieces(n)
     slots = orders.slots(n)
     token_bounds = chunk_bounds(tokens.count, n)
-    grid = modules.grid
     bypass_local = modules.stages.local
-    rank = grid.all.rank
+    rank = modules.grid.all.rank
     # Counts on the device are only needed where rows must be sorted, by bin. All other numbers are sums of
     # the counts on the host, because a sum on a GPU is a launch.
     shared = bins.on_host() if bins.recv_device.is_cuda and bins.sent_once is None else bins
@@ -269,7 +275,8 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     local_counts: list[list[int]] = []
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank, : len(modules.staying)], num_pieces).tolist()
-    received_ends, local_ends = _ends(bins, n, num_pieces, rank, len(modules.staying))
+    order = None if bins.messages is None else _order_by_kernel(orders, n, bins)
+    received_ends, local_ends = _ends(bins, n, num_pieces, rank, len(modules.staying), order)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
@@ -277,8 +284,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     sent_by_chunk = come_by_chunk = [[0]] * n
     by_expert = [[0] * shared.send.shape[2]] * n
     regroups: Sequence[Tensor | None] = [None] * n
-    weights = None
-    once = None
+    weights = once = None
     if modules.stages.remote:
         counts = shared.travelling(rank, len(modules.staying)) if bypass_local else shared
         sent_by_chunk = counts.sent_rows.tolist()
@@ -300,21 +306,19 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
                 regroups = _regroup_chunks(fine, come_by_chunk, are_several)
             if comes_from_several:
                 message_regroup = _regroup(fine.flatten(1), come_by_source.tolist())
-        elif comes_from_several:  # one launch computes the indices of all chunks
-            own_rank = rank if bypass_local else None
-            num_rows = int(come_by_source.sum())
-            _, received_WL = bins.messages.both
-            of_chunks, message_regroup = bins.messages.table(
-                received_WL, n, bins.send.shape[0], own_rank, num_rows
-            )
-            of_chunk = of_chunks.split([sum(come_W) for come_W in come_by_chunk])
+        elif order is not None and order.of_chunks is not None:
+            message_regroup = order.of_all
+            of_chunk = order.of_chunks.split([sum(come_W) for come_W in come_by_chunk])
             regroups = [of if several else None for of, several in zip(of_chunk, are_several, strict=True)]
         staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
         sizes = [
             [*rows_P, staying]
             for rows_P, staying in zip(counts.send.sum(2).tolist(), staying_rows, strict=True)
         ]
-        message_slot = _by_destination(slots.slot, sizes)
+        numbers = None if order is None else order.number_slot
+        message_slot = (
+            _by_destination(slots.slot, sizes) if numbers is None else numbers[: int(counts.send.sum())]
+        )
         weights = _weight_journey(message_slot, counts.send, come_by_source, message_regroup, modules)
         once = None if fine is None else orders.number_rows(n, weights, shared, fine)
     chunks = []
@@ -322,7 +326,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     first_row = 0
     for i in range(n):
         send_rows = sent_by_chunk[i]
-        recv_rows, gathered = _by_place(come_by_chunk[i], grid)
+        recv_rows, gathered = _by_place(come_by_chunk[i], modules.grid)
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
@@ -347,11 +351,12 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             first_row = end
     travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
-    token = row_slot if top_k == 1 else row_slot // top_k
+    # Passes find the rows by position if kernels have sorted them, and need no tokens.
+    token = row_slot[:0] if row_slot.dtype == torch.int32 else row_slot if top_k == 1 else row_slot // top_k
     position = travelling.position
     if position.is_cuda and _takes_positions(orders):
         position = position.int()
-    return PassPlan(
+    pass_plan = PassPlan(
         chunks=tuple(chunks),
         pieces=tuple(pieces),
         weights=weights,
@@ -360,6 +365,47 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         position=position,
         has_drops=orders.keep_TK is not None or once is not None,
         once=once,
+    )
+    return pass_plan if order is None else _with_order(pass_plan, order, orders.weight)
+
+
+def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> PassPlan:
+    """Returns the plan of a pass with what a kernel has computed for it.
+
+    weight: (T * K,), the routing weights that the kernel got.
+    """
+    by_kernel = None
+    if order.number_slot is not None:
+        by_kernel = KernelOrder(slot=order.number_slot, weight=weight, taken=order.number_weight)
+    return replace(pass_plan, by_kernel=by_kernel, counters=TileCounters(order.zeros))
+
+
+def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
+    """Launches the kernel that computes the orders of rows and of their routing weights in n chunks.
+
+    orders: the sorted (token, choice) pairs. The order of weights is computed only if kernels sorted them.
+    bins: the row counts of bins (ranges of tokens), which kernels exchanged.
+    """
+    modules = orders.modules
+    messages = bins.messages
+    assert messages is not None
+    rank = modules.grid.all.rank
+    bypass_local = modules.stages.local
+    come_W = bins.recv.sum((0, 2)).tolist()
+    if bypass_local:
+        come_W[rank] = 0
+    are_several = sum(rows > 0 for rows in come_W) > 1
+    num_pieces = orders.num_pieces(n)
+    slot = orders.slots(n).slot
+    is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
+    return messages.order(
+        n,
+        bins.send.shape[0],
+        rank if bypass_local else None,
+        num_pieces,
+        sum(come_W) if are_several else None,
+        Sent(slot, orders.weight) if is_sorted_by_kernel else None,
+        NUM_COUNTERS,
     )
 
 
@@ -503,7 +549,7 @@ def _regroup_chunks(
 
 
 def _ends(
-    bins: RankCounts, n: int, num_pieces: int, rank: int, num_staying: int
+    bins: RankCounts, n: int, num_pieces: int, rank: int, num_staying: int, order: RowOrder | None
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
     """Returns where each expert's rows end, for the received rows of n chunks and for the rows that stay.
 
@@ -521,6 +567,9 @@ def _ends(
     on_device = bins.recv_device
     if not on_device.is_cuda:
         return [None] * n, [None] * num_pieces
+    if order is not None:
+        lines = order.ends.unbind(0)
+        return lines[:n], lines[n:]
     # A CUDA graph would read memory of the host again at each replay, so its offsets are computed.
     computes = is_captured(on_device.device)
     counts_nWE = (on_device if computes else bins.recv).unflatten(0, (n, -1)).sum(1)

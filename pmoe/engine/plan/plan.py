@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pmoe.engine.plan.regroup_chunks import ChunkRegrouping
     from pmoe.engine.variants.padding import Padding
     from pmoe.engine.variants.send_once import DeduplicatedRows
+    from pmoe.kernels.grouped_gemm.launch import TileCounters
 
 
 def length(at: slice) -> int:
@@ -153,6 +154,39 @@ class WeightMessage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelOrder:
+    """The order in which this rank sends one number for each of its rows, computed by a kernel on a GPU.
+
+    A routing weight is such a number. The S numbers of rows that are sent come first, sorted by destination
+    rank, then chunk, then expert. The numbers of rows that stay on this rank follow, sorted by chunk.
+
+    slot: (rows,) int64, the (token, choice) pair of each number.
+    weight: (T * K,), the routing weights of all pairs, from which the kernel took ``taken``; None if it took
+        none.
+    taken: (rows,), the routing weights in this order; None if the kernel took none.
+    """
+
+    slot: Tensor
+    weight: Tensor | None
+    taken: Tensor | None
+
+    def sort(self, weight: Tensor) -> Tensor:
+        """Returns the routing weights in this order, (rows,).
+
+        weight: (T * K,), the routing weights of all pairs. Nothing is computed if the kernel got these.
+        """
+        if self.taken is not None and self.weight is not None and _is_same(weight, self.weight):
+            return self.taken
+        return weight.index_select(0, self.slot)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors of one dimension are the same memory, read in the same way."""
+    is_alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return is_alike and one.data_ptr() == other.data_ptr()
+
+
+@dataclass(frozen=True, kw_only=True)
 class PassPlan:
     """The plan of one pass, forward or backward: its chunks, and the order of its rows.
 
@@ -165,7 +199,7 @@ class PassPlan:
     weights: the message of routing weights; None if all rows of all ranks stay on their rank.
     slot: (rows,) int64, the slot of each sorted row. Not to be read with ``send_once=True``, because several
         slots then share one row. It is int32 if kernels have sorted the slots.
-    row_token: (rows,) int64, the token of each sorted row.
+    row_token: (rows,) int64, the token of each sorted row. It is empty if kernels have sorted the slots.
     position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
         to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
         without a row has a number beyond the last row. It is int32 if the kernels of `pmoe.kernels.permute`
@@ -174,6 +208,9 @@ class PassPlan:
     once: numbers by which the receiver finds the row of each routing weight, if a token is sent only once to
         each rank (`pmoe.engine.variants.send_once`); else None. Several slots then share one row, and one
         result returns for all of them.
+    by_kernel: the order of the numbers that are sent for rows, if a kernel has computed it; else None. The
+        passes of a GPU then use it, and no row is dropped.
+    counters: counters of tiles for products on a GPU, if a kernel has set them to zero; else None.
     """
 
     chunks: tuple[Chunk, ...]
@@ -184,6 +221,8 @@ class PassPlan:
     position: Tensor
     has_drops: bool
     once: DeduplicatedRows | None = None
+    by_kernel: KernelOrder | None = None
+    counters: TileCounters | None = None
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:

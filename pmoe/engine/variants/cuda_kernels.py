@@ -7,6 +7,9 @@ the base classes, in PyTorch operators, run instead.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.launched import LaunchedExperts, launched
 from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.kernels.grouped_gemm import RowSlots
+from pmoe.kernels.grouped_gemm.launch import zeroed_of_thread
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import RowMoves
 from pmoe.ordering.sorted import SortedOrder
@@ -33,6 +37,8 @@ class _OnCuda(Pass):
     """
 
     moves: RowMoves | None
+    weight: Tensor
+    weight_sorted: Tensor
     experts: Experts | LaunchedExperts | ExpertsWithCopies
 
     def take_kernels(self) -> None:
@@ -50,12 +56,59 @@ class _OnCuda(Pass):
             self.moves = RowMoves(self.source_TM) if takes_rows else None
         self.experts = launched(modules.experts, self.parameters, self.source_TM) or modules.experts
 
+    @functools.cached_property
+    def row_token(self) -> Tensor:
+        """The token of each sorted row, whether it is sent or not, (rows,).
+
+        Kernels need no tokens of rows. So if kernels sorted the slots, the tokens are computed only when
+        other operators must copy rows.
+        """
+        pass_plan = self.pass_plan
+        is_empty = pass_plan.row_token.numel() < pass_plan.slot.numel()
+        return pass_plan.slot // self.plan.top_k if is_empty else pass_plan.row_token
+
+    def pieces_of(self, numbers: Tensor) -> Sequence[Tensor]:
+        """Returns the numbers of each block of the rows that stay on this rank.
+
+        numbers: (rows,), a number for each row of this rank, in the order of `KernelOrder`.
+        """
+        sizes = [piece.groups.num_rows for piece in self.pass_plan.pieces]
+        return numbers[numbers.shape[0] - sum(sizes) :].split_with_sizes(sizes) if sizes else ()
+
+    @functools.cached_property
+    def weight_by_number(self) -> Tensor | None:
+        """The routing weights of this rank's rows in the order of `PassPlan.by_kernel`; None without it."""
+        by_kernel = self.pass_plan.by_kernel
+        return None if by_kernel is None else by_kernel.sort(self.weight)
+
+    def weight_of_piece(self, j: int) -> Tensor:
+        """Returns the routing weights of block j of the rows that stay on this rank."""
+        if self.weight_by_number is None:
+            return self.weight_sorted[self.pass_plan.pieces[j].rows]
+        return self.pieces_of(self.weight_by_number)[j]
+
+    def run_schedule(self) -> None:
+        counters = zeroed_of_thread.set(self.pass_plan.counters)
+        try:
+            super().run_schedule()
+        finally:
+            zeroed_of_thread.reset(counters)
+
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        if self.moves is None or not is_readable(source_TM):
-            super().gather_rows(source_TM, out, i)
-            return
         chunk = self.pass_plan.chunks[i]
+        if self.moves is None or not is_readable(source_TM):
+            self.plan.modules.order.order(source_TM, self.row_token[chunk.sent], out)
+            return
         self.moves.place(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, out)
+
+    def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
+        pieces = self.pass_plan.pieces
+        if self.moves is None or len(pieces) != len(self.pass_plan.chunks) or not is_readable(source_TM):
+            self.plan.modules.order.order(source_TM, self.row_token[pieces[j].rows], out)
+            return out
+        tokens = self.pass_plan.chunks[j].tokens
+        self.moves.place(source_TM[tokens], self.positions[j], pieces[j].rows.start, out)
+        return out
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
         regroup = self.regroup[i]
@@ -146,15 +199,24 @@ class CudaForward(_OnCuda, Forward):
         """
         piece = self.pass_plan.pieces[j]
         out_NM = self.home_rows(j, piece.rows)
-        if not self._reads_tokens(j, out_NM):
-            super().local(j)
-            return
         unit = (j, "_L")
-        slots = RowSlots(self.pass_plan.slot[piece.rows], self.plan.top_k)
-        expert_rows = ExpertRows(
-            self.source_TM, piece.groups, self.parameters, self.space(unit), out_NM, slots=slots
-        )
-        self.compute_unit(unit, expert_rows, self.weight_sorted[piece.rows])
+        if self._reads_tokens(j, out_NM):
+            slots = RowSlots(self.pass_plan.slot[piece.rows], self.plan.top_k)
+            space = self.space(unit)
+            expert_rows = ExpertRows(
+                self.source_TM, piece.groups, self.parameters, space, out_NM, slots=slots
+            )
+        else:
+            rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
+            expert_rows = self.for_experts(unit, rows_NM, out_NM)
+        self.compute_unit(unit, expert_rows, self.weight_of_piece(j))
+
+    def make_scalars(self) -> None:
+        by_number = self.weight_by_number
+        if by_number is None:
+            super().make_scalars()
+        else:
+            self.scalars.append(self.scalar(by_number[: self.weight_message.slot.shape[0]]))
 
     def _reads_tokens(self, j: int, out_NM: Tensor) -> bool:
         """Returns whether the experts can load the rows of block j directly from the tokens, without a copy.
@@ -188,11 +250,78 @@ class CudaForward(_OnCuda, Forward):
 
 
 class CudaBackward(_OnCuda, Backward):
-    """A backward pass on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows."""
+    """A backward pass on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows.
+
+    grad_of_piece: the gradients of the output of rows that stay on this rank, by block. They were copied
+        together with the block's input, and no task has read them yet.
+    grad_by_number: (rows,), the gradients of the routing weights of this rank's rows, in the order of
+        `PassPlan.by_kernel`; None without that order.
+    """
+
+    grad_of_piece: dict[int, Tensor]
+    grad_by_number: Tensor | None
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         super().__init__(plan, grad_TM, saved)
         self.take_kernels()
+        self.grad_of_piece = {}
+        self.grad_by_number = None
+        if self.weight_by_number is not None:
+            self.grad_by_number = torch.empty_like(self.weight_by_number)
+            if self.pass_plan.weights is not None:
+                self.grad_weight_home = self.grad_by_number[: self.weight_message.slot.shape[0]]
+
+    def run_schedule(self) -> None:
+        super().run_schedule()
+        by_kernel = self.pass_plan.by_kernel
+        if by_kernel is not None and self.grad_by_number is not None:
+            self.grad_weight.index_copy_(0, by_kernel.slot, self.grad_by_number)
+
+    def local(self, j: int) -> None:
+        if self.grad_by_number is None:
+            super().local(j)
+            return
+        rows = self.pass_plan.pieces[j].rows
+        grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
+        grad_weight_N = self.pieces_of(self.grad_by_number)[j]
+        weight_N = self.weight_of_piece(j)
+        self._input_gradient((j, "_L"), grad_NM, weight_N, self.home_rows(j, rows), grad_weight_N)
+
+    def recompute(self, i: int, place: str = "") -> None:
+        if place:
+            self._gather_both(i)
+        super().recompute(i, place)
+
+    def _gather_both(self, j: int) -> None:
+        """Copies the input of block j, and the gradients of its output, by one launch.
+
+        The task that recomputes the hidden activation needs only the input, and the next task of the compute
+        lane the gradients. The slot in which these lie (memory in which blocks take turns) is free already:
+        both tasks write the first buffers of their block, and the last readers of the block before came
+        earlier in the same lane. Copies nothing if backward does not read the input from the tokens again.
+
+        j: number of the block of rows that stay on this rank.
+        """
+        x_TM = self.saved.inputs.x_TM
+        pieces = self.pass_plan.pieces
+        is_copied = self.plan.restore.dispatched == "communicate" and (j, "_L") not in self.rows
+        if not is_copied or self.moves is None or len(pieces) != len(self.pass_plan.chunks):
+            return
+        if not (is_readable(x_TM) and is_readable(self.source_TM)):
+            return
+        rows_NM = self.temporary("T_DI_L", j)
+        grad_NM = self.temporary("dT_DO_L", j)
+        tokens = self.pass_plan.chunks[j].tokens
+        self.moves.place_two(
+            x_TM[tokens], rows_NM, self.source_TM[tokens], grad_NM, self.positions[j], pieces[j].rows.start
+        )
+        self.rows[j, "_L"] = rows_NM
+        self.grad_of_piece[j] = grad_NM
+
+    def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
+        if source_TM is self.source_TM and j in self.grad_of_piece:
+            return self.grad_of_piece.pop(j)
+        return super().gather_local(source_TM, out, j)
 
 
 def is_readable(rows: Tensor) -> bool:

@@ -62,11 +62,13 @@ class TileCounters:
     A counter must be zero before its product. One launch sets `NUM_COUNTERS` of them to zero, so a pass of a
     layer seldom needs a second such launch. All products that take a counter must run on the stream that was
     current when the first was taken.
+
+    zeros: (`NUM_COUNTERS`,) int32, zeros that are taken first; None if there are none.
     """
 
-    def __init__(self) -> None:
-        self._memory: list[Tensor] = []
-        self._num_left = 0
+    def __init__(self, zeros: Tensor | None = None) -> None:
+        self._memory: list[Tensor] = [] if zeros is None else [zeros]
+        self._num_left = 0 if zeros is None else NUM_COUNTERS
 
     def take(self, device: torch.device) -> int:
         """Returns the address of a counter on ``device`` that is zero and that no product has had before.
@@ -91,6 +93,10 @@ spare_of_thread: ContextVar[int] = ContextVar(
 counters_of_thread: ContextVar[TileCounters | None] = ContextVar(
     "counters of this thread's products", default=None
 )
+zeroed_of_thread: ContextVar[TileCounters | None] = ContextVar(
+    "counters that `beside_communication` gives to this thread's products, if a kernel has zeroed them",
+    default=None,
+)
 
 
 @contextlib.contextmanager
@@ -104,7 +110,7 @@ def beside_communication(spare: int = SPARE) -> Iterator[None]:
     delays none.
     """
     spare_before = spare_of_thread.set(spare)
-    counters_before = counters_of_thread.set(TileCounters())
+    counters_before = counters_of_thread.set(zeroed_of_thread.get() or TileCounters())
     try:
         yield
     finally:

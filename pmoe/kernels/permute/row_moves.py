@@ -32,7 +32,7 @@ class RowMoves:
     def place(self, tokens_TM: Tensor, position_TK: Tensor, first_row: int, rows_NM: Tensor) -> None:
         """Copies tokens into rows: rows[position[t, k] - first_row] = tokens[t].
 
-        Positions from first_row + N on are skipped. There is none below first_row.
+        Positions outside first_row .. first_row + N - 1 are skipped.
 
         tokens_TM: (T, M), T tokens with M columns. Its address and row stride are multiples of 16 bytes.
         position_TK: (T, K) int32, contiguous, a position for each of the K choices of a token.
@@ -41,15 +41,36 @@ class RowMoves:
         """
         if rows_NM.shape[0] and tokens_TM.shape[0]:
             stride = tokens_TM.stride(0) * tokens_TM.element_size()
-            moving = self._moving(position_TK, first_row + rows_NM.shape[0])
+            moving = self._moving(position_TK, first_row, rows_NM.shape[0])
             self._module.permute(
                 moving, tokens_TM.data_ptr(), stride, self._before(rows_NM, first_row), self._row_bytes
             )
 
+    def place_two(
+        self,
+        tokens_TM: Tensor,
+        rows_NM: Tensor,
+        second_TM: Tensor,
+        second_NM: Tensor,
+        position_TK: Tensor,
+        first_row: int,
+    ) -> None:
+        """Copies two tensors of tokens into rows by the same positions, in one launch.
+
+        tokens_TM, rows_NM, position_TK, first_row: the arguments of `place` for the first tensor.
+        second_TM, second_NM: the tokens and the rows of the second tensor.
+        """
+        if rows_NM.shape[0] and tokens_TM.shape[0]:
+            places: list[int] = []
+            for tokens, rows in ((tokens_TM, rows_NM), (second_TM, second_NM)):
+                stride = tokens.stride(0) * tokens.element_size()
+                places += [tokens.data_ptr(), stride, self._before(rows, first_row), self._row_bytes]
+            self._module.permute_two(self._moving(position_TK, first_row, rows_NM.shape[0]), *places)
+
     def sum(self, rows_NM: Tensor, position_TK: Tensor, first_row: int, out_TM: Tensor) -> None:
         """Sums the rows of each token: out[t] = sum over k of rows[position[t, k] - first_row].
 
-        Choices with positions from first_row + N on count as dropped. There is no position below first_row.
+        Choices with positions outside first_row .. first_row + N - 1 count as dropped.
 
         rows_NM: (N, M), N rows of M columns, contiguous.
         position_TK: (T, K) int32, contiguous, for T tokens with K choices each.
@@ -58,21 +79,23 @@ class RowMoves:
         if not rows_NM.shape[0]:
             out_TM.zero_()
         elif out_TM.shape[0]:
-            moving = self._moving(position_TK, first_row + rows_NM.shape[0])
+            moving = self._moving(position_TK, first_row, rows_NM.shape[0])
             self._module.unpermute(
                 moving, self._before(rows_NM, first_row), self._row_bytes, out_TM.data_ptr(), self._row_bytes
             )
 
-    def _moving(self, position_TK: Tensor, num_rows: int) -> object:
-        """Returns the arguments that the kernels of `place` and `sum` have in common.
+    def _moving(self, position_TK: Tensor, first_row: int, num_rows: int) -> object:
+        """Returns the arguments that the kernels have in common.
 
         position_TK: (T, K) int32, the index of the row of each of the K choices of T tokens.
-        num_rows: number of rows. Choices with this position or a higher one have no row, and are skipped.
+        first_row, num_rows: the position of the first row, and the number of rows. Choices with other
+            positions have no row, and are skipped.
         """
         tokens, top_k = position_TK.shape
         return self._module.Moving(
-            *self._where, tokens, top_k, num_rows, self._row_bytes, position_TK.data_ptr(), 0, operators.PARTS
-        )
+            *self._where, tokens, top_k, num_rows, self._row_bytes, position_TK.data_ptr(), 0,
+            operators.PARTS, first_row,
+        )  # fmt: skip
 
     def _before(self, rows_NM: Tensor, first_row: int) -> int:
         """Returns the address of ``rows_NM``, moved back by first_row rows.

@@ -1,19 +1,23 @@
-"""Routing, permutes and messages, by the extension itself, on values whose results are known to the bit.
+"""Routing, permutes, messages and row counts, by the extension itself, on values whose results are known.
 
-Letters: T tokens, E experts, K choices, N = T*K rows, n chunks.
+Letters: T tokens, E experts, K choices, N = T*K rows, n chunks, W ranks, F bins.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from bench import kernels_on_cpu
 from pmoe.comm.wire import pack_rows, unpack_rows
+from pmoe.kernels.counts import HEADER
 from pmoe.schedule.wire import message_bytes
 from tests.gpu.ladder.machine import Machine, this_machine
 from tests.gpu.ladder.tiles import demand_nothing
 
-BF16, INT, F32 = torch.bfloat16, torch.int32, torch.float32
+BF16, INT, LONG, F32 = torch.bfloat16, torch.int32, torch.int64, torch.float32
 TYPE_BF16 = 1
 
 
@@ -78,7 +82,7 @@ def check_permutes(path: str) -> None:
 def find_permutes(
     machine: Machine, num_tokens: int = 300, top_k: int = 2, columns: int = 520
 ) -> dict[str, str | None]:
-    """All four launches; integers and weights that are powers of two, some slots dropped."""
+    """All launches; integers and weights that are powers of two, some slots dropped."""
     random = torch.Generator().manual_seed(3)
     slots = num_tokens * top_k
     kept = torch.rand(slots, generator=random) < 0.9
@@ -103,6 +107,15 @@ def find_permutes(
         return [word for each in tensors for word in (each.data_ptr(), columns * 2)]
 
     machine.module.permute(moving, *data(put_x, moved))
+    # Two tensors at once, without weights, and only the rows from first_row on.
+    first_row = count // 3
+    of_two = machine.module.Moving(
+        machine.device.index or 0, machine.stream, TYPE_BF16, num_tokens, top_k, count - first_row,
+        columns * 2, at.data_ptr(), 0, 0, first_row,
+    )  # fmt: skip
+    two = [machine.put(torch.full((count, columns), 9.0), BF16) for _ in range(2)]
+    put_negative = machine.put(-x, BF16)
+    machine.module.permute_two(of_two, *data(put_x, two[0], put_negative, two[1]))
     machine.module.unpermute(moving, *data(put_rows, summed))
     machine.module.permute_backward(moving, *data(put_x, put_rows, of_x), dots[0].data_ptr())
     machine.module.unpermute_backward(moving, *data(put_x, put_rows, of_rows), dots[1].data_ptr())
@@ -114,7 +127,13 @@ def find_permutes(
     terms[kept] = rows[position[kept]] * weight[kept, None]
     products[kept] = (rows[position[kept]] * x[token[kept]]).sum(1)
     wanted_sums = terms.view(num_tokens, top_k, columns).sum(1)
+    plain_rows = torch.zeros(count, columns)
+    plain_rows[position[kept]] = x[token[kept]]
+    before = torch.full((first_row, columns), 9.0)
+    wanted_two = [torch.cat([before, rows[first_row:]]) for rows in (plain_rows, -plain_rows)]
     checks = {
+        "the first of two permutes": (two[0], wanted_two[0]),
+        "the second of two permutes": (two[1], wanted_two[1]),
         "permute": (moved, wanted_rows), "unpermute": (summed, wanted_sums),
         "permute's gradient": (of_x, wanted_sums), "unpermute's gradient": (of_rows, wanted_rows),
         "permute's gradient of weights": (dots[0], products),
@@ -191,3 +210,61 @@ def find_messages(
         unpack_rows("e4m3", expected, token[index.cpu()], wanted)
         found[f"rows of {dtype}"] = unlike(machine.fetch(rows), wanted.float())
     return found
+
+
+# ---- row counts
+
+
+def check_counts(path: str) -> None:
+    demand_nothing(find_counts(this_machine(path)))
+
+
+def find_counts(
+    machine: Machine, num_ranks: int = 5, num_bins: int = 8, num_experts: int = 3
+) -> dict[str, str | None]:
+    """The three launches, against the plain definition (`bench.kernels_on_cpu`)."""
+    num_ranks, num_bins, num_experts = sizes = (5, 8, 3)
+    random = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(0, 9, shape, dtype=INT, generator=random)
+
+    counts = draw(num_bins, num_ranks * num_experts)
+    received = draw(num_ranks, HEADER + num_bins * num_experts)
+    own_rank, chunks = 1, 4
+    arrived = received[:, HEADER:].view(sizes)
+    num_rows = int(arrived.sum() - arrived[own_rank].sum())
+    num_sent = int(counts.sum())
+    slot = torch.randperm(num_sent, generator=random).int()
+    weight = torch.rand(num_sent, generator=random)
+    of = {
+        "sent": (received.numel(), INT),
+        "agreed": (HEADER + 3 + 2, LONG),
+        "of_chunks": (num_rows, INT),
+        "of_all": (num_rows, LONG),
+        "number_slot": (num_sent, LONG),
+        "number_weight": (num_sent, F32),
+        "ends": (2 * chunks * num_experts, INT),
+        "zeros": (300, INT),
+    }
+
+    def run(module: Any, put: Any) -> dict[str, Tensor]:
+        given = [put(each) for each in (counts, received, slot, weight)]
+        out = {name: put(torch.full((size,), -7, dtype=dtype)) for name, (size, dtype) in of.items()}
+        at_counts, at_received, at_slot, at_weight = (each.data_ptr() for each in given)
+        at = {name: each.data_ptr() for name, each in out.items()}
+        where = {"device": machine.device.index or 0, "stream": machine.stream, "sizes": list(sizes)}
+        module.counts_pack(**where, header=[7, 0, 1, 2], counts=at_counts, sent=at["sent"])
+        module.counts_agree(
+            **where, received=at_received, agreed=at.pop("agreed"), own_rank=own_rank, host_rows=10,
+            asks_rows=True, irregular=True, degrees=[(2, 2.0), (4, 0.5)],
+        )  # fmt: skip
+        module.counts_order(
+            **where, **at, received=at_received, chunks=chunks, joined=1, own_rank=own_rank, pieces=chunks,
+            slot=at_slot, weight=at_weight, num_zeros=300,
+        )  # fmt: skip
+        return {name: machine.fetch(each) for name, each in out.items()}
+
+    found = run(machine.module, machine.put)
+    wanted = run(kernels_on_cpu, lambda values: values.clone())
+    return {name: unlike(found[name], wanted[name]) for name in of}

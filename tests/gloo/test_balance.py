@@ -521,7 +521,8 @@ def parallelized_job(rank: int, world: int, wrapper: str) -> list[str]:
             y = wrapped(tokens(TOKENS[world][rank], 10 * rank + seed))
             y.square().sum().backward()
             optimizer.step()
-        assert layer.ran is not None and (layer.ran.balance is not None) == bool(balance)
+        assert layer.ran is not None
+        assert (layer.ran.balance is not None and layer.ran.balance.copies > 0) == bool(balance)
         values = {name: local_part(value) for name, value in model.named_parameters()}
         found.append({"y": y.detach(), **values})
     return differences(found[1], found[0], 1e-12)

@@ -345,7 +345,7 @@ class CopiesBackward(_WithCopies, Backward):
         for at in self.stacked:
             self.copy_sums[at] = None
         for at, view in zip(self.trained, views, strict=True):
-            memory = new if view.is_cuda else functools.partial(_this, view)
+            memory = new if view.is_cuda else functools.partial(_reuse_memory, view)
             self.copy_sums[at] = GradientSum(view, self.chunks_left, memory)
 
     def compute(self, i: int) -> None:
@@ -481,10 +481,12 @@ def elements_of_expert(parameters: Sequence[Tensor]) -> int:
     return sum(parameter.shape[1:].numel() for parameter in parameters)
 
 
-def _this(memory: Tensor, _: Tensor, *shape: int) -> Tensor:
-    """Returns ``memory``. It takes the arguments of a function that allocates memory (`GradientSum`).
+def _reuse_memory(memory: Tensor, _: Tensor, *shape: int) -> Tensor:
+    """Returns ``memory``, where `GradientSum` asks for new memory of a shape.
 
-    shape: the shape of the memory that is asked for.
+    memory: the memory.
+    _: the tensor whose dtype and device are asked for; ``memory`` has the same.
+    shape: the shape that is asked for, that of ``memory``.
     """
     assert memory.shape == shape
     return memory

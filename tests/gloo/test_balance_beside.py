@@ -252,6 +252,5 @@ def unlike_job(rank: int, world: int, what: str) -> str:
 )
 def test_ranks_whose_weights_differ_are_named_before_weights_are_sent(what: str, sentence: str) -> None:
     found = ranks(2).run(unlike_job, what)
-    print(found)
     assert sentence in found[1]
     assert all(found)

@@ -144,14 +144,15 @@ def worst_job(
     return found
 
 
-@pytest.mark.parametrize("world, k", [(2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world, k", [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (4, 1), (4, 2)))]
+)
 def test_with_copies_the_worst_peak_is_near_the_even_one(world: int, k: int) -> None:
     options = {"pipeline": 4, "memory_reuse": "S4"}
     of_ranks = ranks(world).run(worst_job, k, options, (D_MODEL, D_HIDDEN, 2 * TOKENS))
     even = max(of_rank[0]["measured"] for of_rank in of_ranks)
     for of_rank in of_ranks:
         for name, found in zip(WORST, of_rank[1:], strict=True):
-            print(name, {key: round(value / even, 3) for key, value in found.items()})
             assert found["measured"] <= 1.35 * even + found["copies"], name
             assert 0.98 * found["measured"] <= found["exact"] <= found["bound"], name
             # On 2 ranks, rows of even routing come from one rank and are not sorted; rows for copies are.
@@ -166,7 +167,6 @@ def test_the_busiest_peak_of_s4_is_a_fifth_above_the_even_one() -> None:
     even = max(of_rank[0]["measured"] for of_rank in of_ranks)
     for of_rank in of_ranks:
         for name, found in zip(WORST, of_rank[1:], strict=True):
-            print(name, {key: round(value / even, 3) for key, value in found.items()})
             assert found["measured"] <= 1.2 * even, name
 
 

@@ -621,7 +621,7 @@ class PassBuilder:
         """Appends task V, which sends the weights of busy experts to the ranks of their copies.
 
         It comes first in the pass, so that two tasks hide it: gathering the first chunk, and computing rows
-        that stay. Nothing is appended if this pass sends no weights (`sends_weights`).
+        that stay. Nothing is appended if this pass sends no weights (`Stages.sends_copies`).
         """
         if self.stages.sends_copies(self.direction):
             self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_V" if self.stages.relays_copies else "w_K"])

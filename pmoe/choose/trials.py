@@ -110,7 +110,7 @@ class TrialBatch:
 
     @property
     def copy_work(self) -> CopyWork:
-        """What copies of busy experts add to the tasks of this batch, equal on all ranks."""
+        """The work that copies of busy experts add to the tasks of this batch, equal on all ranks."""
         copies = self.orders.modules.copies
         if copies is None:
             return NO_COPIES

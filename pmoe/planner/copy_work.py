@@ -1,4 +1,4 @@
-"""What copies of busy experts add to the tasks of a call, for the simulated seconds of a step.
+"""The work that copies of busy experts add to a call, from which a step's seconds are simulated.
 
 With C copies of an expert, an expert's weights are sent in C parts (`pmoe.engine.plan.copies`):
 
@@ -22,7 +22,7 @@ from pmoe.schedule.tasks import Kind, PassDirection, Stages
 
 @dataclass(frozen=True, kw_only=True)
 class CopyWork:
-    """What copies of busy experts add to the tasks of a call: messages, and products of other experts.
+    """The work that copies of busy experts add to a call: messages, and products of other experts.
 
     All ranks have equal numbers. `of` rounds them up, so that calls with similar loads have equal numbers.
 

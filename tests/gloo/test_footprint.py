@@ -46,7 +46,7 @@ def build(**options: Any) -> pmoe.MoELayer:
 
 
 def step_bytes(layer: pmoe.MoELayer, x: torch.Tensor) -> Allocated:
-    dy = torch.ones(x.shape[0], D_MODEL, dtype=x.dtype)
+    dy = torch.ones(x.shape, dtype=x.dtype)
     x.requires_grad_()
 
     def step(mark: Any) -> torch.Tensor:

@@ -43,16 +43,15 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
         with pytest.raises(ValueError, match=sentence(Feature.SHARDED)):  # whoever might compute them
             build(features)
         return []
-    without = {Feature.SHARDED, Feature.COPIES} & {*features}
     several = dist.is_initialized() and dist.get_world_size() > 1
-    if Feature.ADAPTERS in features and without and several:
-        with pytest.raises(ValueError, match="adapters|are sharded"):  # pmoe.add_lora says why
+    if {Feature.ADAPTERS, Feature.SHARDED} <= {*features} and several:
+        with pytest.raises(ValueError, match="adapters"):  # pmoe.add_lora says why
             build(features)
         return []
-    asked = {
-        *build([feature for feature in features if feature not in LATE]).layer_modules.features,
-        *features,
-    }
+    early = build([feature for feature in features if feature not in LATE]).layer_modules
+    # Where every rank has a part of every expert, there is no other rank for a copy.
+    idle = {Feature.COPIES} if early.grid.is_sharded and early.grid.ep.size == 1 else set()
+    asked = {*early.features, *features} - idle
     if Feature.LATENT in features:
         asked -= {Feature.SHARED_EXPERT}
     if Feature.PADDED in features and Feature.NO_CAPACITY not in features:
@@ -64,7 +63,7 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
         layer = build(features)
     except ValueError as error:
         return list(wrong_refusal(str(error), refusing[0] if refusing else "pipeline", asked))
-    missing = {*features} - layer.layer_modules.features
+    missing = {*features} - layer.layer_modules.features - idle
     if Feature.LATENT in features:  # their shared expert is outside of the pass, and no part computes it
         missing -= {Feature.SHARED_EXPERT}
     assert not missing, f"the recipe does not ask for {missing}"

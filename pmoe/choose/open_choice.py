@@ -219,7 +219,7 @@ def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_
     )
     num_local = modules.experts.num_local_experts
     for copies in range(per_rank, 0, -1):
-        with_copies = replace(sizes, copies=CopyNumbers.at_most(copies, num_local, modules.ranks.size))
+        with_copies = replace(sizes, copies=CopyNumbers.at_most(copies, num_local, modules.grid.ep.size))
         if all(chooser.fits(with_copies, tokens, some) for some in (any_host, without_offload(any_host))):
             return copies
     return 0

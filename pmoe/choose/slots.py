@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.comm.counts import RankCounts, Slots
+from pmoe.comm.counts import RankCounts, Slots, slack_with_copies
 from pmoe.engine.buffers.arena import pool
 from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import Restore
@@ -23,7 +23,8 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
     Only layers that reuse memory need limits (`LayerModules.limits_rows`). There are two limits:
 
     - The rows of a chunk must fit into a ring slot, a buffer of fixed size that several chunks use one after
-      the other. If a chunk does not fit on some rank, all ranks cut the batch into more chunks.
+      the other. If a chunk does not fit on some rank, all ranks cut the batch into more chunks. If busy
+      experts may have copies, slots are smaller (`slack_with_copies`), and also limit the rows that stay.
     - If a restore pair offloads the dispatched rows (T_DI), they must fit into the free host memory. If they
       do not fit on some rank, no rank offloads them (`without_host_offload`).
 
@@ -39,13 +40,18 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
         # their rank each begin at an aligned address, so each bin may lose up to two alignments of padding.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.row_columns * x_TM.element_size())
+    has_copies = bool(options.balance) and modules.grid.ep.size > 1
+    slack = options.slack
+    if has_copies:
+        slack = slack_with_copies(slack, modules.grid.ep.size, bypass_local=modules.stages.local)
     return Slots(
-        slack=options.slack,
+        slack=slack,
         top_k=options.top_k * modules.grid.esp.size,
         degrees=degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
         num_staying=modules.experts.num_local_experts,
+        limits_own=has_copies,
     )
 
 

@@ -10,7 +10,8 @@ measured on this machine. The costs are the seconds of
 - the layer's gate;
 - the layer's order, the module that copies tokens to rows sorted by expert, and sums the rows of each token.
 
-The simulation assumes that tokens are evenly routed, so that 1 / P of the rows stay on their rank.
+The simulation assumes that tokens are evenly routed, so that 1 / P of the rows stay on their rank. If busy
+experts have copies, sending their weights and gradients counts, too.
 
 Letters: B tokens of the rank that has most, K choices of a token, P ranks across nodes, L ranks inside a
 node, M = d_model. n and m are the numbers of chunks of forward and of backward.
@@ -39,6 +40,7 @@ from pmoe.measure.layer_modules import ROWS, gate_lines, order_lines, rows_withi
 from pmoe.measure.module_cost import profile_module
 from pmoe.measure.operations import measure_exchange
 from pmoe.measure.profile import WHOLE_BYTES, WIDER, load_or_measure
+from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.costs import FREE, LayerCosts, LineCost
 from pmoe.planner.degree import TRIED, all_choices
 from pmoe.planner.degree_search import (
@@ -401,6 +403,7 @@ def layer_costs(
         combine=(lines.combine or flat).shared(sent_rows * shape.sent_bytes(shape.wires.results)),
         order=lines.order.shared(rows),
         restore=lines.restore.shared(rows),
+        copies=flat.shared(shape.expert_bytes),
     )
 
 
@@ -410,6 +413,7 @@ def step_costs(
     num_tokens: int,
     restore: Restore,
     most_bytes: float | None = None,
+    copies: CopyWork = NO_COPIES,
 ) -> StepCosts:
     """Returns the costs from which the seconds of a layer's forward and backward pass are predicted.
 
@@ -430,6 +434,7 @@ def step_costs(
     most_bytes: how many bytes a measurement may allocate, the same on every rank. Earlier costs are measured
         again if they come from a measurement with a much lower limit, less than ``most_bytes`` / `WIDER`.
         None: there is no limit, and earlier costs are never measured again.
+    copies: what copies of busy experts add to the tasks of the call.
     """
     options = modules.options
     operations, lines = module_lines(modules, rows_TM, most_bytes)
@@ -454,6 +459,7 @@ def step_costs(
         one_lane=options.switches.one_lane,
         restore=restore if options.rotates else None,
         stays=sizes.stays,
+        copies=copies,
     )
     rows = num_tokens * sizes.top_k
     # Backward copies the kept tensors of each row: M columns of T_DI and H columns of T_M.
@@ -544,7 +550,9 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
     times = tried(TRIED)
     fixed = (0.0, 0.0)
     if times is not None and OUT_OF_MEMORY not in times:
-        costs = step_costs(modules, rows_TM, batch.counts.max_tokens, restore, batch.measuring_bytes)
+        costs = step_costs(
+            modules, rows_TM, batch.counts.max_tokens, restore, batch.measuring_bytes, batch.copy_work
+        )
         few, many = times
         forward = with_chunk_cost(costs.forward, costs.forward_options, many.forward - few.forward)
         backward = with_chunk_cost(costs.backward, costs.backward_options, many.backward - few.backward)
@@ -603,10 +611,11 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     needs_grad = batch.counts.needs_grad
     t_gar = 0.0 if modules.gradients is None or not needs_grad else modules.gradients.t_gar
     has_chunk_cost = measure_chunk_cost(batch, restore, tried)
-    key = ("solved", options, restore, x_TM.dtype, tokens, t_gar, needs_grad, has_chunk_cost)
+    copies = batch.copy_work
+    key = ("solved", options, restore, x_TM.dtype, tokens, t_gar, needs_grad, has_chunk_cost, copies)
     solved = modules.cache.choosers
     if key not in solved:
-        costs = step_costs(modules, x_TM, tokens, restore, batch.measuring_bytes)
+        costs = step_costs(modules, x_TM, tokens, restore, batch.measuring_bytes, copies)
         if needs_grad:
             seconds = costs.seconds(pairs, t_gar)
             n, m = first_of_fastest(seconds)

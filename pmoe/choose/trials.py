@@ -25,11 +25,13 @@ from pmoe.comm.counts import RankCounts, cuts
 from pmoe.comm.failures import publishing_failures
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.copies import trained_share
 from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
 from pmoe.measure.profile import profile_of, stored_profile_of
 from pmoe.measure.timing import begin_together, clock_of, in_turns
+from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.degree import DEGREES, MAX_DEGREE, TRIED, Choice, all_choices
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.memory import predict
@@ -103,8 +105,21 @@ class TrialBatch:
         """
         sizes = agreed_sizes(self.modules, self.inputs.x_TM)
         num_local = self.modules.experts.num_local_experts
-        copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.ranks.size)
-        return replace(sizes, copies=copies)
+        copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.grid.ep.size)
+        return replace(sizes, copies=copies, copy_work=self.copy_work)
+
+    @property
+    def copy_work(self) -> CopyWork:
+        """The work that copies of busy experts add to the tasks of this batch, equal on all ranks."""
+        copies = self.orders.modules.copies
+        if copies is None:
+            return NO_COPIES
+        return CopyWork.of(
+            copies.plan,
+            is_sent=copies.fate != "present",
+            stays=copies.kept is not None,
+            learned=trained_share(self.inputs.parameters, copies.trained),
+        )
 
     @property
     def hosted_copies(self) -> int:

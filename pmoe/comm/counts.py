@@ -260,6 +260,7 @@ class Slots:
     num_staying: number of this rank's own experts, which come first. Only rows for these are not sent to the
         rank itself. The experts after them are copies of other ranks' experts, whose rows are always sent.
         None if there are no copies.
+    limits_own: whether the rows of a chunk that stay on this rank must fit into a slot, too.
     """
 
     slack: float
@@ -268,6 +269,7 @@ class Slots:
     own_rank: int | None
     host_rows: int | None = None
     num_staying: int | None = None
+    limits_own: bool = False
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
         """Returns, for each n in ``degrees``, how many times n chunks are cut finer for this rank.
@@ -281,9 +283,12 @@ class Slots:
             each expert.
         max_tokens: int64 scalar on the device, the largest number of tokens of any rank.
         """
-        rows_F = recv_FWE.sum((1, 2))
+        rows_GF = recv_FWE.sum((1, 2)).unsqueeze(0)
         if self.own_rank is not None:
-            rows_F = rows_F - recv_FWE[:, self.own_rank, : self.num_staying].sum(1)
+            staying_GF = recv_FWE[:, self.own_rank, : self.num_staying].sum(1).unsqueeze(0)
+            rows_GF = rows_GF - staying_GF
+            if self.limits_own:
+                rows_GF = torch.cat([rows_GF, staying_GF])
         # Rows of the largest of n chunks. Kept, because cutting one degree finer may give another degree.
         largest: dict[int, Tensor] = {}
         depths = []
@@ -294,9 +299,9 @@ class Slots:
             # Finer chunks never have more rows, and the limit stays. So the first cuts overflow and the later
             # ones fit: the number of those that overflow is the depth. The last cut is not tested, because
             # none is finer.
-            for chunks in cuts(n, rows_F.shape[0])[:-1]:
+            for chunks in cuts(n, rows_GF.shape[1])[:-1]:
                 if chunks not in largest:
-                    largest[chunks] = rows_F.view(chunks, -1).sum(1).max()
+                    largest[chunks] = rows_GF.unflatten(1, (chunks, -1)).sum(2).max()
                 overflows = (largest[chunks] > limit).to(max_tokens.dtype)
                 depth = overflows if depth is None else depth + overflows
             depths.append(torch.zeros_like(max_tokens) if depth is None else depth)
@@ -311,14 +316,15 @@ class Loads:
     of its own experts when the row counts have arrived. It contributes these, and 0 for the experts of other
     ranks, to a max-reduction.
 
-    own_rank: this rank.
+    own_place: this rank, or its place in the grid (`Grid.ep`) if each expert is split over ranks. The ranks
+        of one place contribute equal loads.
     num_experts: E, the experts of all ranks.
     marks: non-negative numbers of this rank, equally many on every rank. All ranks get the maximum of each.
 
     Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7) -> max of (5, 3, 0, 0) and (0, 0, 0, 7).
     """
 
-    own_rank: int
+    own_place: int
     num_experts: int
     marks: tuple[int, ...] = ()
 
@@ -335,7 +341,7 @@ class Loads:
         out: (size,) int64 zeros, where the numbers are written.
         """
         num_local = recv_FWE.shape[2]
-        first = self.own_rank * num_local
+        first = self.own_place * num_local
         out[first : first + num_local] = recv_FWE.sum((0, 1))
         for at, mark in enumerate(self.marks, start=self.num_experts):
             out[at] = mark
@@ -373,6 +379,21 @@ def cuts(n: int, bins: int) -> tuple[int, ...]:
         else:
             chunks.append(chunks[-1] * factor)
     return tuple(chunks)
+
+
+def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> float:
+    """Returns the slack of the ring slots of a layer whose busy experts may have copies on other ranks.
+
+    Under even routing, 1 / W of the rows stay on their rank, and slots need room for the others. Without
+    copies, a slot also has room for rows like these. A rank that hosts copies receives all rows that it
+    computes, so it would fill all of that room in every call. With copies there is none, and a chunk with
+    more rows is cut.
+
+    slack: the option ``slack``.
+    num_ranks: W, the ranks among which rows are sent.
+    bypass_local: whether rows stay on their rank at all.
+    """
+    return slack * (num_ranks - 1) / num_ranks if bypass_local else slack
 
 
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
@@ -539,8 +560,7 @@ class CountsExchange:
         asks_max_rows: whether `RankCounts.max_rows` is computed; the same on all ranks.
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If some rank
             has not, `RankCounts.max_rows` is None on all ranks.
-        loads: asks for the loads of all experts. It must be None on all ranks or on none. Experts must not be
-            split over ranks.
+        loads: asks for the loads of all experts. It must be None on all ranks or on none.
         """
         counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
         self._counted_once = once_FP is not None

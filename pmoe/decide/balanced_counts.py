@@ -49,9 +49,10 @@ from pmoe.decide.exact_counts import ExactCounts, in_chunks
 from pmoe.decide.solver_counts import SolverCounts
 from pmoe.decide.unchanged_experts import ExpertsState, state_of, sums_of_bits
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.copies import HostedCopies, KeptCopies
+from pmoe.engine.plan.copies import HostedCopies, KeptCopies, trained_share
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
+from pmoe.engine.variants.send_once import DeduplicatedSlots
 from pmoe.measure.profile import profile_of
 from pmoe.planner.cluster import links_of
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
@@ -65,6 +66,12 @@ LEAST_GAIN = 0.03
 
 The time of a pass is predicted for each rank, and the slowest rank counts. Copies are made only if its time
 without copies is more than (1 + `LEAST_GAIN`) times its time with copies.
+"""
+
+TRAINED_MARKS = 8
+"""The number of marks that say which tensors of experts are trained, the same on every rank.
+
+They are enough for two weights with biases and adapters.
 """
 
 
@@ -109,10 +116,10 @@ class BalancedCounts(ExactCounts):
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts an exchange of row counts. The first exchange of a call also asks for the loads of experts.
 
-        The load of an expert is its number of rows from all ranks. The first exchange also reports three
-        facts to every rank, each true if it is true on any rank: gradients of experts are needed; experts
-        have changed since the last call; copies of experts that a rank has kept from an earlier call cannot
-        be used.
+        The load of an expert is its number of rows from all ranks. The first exchange also reports facts to
+        every rank, each true if it is true on any rank: experts have changed since the last call; copies of
+        experts that a rank has kept from an earlier call cannot be used; the gradient of a tensor of the
+        experts is needed (`trained_marks`).
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -133,9 +140,9 @@ class BalancedCounts(ExactCounts):
                 or kept.dtype != (self.routed.autocast or self.routed.x_TM.dtype)
                 or kept.state != sums_of_bits(modules, own_places(modules, kept.sent_experts))
             )
-            marks = (int(learns(modules)), int(has_changed), int(is_useless))
+            marks = (int(has_changed), int(is_useless), *trained_marks(modules))
             self.loads = Loads(
-                own_rank=modules.ranks.rank, num_experts=modules.options.num_experts, marks=marks
+                own_place=modules.grid.ep.rank, num_experts=modules.options.num_experts, marks=marks
             )
         exchange = super()._begin_exchange(fault)
         if self.copies is not None:  # rows for copies are sent, also to their own rank
@@ -165,12 +172,15 @@ class BalancedCounts(ExactCounts):
         counts = self.finish_exchange()
         self.is_planned = True
         own_modules.cache.experts_state = self.state
-        copies = planned_copies(own_modules, self.routed, counts, may_stay=self.may_stay)
+        tensors = inputs.parameters
+        copies = planned_copies(own_modules, self.routed, counts, tensors, may_stay=self.may_stay)
         own_modules.cache.had_copies = copies is not None
         if copies is not None:
             with publishing_failures(own_modules.ranks, "the exchange of row counts with copies"):
                 self.use_copies(modules, copies)
-                self._counts_FE = self.orders.count(self._counts_FE.shape[0])
+                bins = self._counts_FE.shape[0]
+                self._counts_FE = self.orders.count(bins)
+                self._once_FP = self.orders.count_once(bins)
                 exchange = self._begin_exchange(Fault.NONE)
                 self.sort_early()
             loads = counts.loads
@@ -213,7 +223,8 @@ class BalancedCounts(ExactCounts):
         orders = self.orders
         self.rows_E = orders.count(1)[0]
         host_TK = numbered(copies, orders.expert_TK, orders.keep_TK, self.rows_E)
-        self.orders = SlotsOfHosts(replace(modules, copies=copies), host_TK, orders.keep_TK, orders.tokens)
+        slots = DeduplicatedSlotsOfHosts if modules.options.send_once else SlotsOfHosts
+        self.orders = slots(replace(modules, copies=copies), host_TK, orders.keep_TK, orders.tokens)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
@@ -258,12 +269,28 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
         return replace(agreed, counts=replace(agreed.counts, loads=counts.loads))
 
 
-def learns(modules: LayerModules) -> bool:
-    """Returns whether this rank needs gradients of the experts' parameters."""
-    return torch.is_grad_enabled() and (
-        any(parameter.requires_grad for parameter in modules.experts_module.parameters())
-        or modules.experts.asks_for_gradients()
+def trained_marks(modules: LayerModules) -> list[int]:
+    """Returns for each tensor of the experts whether this rank needs its gradient: `TRAINED_MARKS` numbers.
+
+    The tensors are those with which experts compute (`Experts.operands`). The last number is for all tensors
+    beyond. If a tensor is computed from parameters, or if a wrapper has taken the place of the experts, the
+    tensor counts as trained if any parameter is.
+
+    modules: the modules of the layer.
+    """
+    if not torch.is_grad_enabled():
+        return [0] * TRAINED_MARKS
+    experts = modules.experts
+    is_wrapped = modules.experts_module is not experts
+    parameters = {} if is_wrapped else dict(experts.named_parameters())
+    learns = experts.asks_for_gradients() or (
+        is_wrapped and any(parameter.requires_grad for parameter in modules.experts_module.parameters())
     )
+    marks = [0] * TRAINED_MARKS
+    for at, name in enumerate(experts.call_names or ("",) * TRAINED_MARKS):
+        needs_gradient = parameters[name].requires_grad if name in parameters else learns
+        marks[min(at, TRAINED_MARKS - 1)] |= needs_gradient
+    return marks
 
 
 def balance_report(
@@ -279,7 +306,7 @@ def balance_report(
     owners = owners_of(modules)
     without = CopyPlan(hosts={}, before=0, after=0)
     plan = without if copies is None else copies.plan
-    before, after = (each.rows_of_ranks(loads, owners, modules.ranks.size) for each in (without, plan))
+    before, after = (each.rows_of_ranks(loads, owners, modules.grid.ep.size) for each in (without, plan))
     used = [expert for expert, hosts in plan.hosts.items() for _, rows in hosts[1:] if rows]
     is_sent = copies is not None and copies.fate != "present"
     return BalanceReport(
@@ -308,7 +335,12 @@ def owners_of(modules: LayerModules) -> list[int]:
 
 
 def planned_copies(
-    modules: LayerModules, routed: RoutedBatch, counts: RankCounts, *, may_stay: bool
+    modules: LayerModules,
+    routed: RoutedBatch,
+    counts: RankCounts,
+    tensors: Sequence[Tensor],
+    *,
+    may_stay: bool,
 ) -> HostedCopies | None:
     """Decides which experts get copies in a call, and on which ranks; returns None if no expert gets any.
 
@@ -321,11 +353,13 @@ def planned_copies(
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
+    tensors: the tensors with which experts compute.
     may_stay: whether the copies of this call may be kept for later calls.
     """
     loads = counts.loads
-    limits = limits_of(modules, routed, counts)
-    learning, has_changed, are_useless = counts.marks
+    has_changed, are_useless, *marks = counts.marks
+    trained = tuple(bool(marks[min(at, TRAINED_MARKS - 1)]) for at in range(len(tensors)))
+    limits = limits_of(modules, routed, counts, trained_share(tensors, trained))
     cache = modules.cache
     # The first pass of a reentrant checkpoint, without gradients in training, is not counted.
     is_counted = counts.needs_grad or not modules.ranks.any_trains
@@ -340,14 +374,14 @@ def planned_copies(
     nodes = node_of_ranks(modules)
     copies = functools.partial(
         HostedCopies,
-        rank=modules.ranks.rank,
-        num_ranks=modules.ranks.size,
+        rank=modules.grid.ep.rank,
+        num_ranks=modules.grid.ep.size,
         num_local=modules.experts.num_local_experts,
-        are_frozen=not learning,
+        trained=trained,
     )
     if kept is not None:
         # Other copies are made only if they gain more than the fraction that copies must gain at all.
-        margin = math.ceil(LEAST_GAIN * sum(loads) / modules.ranks.size)
+        margin = math.ceil(LEAST_GAIN * sum(loads) / modules.grid.ep.size)
         sticky = replace(limits, near=limits.near + margin, far=limits.far + margin)
         plan = plan_copies(loads, owners, nodes, sticky, kept.pairs)
         if plan.pairs <= kept.pairs:
@@ -425,7 +459,11 @@ class SlotsOfHosts(SortedSlots):
         assert copies is not None
         orders = copy.copy(self)
         orders.modules = replace(self.modules, copies=with_fate(copies, choice.restore))
-        return SortedSlots.plan(orders, counts, choice)
+        return super(SlotsOfHosts, orders).plan(counts, choice)
+
+
+class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
+    """The routing of a call with copies in which a token is sent only once to each rank (``send_once``)."""
 
 
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
@@ -474,18 +512,22 @@ def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, co
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     """Returns the index of each rank's node, by rank. Collective in the first call of a layer.
 
+    If experts are split over ranks, copies are made among the places of the grid (`Grid.ep`), and a place is
+    on the node of its first rank.
+
     modules: the modules of the layer, and its argument ``nodes``.
 
     Raises ValueError or TypeError on every rank if ``nodes`` is invalid, or differs between ranks.
     """
     cache = modules.cache
     if not cache.node_of_ranks:
-        topology = find_topology(modules.ranks, modules.nodes)
-        cache.node_of_ranks = tuple(topology.node(rank) for rank in range(modules.ranks.size))
+        grid = modules.grid
+        topology = find_topology(grid.all, modules.nodes)
+        cache.node_of_ranks = tuple(topology.node(rank) for rank in grid.order[: grid.ep.size])
     return cache.node_of_ranks
 
 
-def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) -> CopyLimits:
+def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, learned: float) -> CopyLimits:
     """Returns how many copies of experts a rank may host, and the price of a copy in rows.
 
     The price is the number of rows that a rank could compute in the time in which a copy's weights are sent.
@@ -501,12 +543,13 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) ->
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their shape, dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
+    learned: the fraction of the experts' elements whose gradients any rank needs.
     """
     options = modules.options
     if routed.x_TM.is_cuda:
         warn_once(f"balance ({options.balance}) makes no copies of busy experts on a GPU yet")
         return CopyLimits(per_rank=0)
-    per_rank = options.most_copies(modules.ranks.size)
+    per_rank = options.most_copies(modules.grid.ep.size)
     if options.budget is not None and per_rank:
         from pmoe.choose.open_choice import copies_within_budget
 
@@ -519,7 +562,8 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) ->
     if options.balance is not True or not per_rank:
         return CopyLimits(per_rank=per_rank)
     # A measurement takes no more memory than a pass, whose buffers hold these rows more than twice.
-    most_bytes = 2 * sum(counts.loads) / modules.ranks.size * options.row_columns * routed.dtype.itemsize
+    mean_rows = sum(counts.loads) / modules.grid.ep.size
+    most_bytes = 2 * mean_rows * options.row_columns * routed.dtype.itemsize
     profile = profile_of(modules.ranks, routed.x_TM.device, routed.dtype, most_bytes)
     columns = modules.experts.columns(routed.x_TM.device.type)
     near, far = prices_of_copy(
@@ -528,7 +572,8 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts) ->
         expert_elements=options.row_columns * (columns.hidden + columns.scratch),
         d_model=options.row_columns,
         element_size=routed.dtype.itemsize,
-        num_ranks=modules.ranks.size,
+        num_ranks=modules.grid.ep.size,
         trains=counts.needs_grad,
+        learned=learned,
     )
     return CopyLimits(per_rank=per_rank, near=near, far=far)

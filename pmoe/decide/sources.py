@@ -42,7 +42,7 @@ def counts_source(call: Call) -> CountsSource:
 
 def _special_source(call: Call) -> CountsSource:
     """Returns the source of row counts of a layer with ``balance``, ``fused`` or ``pipeline="solve"``."""
-    if call.modules.options.balance and call.modules.ranks.size > 1:
+    if call.modules.options.balance and call.modules.grid.ep.size > 1:
         from pmoe.decide.balanced_counts import BalancedCounts, BalancedSolverCounts
 
         return (BalancedSolverCounts if call.modules.options.solves else BalancedCounts)(call)

@@ -31,13 +31,15 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
     None if the record would miss changes: if weights are computed from other parameters in each call, or if a
     wrapper has taken the place of the experts.
 
+    The setting of the experts, such as the adapter in use, counts too.
+
     modules: the modules of the layer.
     """
     experts = modules.experts
     names = [name for name, _ in experts.named_parameters()]
     if modules.experts_module is not experts or names != value_names(experts):
         return None
-    state: list[object] = []
+    state: list[object] = [experts.setting, experts.factor]
     for parameter in experts.parameters():
         local = local_part(parameter)
         if local.is_inference() or local.element_size() not in BITS:
@@ -52,14 +54,17 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
 
     Each parameter of each expert has two checksums: weighted sums of the elements' bit patterns, read as
     integers. In one of them each column has its own odd weight, in the other each row, so that values which
-    change places are noticed, too.
+    change places are noticed, too. Parameters that all experts share are not copied, so they have no
+    checksums.
 
     modules: the modules of the layer.
     places: the experts, by their index among those of this rank.
     """
     sums = []
     for place in places:
-        for parameter in modules.experts.parameters():
+        for name, parameter in modules.experts.named_parameters():
+            if name in modules.experts.replicated_names:
+                continue
             local: Tensor = local_part(parameter).detach()[place]
             bits = local.contiguous().view(BITS[local.element_size()])
             bits = bits.reshape(bits.shape[0], -1)

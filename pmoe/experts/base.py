@@ -234,6 +234,8 @@ class Experts(nn.Module, abc.ABC):
     """
     setting = ""
     """Words for a setting of the experts that may change between calls, such as the adapter in use."""
+    factor = 1.0
+    """The factor by which a call multiplies some parameters."""
     num_scaled = 0
     """The number of elements of parameters that a call copies, to multiply them by a factor."""
     operand_names: tuple[str, ...] = ()
@@ -365,6 +367,11 @@ class Experts(nn.Module, abc.ABC):
         "w1_orig" by pruning, but the attribute "w1" stays.
         """
         self.operand_names = tuple(value_names(self))
+
+    @property
+    def call_names(self) -> tuple[str, ...]:
+        """The names of the tensors that `operands` returns, in their order."""
+        return self.operand_names
 
     def operands(self) -> list[Tensor]:
         """Returns the weights and biases to compute with: this rank's part of each, (E_local, ...).

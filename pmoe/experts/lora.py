@@ -343,6 +343,11 @@ class LoraExperts(StackedExperts):
         self.note_operands()
 
     @property
+    def factor(self) -> float:  # type: ignore[override]
+        """The factor of B @ A of the active adapter; 1 without one."""
+        return self.adapter(self.active).scale if self.active else 1.0
+
+    @property
     def num_scaled(self) -> int:  # type: ignore[override]
         """The number of elements of the matrices B, which a call copies to multiply them by a factor.
 

@@ -115,14 +115,17 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
 def check_balance(modules: LayerModules) -> None:
     """Raises ValueError if a layer has ``balance`` and its experts cannot be copied to other ranks.
 
-    On one rank there is no other rank for a copy, so a warning says that ``balance`` does nothing.
+    If every rank has a part of every expert, as on one rank, there is no other rank for a copy. A warning
+    then says that ``balance`` does nothing.
 
     modules: the layer's modules and options.
     """
     options = modules.options
     balance = options.balance
-    if modules.ranks.size == 1:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+    if modules.grid.ep.size == 1:
+        if modules.grid.is_sharded:
+            warn_once(f"balance ({balance}) does nothing where every rank has a part of every expert (mesh)")
+        elif not dist.is_initialized() or dist.get_world_size() == 1:
             warn_once(f"balance ({balance}) does nothing on one rank: there is no other rank for a copy")
         return
     reason = modules.refusal("copies")

@@ -38,6 +38,7 @@ def copy_price(
     element_size: int,
     num_ranks: int,
     trains: bool,
+    learned: float = 1.0,
 ) -> int:
     """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
 
@@ -52,11 +53,16 @@ def copy_price(
     element_size: bytes of an element.
     num_ranks: number of ranks. One of ``num_ranks`` rows is assumed to stay on its rank, without a message.
     trains: whether a backward pass follows.
+    learned: the fraction of an expert's weights whose gradients are sent in backward; 0 if experts are
+        frozen.
     """
     passes = 2 if trains else 1
     products = expert_elements * profile.compute.beta_seconds * (3 if trains else 1)
     crossing = (num_ranks - 1) / num_ranks
     messages = 2 * passes * d_model * element_size * profile.message.beta_seconds * crossing
-    copy_seconds = passes * link(expert_elements * element_size)
+    expert_bytes = expert_elements * element_size
+    copy_seconds = link(expert_bytes)
+    if trains and learned:
+        copy_seconds += link(learned * expert_bytes)
     row_seconds = max(products, messages)
     return math.ceil(copy_seconds / row_seconds) if row_seconds else 0

@@ -285,8 +285,9 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
         between the passes.
     """
     across = (sizes.num_ranks - 1) / sizes.num_ranks if sizes.bypass_local else float(sizes.travels)
-    return [
-        lane_seconds(
+    passes = []
+    for direction in get_args(PassDirection):
+        computing, communicating, copying = lane_seconds(
             restore,
             direction,
             profile,
@@ -298,5 +299,7 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
             wires=sizes.wires,
             travelling=across / sizes.esp_size,  # b counts rows after the all-gather
         )
-        for direction in get_args(PassDirection)
-    ]
+        copied_bytes = sizes.copy_work.experts_sent(direction, restore) * sizes.expert_bytes
+        communicating += copied_bytes * profile.message.beta_seconds
+        passes.append((computing, communicating, copying))
+    return passes

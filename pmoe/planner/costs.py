@@ -157,6 +157,7 @@ class LayerCosts:
     rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
     again: the all-to-all and the all-gather of T_DI (the experts' inputs) if backward sends it again; None if
         they cost as much as ``a2a`` and ``ag``.
+    copies: a message with weights or gradients of copies of busy experts, by the number of experts in it.
     """
 
     a2a: LineCost
@@ -168,6 +169,7 @@ class LayerCosts:
     restore: LineCost = FREE.line
     rearrange: LineCost = FREE.line
     again: tuple[LineCost, LineCost] | None = None
+    copies: LineCost = FREE.line
 
     def chunk(self, r: float) -> tuple[float, float, float, float]:
         """Returns the seconds of each stage (a2a, ag, rs, exp) for one chunk, if the pass has r chunks.

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.costs import DegreeSeconds, LayerCosts, LineCost
 from pmoe.planner.degree import MAX_DEGREE, SOLVER_DEGREES
 from pmoe.planner.simulator import LOCAL_TWIN, makespan, simulate, task_seconds
@@ -114,6 +115,7 @@ class ScheduleOptions:
         rows are sent.
     rearranged: whether backward has another number of chunks than forward, so that tensors that forward kept
         are copied to backward's chunks. Needs ring slots.
+    copies: what copies of busy experts add to the tasks.
     """
 
     direction: PassDirection
@@ -122,6 +124,7 @@ class ScheduleOptions:
     restore: Restore | None = None
     stays: float = 0.0
     rearranged: bool = False
+    copies: CopyWork = NO_COPIES
 
     def schedule(self, n: int) -> Schedule:
         """Returns the schedule of the pass in n chunks."""
@@ -130,6 +133,7 @@ class ScheduleOptions:
         stages = Stages(
             local=local, remote=True, sharded=not local, gradients=backward, one_lane=self.one_lane
         )
+        stages = self.copies.in_stages(stages, self.restore)
         if self.restore is not None:
             return rotating(self.direction, n, stages, restore=self.restore, rearranged=self.rearranged)
         return (backward_schedule if backward else forward_schedule)(n, stages)
@@ -186,6 +190,8 @@ def stage_seconds(
         by_kind[kind] = remote * share
         by_kind[LOCAL_TWIN[kind]] = functools.partial(local, share)
     by_kind[Kind.COMPUTE] = remote * (1 - apart) + rearranging
+    by_kind |= options.copies.shared_wgrad(remote * apart)
+    by_kind |= options.copies.message_seconds(costs.copies)
     return task_seconds(by_kind)
 
 

@@ -1,6 +1,6 @@
 """Predicted seconds of a layer's passes, from its schedules and a measured profile.
 
-Tokens are assumed to be evenly routed: every expert gets equally many rows.
+Tokens are assumed to be evenly routed: every rank gets equally many rows, also with copies of busy experts.
 """
 
 from __future__ import annotations
@@ -57,11 +57,14 @@ def even_task_costs(
             Kind.ALL_GATHER_AGAIN: shared(sizes.wires.rows),
         }
     local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.esp_size)
+    received = _costs_of_rows(sizes, profile, rows * travelling * sizes.esp_size)
     return {
         **costs,
         Kind.WEIGHTS: profile.message(n * (rows * travelling) * sizes.weight_size),
-        **_costs_of_rows(sizes, profile, rows * travelling * sizes.esp_size),
+        **received,
         **{LOCAL_TWIN[kind]: seconds for kind, seconds in local.items()},
+        **sizes.copy_work.shared_wgrad(received[Kind.WGRAD]),
+        **sizes.copy_work.message_seconds(profile.message.shared(sizes.expert_bytes)),
     }
 
 
@@ -102,7 +105,8 @@ def simulated_step(
     for direction, n in zip(get_args(PassDirection), (choice.forward, choice.backward), strict=True):
         restore = choice.restore
         rearranged = choice.rearranged
-        schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
+        stages = sizes.copy_work.in_stages(sizes.stages, restore)
+        schedule = rotating(direction, n, stages, restore=restore, rearranged=rearranged)
         schedule = schedule.frozen if sizes.is_frozen else schedule
         alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n, direction))
         if profile.interference == Interference():  # no lane is slowed: the simpler simulation is faster

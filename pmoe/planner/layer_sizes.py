@@ -10,6 +10,7 @@ import torch
 from pmoe.comm.wire import check_wires
 from pmoe.experts import ExpertName, make_stacked
 from pmoe.experts.base import Shard
+from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns
 from pmoe.schedule.tasks import Stages
 from pmoe.schedule.wire import AS_THEY_ARE, MessageSizes, WireName, Wires, message_bytes
@@ -98,6 +99,7 @@ class LayerSizes:
     merges: whether a token is sent only once to a rank that holds several of its experts.
     wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
     copies: numbers of copies of busy experts.
+    copy_work: what the copies of a call add to its tasks; nothing where only bytes are predicted.
     shared_columns: the same as ``columns`` for the shared expert, which computes every token; 0 without a
         shared expert.
     shared_parameters: elements of the shared expert; 0 without a shared expert.
@@ -128,6 +130,7 @@ class LayerSizes:
     merges: bool = False
     wires: Wires = AS_THEY_ARE
     copies: CopyNumbers = CopyNumbers()
+    copy_work: CopyWork = NO_COPIES
     outer: int = 0
     has_shared_gate: bool = False
 

@@ -299,14 +299,15 @@ def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyB
         return CopyBytes(0, 0, 0)
     expert = sizes.expert_bytes
     hosted = copies.hosted * expert
+    # Messages of weights are freed before those of gradients have memory.
     messages = copies.sent * expert + 2 * hosted * copies.relays
     is_kept = restore.dispatched != "communicate"
-    sums = hosted
-    if sizes.element_size < WIDE and backward.num_chunks > 1:  # float32, as for the experts' own gradients
-        sums = hosted // sizes.element_size * WIDE
-    gradients = sums + hosted + messages + expert
-    again = 0 if is_kept else hosted + messages
-    return CopyBytes(hosted * is_kept, messages + hosted * (not is_kept), gradients + again)
+    weights = hosted * (not is_kept)
+    is_narrow = sizes.element_size < WIDE
+    gradients = hosted + expert * (is_narrow or copies.relays)
+    if is_narrow and backward.num_chunks > 1:  # sums in float32, as for the experts' own gradients
+        gradients += hosted // sizes.element_size * WIDE
+    return CopyBytes(hosted * is_kept, messages + weights, gradients + messages + weights)
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pmoe.comm import ExchangeName
-from pmoe.comm.counts import num_bins, slot_rows
+from pmoe.comm.counts import num_bins, slack_with_copies, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
 from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.layer_seconds import simulated_step, step_seconds
@@ -73,6 +73,8 @@ def bound(
     """
     degrees = (choice.forward, choice.backward)
     bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
+    if sizes.copies.hosted:
+        slack = slack_with_copies(slack, sizes.ep_size, bypass_local=sizes.bypass_local)
     limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
     forward, backward = (worst_rows(sizes, call, n, bins, limit(n)) for n in degrees)
     return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)

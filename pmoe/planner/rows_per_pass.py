@@ -129,6 +129,8 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         # larger number, because a ring has at most two slots.
         chunks = max(n, 3) if sources else n
     local = own if sizes.bypass_local else 0
+    if sizes.rotates and sizes.copies.hosted:  # slots then limit the rows that stay, too
+        local = min(local, max(slot_rows, _most_of_chunk(call, finest)))
     apart = sizes.esp_size > 1 or sizes.merges
     extent = ChunkRows(
         send=(own * sizes.travels,) * chunks,

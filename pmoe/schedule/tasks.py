@@ -321,6 +321,16 @@ class Stages:
         if self.copies is not None and not self.remote:
             raise ValueError(f"copies ({self.copies!r}) must be None where no rows travel (remote=False)")
 
+    def sends_copies(self, direction: PassDirection) -> bool:
+        """Returns whether a pass sends weights of busy experts to their copies.
+
+        Forward does, unless the copies stayed from an earlier call. Backward does only if the weights were
+        not kept since forward. False without copies.
+
+        direction: "forward" or "backward".
+        """
+        return self.copies == "communicate" or (self.copies == "keep" and direction == "forward")
+
 
 def finished(
     direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
@@ -607,23 +617,13 @@ class PassBuilder:
             leaving = ["dweight_leaving"]
         self.add(Kind.WEIGHTS, -1, leaving, ["dweight"])
 
-    @property
-    def sends_weights(self) -> bool:
-        """Whether this pass sends weights of busy experts to the ranks that have copies of them.
-
-        Forward does, unless the ranks have the weights from an earlier call. Backward does only if the
-        weights were not kept since forward. False without copies.
-        """
-        fate = self.stages.copies
-        return fate == "communicate" or (fate == "keep" and self.direction == "forward")
-
     def copy_weights(self) -> None:
         """Appends task V, which sends the weights of busy experts to the ranks of their copies.
 
         It comes first in the pass, so that two tasks hide it: gathering the first chunk, and computing rows
-        that stay. Nothing is appended if this pass sends no weights (`sends_weights`).
+        that stay. Nothing is appended if this pass sends no weights (`Stages.sends_copies`).
         """
-        if self.sends_weights:
+        if self.stages.sends_copies(self.direction):
             self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_V" if self.stages.relays_copies else "w_K"])
 
     def relay_weights(self) -> None:
@@ -633,7 +633,7 @@ class PassBuilder:
         first chunk's dispatch, so that this dispatch does not wait for V. Nothing is appended if V sends
         whole experts.
         """
-        if self.sends_weights and self.stages.relays_copies:
+        if self.stages.sends_copies(self.direction) and self.stages.relays_copies:
             self.add(Kind.RELAY_WEIGHTS, -1, ["w_V"], ["w_K"])
 
     @property

@@ -406,11 +406,6 @@ def _check_layer(
             f"name ({name!r}) must not be that of an adapter of {layer_name}: pass another name, or call "
             f"pmoe.remove_lora(model, {name!r}) first"
         )
-    if layer.options.balance and layer.ranks.size > 1:
-        raise ValueError(
-            f"balance ({layer.options.balance}) of {layer_name} must be False where experts have adapters: "
-            "set layer.balance = False"
-        )
     widths = {weight: min(experts.shapes()[weight][1:]) for weight in targets}
     narrow = {weight: width for weight, width in widths.items() if rank > width}
     if narrow:

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import warn
 from pmoe.call.decision import BalanceReport
 from pmoe.choose.search import learned_degrees
+from pmoe.choose.solve import step_costs
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.operands import local_part
 from pmoe.gates import ReplayGate, TopKGate
@@ -33,7 +35,11 @@ from pmoe.gates.forced import ForcedGate
 from pmoe.measure.profile import PROFILES
 from pmoe.planner import timeline
 from pmoe.planner.copies import CopyPlan, plan_copies
+from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.costs import LineCost
+from pmoe.planner.degree_search import StepCosts
+from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.layer_sizes import LayerSizes
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.run import outcome
 from tests.gloo.kit import counted_collectives, error_of
@@ -205,6 +211,44 @@ def test_n_is_learnt_apart_for_calls_with_copies(options: dict[str, Any]) -> Non
     for wrong, tables in ranks(2).run(learnt_job, options):
         assert not wrong
         assert tables == ["torch.float64", "torch.float64, 1 copies"]
+
+
+def priced_job(rank: int, world: int, pipeline: Any) -> list[CopyWork]:
+    """What copies add to the step that is predicted for a skewed load, and for an even one."""
+    found = []
+
+    def of_search(sizes: LayerSizes, *others: Any) -> float:
+        found.append(sizes.copy_work)
+        return step_seconds(sizes, *others)
+
+    def of_solver(*arguments: Any) -> StepCosts:
+        found.append(arguments[-1])
+        return step_costs(*arguments)
+
+    key = (Ranks().name, torch.device("cpu"), torch.float64)
+    works = []
+    with (
+        mock.patch.dict(PROFILES, {key: MADE}),
+        mock.patch("pmoe.choose.trials.MIN_ROWS", 8),
+        mock.patch("pmoe.choose.part_of_batch.MIN_TOKENS", 8),
+        mock.patch("pmoe.choose.search.step_seconds", of_search),
+        mock.patch("pmoe.choose.solve.step_costs", of_solver),
+    ):
+        # No other test has such experts: layers that are equal share what they have learnt.
+        options = {"expert": "swiglu", "balance": 1, "pipeline": pipeline}
+        layer = build(4, 1, 0.8, (0,), **options)
+        for share in (Fraction(4, 5), Fraction(1, 4)):
+            layer.gate.share = share
+            step(layer, rank, world)
+            works.append(found[-1])
+    return works
+
+
+@pytest.mark.parametrize("pipeline", [True, "solve"])
+def test_the_predicted_step_counts_the_messages_of_copies(pipeline: Any) -> None:
+    for skewed, even in ranks(2).run(priced_job, pipeline):
+        assert skewed == CopyWork(scattered=1.0, computed=1.0)
+        assert even == NO_COPIES
 
 
 def skewed_step(options: dict[str, Any], rank: int, world: int) -> tuple[Any, pmoe.MoELayer]:
@@ -462,29 +506,33 @@ def test_copies_compute_in_the_type_of_autocast() -> None:
     assert ranks(2).run(autocast_job) == [[], []]
 
 
-def parallelized_job(rank: int, world: int) -> list[str]:
-    """Two SGD steps of a model whose experts are DTensors and whose dense part is wrapped by FSDP2."""
+def parallelized_job(rank: int, world: int, wrapper: str) -> list[str]:
+    """Two SGD steps of a model whose experts are DTensors and whose dense part is wrapped."""
     found = []
     for balance in (0, 2):
         layer = build(8, 2, 0.8, (0, 1), balance=balance, pipeline=2, group=Ranks.single())
         model = torch.nn.Sequential(torch.nn.Linear(M, M, dtype=torch.float64), layer)
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
         pmoe.parallelize(model, mesh)
-        fully_shard(model, ignored_params=pmoe.expert_parameters(model))
+        if wrapper == "FSDP2":
+            fully_shard(model, ignored_params=pmoe.expert_parameters(model))
+        wrapped = DistributedDataParallel(model) if wrapper == "DDP" else model
         optimizer = torch.optim.SGD(pmoe.parameter_groups(model), 0.1)
         for seed in range(2):
             optimizer.zero_grad()
-            y = model(tokens(TOKENS[world][rank], 10 * rank + seed))
+            y = wrapped(tokens(TOKENS[world][rank], 10 * rank + seed))
             y.square().sum().backward()
             optimizer.step()
-        assert layer.ran is not None and (layer.ran.balance is not None) == bool(balance)
+        assert layer.ran is not None
+        assert (layer.ran.balance is not None and layer.ran.balance.copies > 0) == bool(balance)
         values = {name: local_part(value) for name, value in model.named_parameters()}
         found.append({"y": y.detach(), **values})
     return differences(found[1], found[0], 1e-12)
 
 
-def test_wrappers_and_optimizers_see_one_expert() -> None:
-    assert ranks(2).run(parallelized_job) == [[], []]
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+def test_wrappers_and_optimizers_see_one_expert(wrapper: str) -> None:
+    assert ranks(2).run(parallelized_job, wrapper) == [[], []]
 
 
 def chosen_job(rank: int, world: int) -> list[int]:
@@ -721,7 +769,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fused": ({"fused": True}, r"kernels are fused \(fused=True\)"),
     "persistent": ({"fused": "persistent"}, "a pass is one persistent kernel"),
     "padded": ({"pad_to_capacity": True, "capacity_factor": 1.0}, "rows are padded to capacity"),
-    "once": ({"send_once": True}, r"rows travel once \(send_once=True\)"),
     "modules": ({"expert": lambda: torch.nn.Linear(M, M).double()}, "modules of one's own"),
 }
 
@@ -732,7 +779,7 @@ def refused_job(rank: int, world: int) -> dict[str, str]:
         for name, (options, _) in REFUSED.items()
     }
     found["too many"] = error_of(lambda: pmoe.MoELayer(M, H, 4, 2, balance=3))
-    layer = pmoe.MoELayer(M, H, 4, 2, send_once=True)
+    layer = pmoe.MoELayer(M, H, 4, 2, fused=True)
     found["set later"] = error_of(lambda: setattr(layer, "balance", 1))
     assert layer.balance is False
     return found
@@ -745,7 +792,7 @@ def test_what_copies_do_not_support_is_refused_by_name() -> None:
                 name
             )
         assert "balance (3) must be at most 2, the number of experts of the other ranks" in found["too many"]
-        assert "balance (1) must be False where rows travel once (send_once=True)" in found["set later"]
+        assert "balance (1) must be False where kernels are fused (fused=True)" in found["set later"]
 
 
 # ---- many calls

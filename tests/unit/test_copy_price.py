@@ -55,3 +55,10 @@ def test_the_fixed_time_of_a_message_counts() -> None:
 
 def test_without_rates_nothing_is_asked() -> None:
     assert price(compute=0.0, message=0.0) == 0
+
+
+def test_gradients_cost_as_much_as_the_weights_that_are_trained() -> None:
+    profile = replace(MADE, compute=LineCost(0.0, 1e-11), message=LineCost(0.0, 3e-10))
+    layer = {"expert_elements": ELEMENTS, "d_model": M, "element_size": 4, "num_ranks": 2, "trains": True}
+    prices = [copy_price(profile, link=profile.message, learned=of, **layer) for of in (1.0, 0.5, 0.0)]
+    assert prices == [80, 60, 40]

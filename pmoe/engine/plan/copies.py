@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,7 +102,8 @@ class HostedCopies:
     rank: this rank.
     num_ranks: W, the number of all ranks.
     num_local: E_local, the experts that each rank owns.
-    are_frozen: whether no rank needs gradients of the experts' parameters.
+    trained: for each tensor with which experts compute (`Experts.operands`), whether any rank needs its
+        gradient.
     fate: what happens to the copies' weights until backward: "keep" keeps them on their ranks, "communicate"
         sends them again, "present" uses those that an earlier call has kept.
     kept: the record in which the copies' weights are kept for later calls; None if they are not. With
@@ -113,9 +114,14 @@ class HostedCopies:
     rank: int
     num_ranks: int
     num_local: int
-    are_frozen: bool = False
+    trained: tuple[bool, ...] = ()
     fate: CopiesFate = "keep"
     kept: KeptCopies | None = field(default=None, compare=False)
+
+    @property
+    def are_frozen(self) -> bool:
+        """Whether no rank needs gradients of the experts' parameters."""
+        return not any(self.trained)
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
@@ -248,3 +254,16 @@ class HostedCopies:
                 bounds.append((expert << 32) + cut)
                 numbers.append(rank * width + self.num_local + self.hosted_by[rank].index(expert))
         return bounds, numbers
+
+
+def trained_share(tensors: Sequence[Tensor], trained: Sequence[bool]) -> float:
+    """Returns the fraction of the experts' elements whose gradients are needed.
+
+    tensors: the tensors with which experts compute (`Experts.operands`).
+    trained: for each of them, whether its gradient is needed.
+    """
+    num_elements = sum(tensor.numel() for tensor in tensors)
+    num_trained = sum(
+        tensor.numel() for tensor, is_trained in zip(tensors, trained, strict=True) if is_trained
+    )
+    return num_trained / max(num_elements, 1)

@@ -13,9 +13,10 @@ ranks send back the gradients of the copies. Sending and adding are tasks of the
     VA    the owner adds them to the gradients of its experts
 
 An expert is sent as one row of P numbers: all its parameters, one after the other. `HostedCopies` says which
-rank sends which part of which expert.
+rank sends which part of which expert. Parameters that all experts share, such as a shared adapter, are not
+sent, because every rank has them. The row of an expert's gradients has only the parameters that are trained.
 
-Letters: C copies that this rank hosts, P numbers of an expert's parameters.
+Letters: C copies that this rank hosts, P numbers of an expert's parameters, G of its gradients.
 """
 
 from __future__ import annotations
@@ -75,13 +76,30 @@ class _WithCopies(Pass):
         return copies
 
     @functools.cached_property
+    def stacked(self) -> list[int]:
+        """The places, among ``parameters``, of those that have a value for each expert.
+
+        The others are shared by all experts.
+        """
+        experts = self.plan.modules.experts
+        shared = {at for at, name in enumerate(experts.call_names) if name in experts.replicated_names}
+        return [at for at in range(len(self.parameters)) if at not in shared]
+
+    def stacked_parameters(self) -> list[Tensor]:
+        """Returns the parameters that have a value for each expert, (E_local, ...) each."""
+        return [self.parameters[at] for at in self.stacked]
+
+    @functools.cached_property
     def expert_elements(self) -> int:
         """P, how many numbers all parameters of one expert have together."""
-        return sum(parameter[:1].numel() for parameter in self.parameters)
+        return elements_of_expert(self.stacked_parameters())
 
-    def buffer_for(self, parts: Sequence[ExpertPart]) -> Tensor:
-        """Allocates the buffer of a message that consists of the given parts of experts' weights."""
-        sizes = self.hosted.elements_by_peer(parts, self.expert_elements)
+    def buffer_for(self, parts: Sequence[ExpertPart], num_elements: int) -> Tensor:
+        """Allocates the buffer of a message that consists of parts of experts' weights, or of gradients.
+
+        num_elements: the number of elements of a whole expert: P, or G for gradients.
+        """
+        sizes = self.hosted.elements_by_peer(parts, num_elements)
         return self.pool.new(self.parameters[0], sum(sizes))
 
     def new_messages(self) -> _Messages:
@@ -92,11 +110,11 @@ class _WithCopies(Pass):
         pass are (`Pass.__init__`).
         """
         hosted = self.hosted
-        sent = self.buffer_for(hosted.scattered)
+        sent = self.buffer_for(hosted.scattered, self.expert_elements)
         if not hosted.relays:
             return _Messages(sent, self.copied.view(-1))
-        others = map(self.buffer_for, (hosted.gathered, hosted.relayed, hosted.completed))
-        return _Messages(sent, *others)
+        parts = (hosted.gathered, hosted.relayed, hosted.completed)
+        return _Messages(sent, *(self.buffer_for(each, self.expert_elements) for each in parts))
 
     def use_copies(self, copied: Tensor) -> None:
         """Sets the memory of the copies' weights, and creates the experts with which the pass computes.
@@ -105,7 +123,10 @@ class _WithCopies(Pass):
             first task that computes with the copies.
         """
         self.copied = copied
-        self.experts = ExpertsWithCopies(self.plan.modules.experts, parameters_in(copied, self.parameters))
+        copies = list(self.parameters)
+        for at, of_copies in zip(self.stacked, parameters_in(copied, self.stacked_parameters()), strict=True):
+            copies[at] = of_copies
+        self.experts = ExpertsWithCopies(self.plan.modules.experts, copies)
 
     def exchange_parts(
         self,
@@ -113,6 +134,7 @@ class _WithCopies(Pass):
         send_parts: Sequence[ExpertPart],
         arrived: Tensor,
         recv_parts: Sequence[ExpertPart],
+        num_elements: int,
     ) -> dist.Work:
         """Starts the all-to-all that sends parts of experts' weights or gradients; returns its Work.
 
@@ -122,28 +144,34 @@ class _WithCopies(Pass):
         send_parts: the parts that this rank sends.
         arrived: memory for the message that arrives, in which ``recv_parts`` lie one after another.
         recv_parts: the parts that this rank receives.
+        num_elements: the number of elements of a whole expert: P, or G for gradients.
         """
         hosted = self.hosted
         modules = self.plan.modules
-        send_sizes = hosted.elements_by_peer(send_parts, self.expert_elements)
-        recv_sizes = hosted.elements_by_peer(recv_parts, self.expert_elements)
+        send_sizes = hosted.elements_by_peer(send_parts, num_elements)
+        recv_sizes = hosted.elements_by_peer(recv_parts, num_elements)
         modules.traffic.weights += sent.nbytes
-        group = modules.grid.all.group
+        group = modules.grid.ep.group
         assert group is not None
         return all_to_all(sent, send_sizes, arrived, recv_sizes, group)
 
     def pack(
-        self, parts: Sequence[ExpertPart], of_expert: Callable[[int], Sequence[Tensor]], out: Tensor
+        self,
+        parts: Sequence[ExpertPart],
+        of_expert: Callable[[int], Sequence[Tensor]],
+        out: Tensor,
+        num_elements: int,
     ) -> None:
         """Copies parts of experts' weights, or of gradients, one after the other to the buffer of a message.
 
         parts: the parts, in the order of the message.
-        of_expert: function from an expert's index to its P weights or gradients, in one or several tensors.
+        of_expert: function from an expert's index to its weights or gradients, in one or several tensors.
         out: the buffer of the message.
+        num_elements: the number of elements of a whole expert: P, or G for gradients.
         """
         pieces: list[Tensor] = []
         for part in parts:
-            wanted = part.of(self.expert_elements)
+            wanted = part.of(num_elements)
             first = 0
             for values in of_expert(part.expert):
                 pieces.append(values.reshape(-1)[max(wanted.start - first, 0) : max(wanted.stop - first, 0)])
@@ -167,12 +195,12 @@ class _WithCopies(Pass):
             first += target.numel()
 
     def own_weights(self, expert: int) -> list[Tensor]:
-        """Returns the weights and biases of one of this rank's experts.
+        """Returns the parameters of one of this rank's experts, without those that all experts share.
 
         expert: the expert's index among all experts.
         """
         place = expert - self.hosted.rank * self.hosted.num_local
-        return [parameter[place] for parameter in self.parameters]
+        return [parameter[place] for parameter in self.stacked_parameters()]
 
     def of_copy(self, expert: int) -> Tensor:
         """Returns the weights, (P,) for P numbers, of a copy that this rank hosts.
@@ -189,8 +217,11 @@ class _WithCopies(Pass):
         hosted = self.hosted
         messages = self.messages
         assert messages is not None
-        self.pack(hosted.scattered, self.own_weights, messages.sent)
-        return self.exchange_parts(messages.sent, hosted.scattered, messages.arrived, hosted.gathered)
+        elements = self.expert_elements
+        self.pack(hosted.scattered, self.own_weights, messages.sent, elements)
+        return self.exchange_parts(
+            messages.sent, hosted.scattered, messages.arrived, hosted.gathered, elements
+        )
 
     def relay_weights(self, _: int) -> dist.Work | None:
         """Starts the all-to-all in which hosts of copies of one expert send each other its weights (task VR).
@@ -202,10 +233,11 @@ class _WithCopies(Pass):
         messages = self.messages
         assert messages is not None and messages.relay_sent is not None
         assert messages.relay_arrived is not None
+        elements = self.expert_elements
         self.unpack(messages.arrived, hosted.gathered, self.of_copy)
-        self.pack(hosted.relayed, lambda expert: [self.of_copy(expert)], messages.relay_sent)
+        self.pack(hosted.relayed, lambda expert: [self.of_copy(expert)], messages.relay_sent, elements)
         return self.exchange_parts(
-            messages.relay_sent, hosted.relayed, messages.relay_arrived, hosted.completed
+            messages.relay_sent, hosted.relayed, messages.relay_arrived, hosted.completed, elements
         )
 
     def complete_copies(self) -> None:
@@ -248,18 +280,19 @@ class CopiesForward(_WithCopies, Forward):
 class CopiesBackward(_WithCopies, Backward):
     """A backward pass with copies of busy experts.
 
-    If the experts are frozen, `copy_sums` is empty, and the attributes listed after `chunks_left` are not
-    set.
+    The attributes listed after `chunks_left` are set after the last chunk, and not at all if the experts are
+    frozen.
 
-    copy_sums: for each parameter, the gradients of the copies' parameters, summed over chunks.
+    copy_sums: for each parameter, the gradients of the copies' parameters, summed over chunks. None for a
+        parameter that no rank trains. For a parameter that all experts share, it is the sum of this rank.
     chunks_left: the number of chunks whose gradients are not in these sums yet.
-    copied_gradients: (C, P), the gradients of the C copies that this rank hosts, P numbers each.
+    copied_gradients: (C, G), the gradients of the C copies that this rank hosts, G numbers each.
     relay_sent, relay_arrived: the messages in which hosts of the same expert send each other parts of their
         gradients (task VGR). None if no expert has several copies.
     home_sent, home_arrived: the messages in which hosts send gradients to the owners of experts (task VG).
     """
 
-    copy_sums: list[GradientSum]
+    copy_sums: list[GradientSum | None]
     chunks_left: int
     copied_gradients: Tensor
     relay_sent: Tensor | None = None
@@ -275,26 +308,45 @@ class CopiesBackward(_WithCopies, Backward):
             saved.inputs = replace(saved.inputs, parameters=parameters)
         super().__init__(plan, grad_TM, saved)
         hosted = self.hosted
-        new = self.pool.new
         shape = (len(hosted.hosted), self.expert_elements)
-        self.use_copies(copied if is_kept else new(self.parameters[0], *shape))
+        self.use_copies(copied if is_kept else self.pool.new(self.parameters[0], *shape))
         if is_kept:
             self.experts.take_copies()
         else:
             self.messages: _Messages | None = self.new_messages()
         self.copy_sums = []
         self.chunks_left = len(self.pass_plan.chunks)
-        if self.stages.frozen_copies:
-            return
-        of_copies = parameters_in(self.copied, self.parameters)
-        self.copy_sums = [GradientSum(each, self.chunks_left, new) for each in of_copies]
-        self.copied_gradients = new(self.parameters[0], *shape)
-        self.home_sent = self.copied_gradients.view(-1)
-        if hosted.relays:
-            self.relay_sent = self.buffer_for(hosted.completed)
-            self.relay_arrived = self.buffer_for(hosted.relayed)
-            self.home_sent = self.buffer_for(hosted.gathered)
-        self.home_arrived = self.buffer_for(hosted.scattered)
+        if not self.stages.frozen_copies:
+            self._make_sums()
+
+    @functools.cached_property
+    def trained(self) -> list[int]:
+        """The places, among ``parameters``, of those whose gradients are sent to the experts' owners."""
+        return [at for at in self.stacked if self.hosted.trained[at]]
+
+    def trained_parameters(self) -> list[Tensor]:
+        """Returns the parameters whose gradients are sent to the experts' owners, (E_local, ...) each."""
+        return [self.parameters[at] for at in self.trained]
+
+    @functools.cached_property
+    def gradient_elements(self) -> int:
+        """G, the number of an expert's gradients that are sent to its owner."""
+        return elements_of_expert(self.trained_parameters())
+
+    def _make_sums(self) -> None:
+        """Allocates the gradients of the copies, and the sums over chunks from which they come.
+
+        If the sums have the dtype of the gradients, both are the same memory.
+        """
+        new = self.pool.new
+        self.copied_gradients = new(self.parameters[0], len(self.hosted.hosted), self.gradient_elements)
+        self.copy_sums = list(self.sums)
+        views = parameters_in(self.copied_gradients, self.trained_parameters())
+        for at in self.stacked:
+            self.copy_sums[at] = None
+        for at, view in zip(self.trained, views, strict=True):
+            memory = new if view.is_cuda else functools.partial(_reuse_memory, view)
+            self.copy_sums[at] = GradientSum(view, self.chunks_left, memory)
 
     def compute(self, i: int) -> None:
         self.complete_copies()
@@ -317,17 +369,33 @@ class CopiesBackward(_WithCopies, Backward):
     def copy_wgrad(self, i: int) -> None:
         """Computes the gradients of the copies' parameters from chunk i, and adds them up (task KW).
 
-        After the last chunk, the sums are copied to `copied_gradients`, one row for each copy.
+        After the last chunk, the sums are in `copied_gradients`, one row for each copy, and the messages that
+        send them have memory.
         """
         unit = (i, "")
         self.experts.copy_gradient(self.pending[unit], self.groups(unit), self.copy_sums)
         self.chunks_left -= 1
-        if self.chunks_left == 0:
-            for target in parameters_in(self.copied_gradients, self.parameters):
-                target.copy_(self.copy_sums.pop(0).result())
+        if self.chunks_left:
+            return
+        views = parameters_in(self.copied_gradients, self.trained_parameters())
+        for at, target in zip(self.trained, views, strict=True):
+            total = self.copy_sums[at]
+            assert total is not None
+            gradient = total.result()
+            if gradient.data_ptr() != target.data_ptr():
+                target.copy_(gradient)
+            self.copy_sums[at] = None
+        hosted = self.hosted
+        elements = self.gradient_elements
+        self.home_sent = self.copied_gradients.view(-1)
+        if hosted.relays:
+            self.relay_sent = self.buffer_for(hosted.completed, elements)
+            self.relay_arrived = self.buffer_for(hosted.relayed, elements)
+            self.home_sent = self.buffer_for(hosted.gathered, elements)
+        self.home_arrived = self.buffer_for(hosted.scattered, elements)
 
     def gradient_of_copy(self, expert: int) -> Tensor:
-        """Returns the gradient, (P,) for P numbers, of a copy that this rank hosts.
+        """Returns the gradient, (G,) for G numbers, of a copy that this rank hosts.
 
         expert: the number, among all experts, of the expert that was copied.
         """
@@ -341,8 +409,11 @@ class CopiesBackward(_WithCopies, Backward):
         """
         hosted = self.hosted
         assert self.relay_sent is not None and self.relay_arrived is not None
-        self.pack(hosted.completed, lambda expert: [self.gradient_of_copy(expert)], self.relay_sent)
-        return self.exchange_parts(self.relay_sent, hosted.completed, self.relay_arrived, hosted.relayed)
+        elements = self.gradient_elements
+        self.pack(hosted.completed, lambda expert: [self.gradient_of_copy(expert)], self.relay_sent, elements)
+        return self.exchange_parts(
+            self.relay_sent, hosted.completed, self.relay_arrived, hosted.relayed, elements
+        )
 
     def copy_gradients(self, _: int) -> dist.Work | None:
         """Starts the all-to-all that sends gradients of copies to the ranks that own the experts (task VG).
@@ -353,7 +424,9 @@ class CopiesBackward(_WithCopies, Backward):
         hosted = self.hosted
         if self.relay_arrived is not None:
             self._sum_own_parts(self.relay_arrived)
-        return self.exchange_parts(self.home_sent, hosted.gathered, self.home_arrived, hosted.scattered)
+        return self.exchange_parts(
+            self.home_sent, hosted.gathered, self.home_arrived, hosted.scattered, self.gradient_elements
+        )
 
     def _sum_own_parts(self, arrived: Tensor) -> None:
         """Sums gradients of copies over all hosts of an expert, and writes the sums into the owner's message.
@@ -366,7 +439,7 @@ class CopiesBackward(_WithCopies, Backward):
         """
         hosted = self.hosted
         wide = torch.promote_types(arrived.dtype, torch.float32)
-        num_elements = self.expert_elements
+        num_elements = self.gradient_elements
         sums: dict[int, Tensor] = {}
         for part in hosted.gathered:
             own = self.gradient_of_copy(part.expert)[part.of(num_elements)]
@@ -382,18 +455,41 @@ class CopiesBackward(_WithCopies, Backward):
     def add_gradients(self, _: int) -> None:
         """Adds the gradients of copies to the gradients of this rank's own experts (task VA)."""
         hosted = self.hosted
-        sizes = [part.of(self.expert_elements) for part in hosted.scattered]
+        sizes = [part.of(self.gradient_elements) for part in hosted.scattered]
         messages = self.home_arrived.split_with_sizes([of.stop - of.start for of in sizes])
-        row = self.home_arrived.new_empty(1, self.expert_elements)
-        gradients = parameters_in(row, self.parameters)
+        of_expert: dict[int, list[Tensor]] = {}
+        for part, message in sorted(
+            zip(hosted.scattered, messages, strict=True), key=lambda pair: pair[0].number
+        ):
+            of_expert.setdefault(part.expert, []).append(message)
         for expert in hosted.sent_experts:
-            for part, of_expert, message in zip(hosted.scattered, sizes, messages, strict=True):
-                if part.expert == expert:
-                    row[0, of_expert] = message
+            parts = of_expert[expert]
+            row = parts[0] if len(parts) == 1 else torch.cat(parts)
             place = expert - hosted.rank * hosted.num_local
-            for total, gradient in zip(self.sums, gradients, strict=True):
+            gradients = parameters_in(row.view(1, -1), self.trained_parameters())
+            for at, gradient in zip(self.trained, gradients, strict=True):
+                total = self.sums[at]
                 if total is not None:
                     total.add_expert(place, gradient[0])
+
+
+def elements_of_expert(parameters: Sequence[Tensor]) -> int:
+    """Returns the number of elements that one expert has of parameters of several experts.
+
+    parameters: (E_local, ...) each, for E_local experts.
+    """
+    return sum(parameter.shape[1:].numel() for parameter in parameters)
+
+
+def _reuse_memory(memory: Tensor, _: Tensor, *shape: int) -> Tensor:
+    """Returns ``memory``, where `GradientSum` asks for new memory of a shape.
+
+    memory: the memory.
+    _: the tensor whose dtype and device are asked for; ``memory`` has the same.
+    shape: the shape that is asked for, that of ``memory``.
+    """
+    assert memory.shape == shape
+    return memory
 
 
 def parameters_in(rows: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

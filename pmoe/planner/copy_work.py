@@ -1,0 +1,136 @@
+"""The work that copies of busy experts add to a call, from which a step's seconds are simulated.
+
+With C copies of an expert, an expert's weights are sent in C parts (`pmoe.engine.plan.copies`):
+
+    V, VG      the owner sends or receives the whole expert, each host one part of C
+    VR, VGR    each host sends and receives C - 1 parts of C
+
+A message takes as long as its busiest rank. So the work is that of the rank which sends or receives most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pmoe.planner.copies import CopyPlan
+from pmoe.schedule.restore import CopiesFate, Restore
+from pmoe.schedule.tasks import Kind, PassDirection, Stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyWork:
+    """The work that copies of busy experts add to a call: messages, and products of other experts.
+
+    All ranks have equal numbers. `of` rounds them up, so that calls with similar loads have equal numbers.
+
+    scattered: how many experts' weights the busiest rank sends or receives in task V, and how many experts'
+        gradients in task VG; 0 without copies.
+    relayed: the same for tasks VR and VGR; 0 if no expert has several copies.
+    computed: the largest fraction of a rank's rows that its copies compute.
+    is_sent: whether the weights are sent. They are not if the ranks have them from an earlier call.
+    stays: whether the copies stay for later calls. Backward then sends no weights again.
+    learned: the fraction of a copy's weights whose gradients are sent; 0 if experts are frozen.
+    """
+
+    scattered: float = 0.0
+    relayed: float = 0.0
+    computed: float = 0.0
+    is_sent: bool = True
+    stays: bool = False
+    learned: float = 1.0
+
+    @staticmethod
+    def of(plan: CopyPlan, *, is_sent: bool, stays: bool, learned: float) -> CopyWork:
+        """Returns the work of a plan of copies.
+
+        The numbers of experts are rounded up to powers of two, the fraction of rows to halves.
+
+        plan: the copies. Its largest time of a rank stands for the rows of each rank.
+        is_sent, stays, learned: as in the class.
+        """
+        sent = Counter[int]()
+        received = dict[int, float]()
+        relayed = dict[int, float]()
+        rows = Counter[int]()
+        for (owner, _), *hosts in plan.hosts.values():
+            sent[owner] += 1
+            part = 1 / len(hosts)
+            for rank, of_rank in hosts:
+                received[rank] = received.get(rank, 0.0) + part
+                relayed[rank] = relayed.get(rank, 0.0) + 1 - part
+                rows[rank] += of_rank
+        if not sent:
+            return NO_COPIES
+        share = max(rows.values()) / max(plan.after, 1)
+        return CopyWork(
+            scattered=_power_of_two(max(*sent.values(), *received.values())),
+            relayed=_power_of_two(max(relayed.values())),
+            computed=min(math.ceil(2 * share) / 2, 1.0),
+            is_sent=is_sent,
+            stays=stays,
+            learned=learned,
+        )
+
+    def in_stages(self, stages: Stages, restore: Restore | None) -> Stages:
+        """Returns the stages of a layer with those of the copies; the same stages without copies.
+
+        stages: the stages of the layer without copies.
+        restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
+            weights are sent again too. None if the layer has no ring slots.
+        """
+        if not self.scattered:
+            return stages
+        fate: CopiesFate = "keep"
+        if not self.is_sent:
+            fate = "present"
+        elif restore is not None and restore.dispatched == "communicate" and not self.stays:
+            fate = "communicate"
+        return replace(stages, copies=fate, relays_copies=self.relayed > 0, frozen_copies=not self.learned)
+
+    def experts_sent(self, direction: PassDirection, restore: Restore) -> float:
+        """Returns how many experts' weights and gradients the busiest rank sends or receives in a pass.
+
+        direction: "forward" or "backward".
+        restore: the restore pair (`in_stages`).
+        """
+        stages = self.in_stages(Stages(local=True, remote=True), restore)
+        messages = float(stages.sends_copies(direction)) + (direction == "backward") * self.learned
+        return messages * (self.scattered + self.relayed)
+
+    def message_seconds(self, message: Callable[[float], float]) -> dict[Kind, float]:
+        """Returns the seconds of each kind of task that sends weights or gradients of copies.
+
+        Without copies the result is empty.
+
+        message: function from a number of experts to the seconds of a message with their weights.
+        """
+        if not self.scattered:
+            return {}
+        return {
+            Kind.COPY_WEIGHTS: message(self.scattered),
+            Kind.RELAY_WEIGHTS: message(self.relayed),
+            Kind.COPY_GRADIENTS: message(self.learned * self.scattered),
+            Kind.RELAY_GRADIENTS: message(self.learned * self.relayed),
+        }
+
+    def shared_wgrad(self, seconds: float) -> dict[Kind, float]:
+        """Divides the seconds of a chunk's weight gradients between own experts (W) and copies (KW).
+
+        The rank whose copies compute most rows counts, because gradients go home (VG) after its last KW.
+
+        seconds: seconds of the weight gradients of all rows that a chunk has received.
+        """
+        of_copies = self.computed * seconds * bool(self.learned)
+        return {Kind.WGRAD: seconds - of_copies, Kind.COPY_WGRAD: of_copies}
+
+
+NO_COPIES = CopyWork()
+"""The work of a call without copies."""
+
+
+def _power_of_two(number: float) -> float:
+    """Returns the smallest power of two that is at least a number, up to errors of rounding; 0 for 0."""
+    return 2.0 ** math.ceil(math.log2(round(number, 6))) if number else 0.0

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_kind, check_not_negative, check_positive
 from pmoe.experts import seeded
+from pmoe.experts.dtensor_layout import check_gathered
 from pmoe.experts.lora import check_no_adapters
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
-from pmoe.training.sharded_experts import check_gathered
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
 """Names of the linear layers of a dense module, for plain experts (1) and for gated experts (2).

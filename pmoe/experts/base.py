@@ -234,7 +234,7 @@ class Experts(nn.Module, abc.ABC):
     """
     setting = ""
     """Words for a setting of the experts that may change between calls, such as the adapter in use."""
-    factor = 1.0
+    factor: float = 1.0
     """The factor by which a call multiplies some parameters."""
     num_scaled = 0
     """The number of elements of parameters that a call copies, to multiply them by a factor."""

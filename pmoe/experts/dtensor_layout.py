@@ -184,3 +184,24 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def is_gathered(experts: Any) -> bool:
+    """Returns whether this rank has whole experts now: they are not sharded, or FSDP2 has gathered them.
+
+    experts: this rank's experts (a `pmoe.Experts`).
+    """
+    return all(
+        tuple(getattr(experts, name).placements) == experts.placements[name] for name in experts.copy_parts
+    )
+
+
+def check_gathered(experts: Any, name: str, cure: str) -> None:
+    """Raises ValueError if this rank has only its part of experts that FSDP2 shards over their copies.
+
+    experts: this rank's experts (a `pmoe.Experts`).
+    name: name of the layer, for the message.
+    cure: what to do, for the message.
+    """
+    if not is_gathered(experts):
+        raise ValueError(f"{name} (with shard_experts) must have whole experts on each rank: {cure}")

@@ -205,9 +205,9 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
 
 run_and_keep.register_autograd(_backward, setup_context=_save)
 
-for operator in (run_and_keep, run_backward):
-    # These operators communicate, so all ranks must run them in one order: that of the model's calls.
-    operator.register_effect(EffectType.ORDERED)
+# These operators communicate, so all ranks must run them in one order: that of the model's calls.
+run_and_keep.register_effect(EffectType.ORDERED)
+run_backward.register_effect(EffectType.ORDERED)
 
 WITHOUT_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 """Dispatch keys that PyTorch excludes while an operator's own code runs, so that it records no graph."""

@@ -469,6 +469,8 @@ def _backward_work(
         trained = min(_largest_weight(sizes), sizes.trained_parameters)
         one_expert = trained // (sizes.num_experts // sizes.ep_size)
         widened = max(_widened_rows(sizes, backward), one_expert * (sizes.element_size + WIDE))
+        if sizes.columns.graph:  # an expert's gradient is computed block by block, beside the rows of a block
+            unit += one_expert * WIDE
     largest = max(
         buffers.computing + max(products, _graph(sizes, backward), widened),
         buffers.staying + products_that_stay,

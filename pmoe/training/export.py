@@ -32,12 +32,13 @@ from pmoe.comm.agreement import all_fail_together, digest, largest, same
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.convert import LAYOUTS, Layout, LayoutName, parts_of
+from pmoe.experts.dtensor_layout import is_gathered
 from pmoe.experts.lora import check_no_adapters
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 from pmoe.text import parse_bytes
-from pmoe.training.sharded_experts import is_gathered, whole_parameter
+from pmoe.training.sharded_experts import whole_parameter
 
 Item = tuple[str, int | None, Tensor]
 """A tensor of an export: its name, the number of its expert (None if it belongs to none), and the tensor."""

@@ -164,16 +164,6 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
     experts.mark_parameters()
 
 
-def is_gathered(experts: Experts) -> bool:
-    """Returns whether this rank has whole experts now: they are not sharded, or FSDP2 has gathered them.
-
-    experts: this rank's experts.
-    """
-    return all(
-        tuple(getattr(experts, name).placements) == experts.placements[name] for name in experts.copy_parts
-    )
-
-
 @torch.no_grad()
 def whole_parameter(experts: Experts, name: str) -> Tensor:
     """Returns the whole of a parameter that FSDP2 shards over copies, (E_local, ...). Collective over copies.
@@ -198,17 +188,6 @@ def whole_parameter(experts: Experts, name: str) -> Tensor:
     with at_stage("gathering experts from their copies", ranks):
         dist.all_gather(parts, own, group=ranks.group)
     return torch.cat(parts, dim)
-
-
-def check_gathered(experts: Experts, name: str, cure: str) -> None:
-    """Raises ValueError if this rank has only its part of experts that FSDP2 shards over their copies.
-
-    experts: this rank's experts.
-    name: name of the layer, for the message.
-    cure: what to do, for the message.
-    """
-    if not is_gathered(experts):
-        raise ValueError(f"{name} (with shard_experts) must have whole experts on each rank: {cure}")
 
 
 def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, list[int]]:

@@ -71,7 +71,7 @@ def taking(pair_of: dict[int, tuple[int, int]] | tuple[int, int]) -> Iterator[No
         counts.
     """
 
-    def costs(modules: Any, rows_TM: Tensor, num_tokens: int, restore: Any, most_bytes: Any = None) -> Takes:
+    def costs(modules: Any, rows_TM: Tensor, num_tokens: int, restore: Any, *others: Any) -> Takes:
         if isinstance(pair_of, tuple):
             return Takes(pair_of)
         return Takes(pair_of[min(limit for limit in pair_of if limit >= num_tokens)])

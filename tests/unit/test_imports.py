@@ -37,8 +37,9 @@ FLOORS: list[set[str]] = [
     {"pmoe.arguments", "pmoe.text", "pmoe.warn"},
 ]
 # Imports that do not point downwards. The stages of one floor know nothing of each other. pmoe/__init__.py
-# imports `stats` at its first use; what stands in the file is for type checkers alone.
-NEIGHBOURS: set[tuple[str, str]] = {("pmoe", "pmoe.integrations")}
+# imports `stats` at its first use; what stands in the file is for type checkers alone. A layer
+# imports the file in which it is one operator of a graph only where torch.compile traces it.
+NEIGHBOURS: set[tuple[str, str]] = {("pmoe", "pmoe.integrations"), ("pmoe.layer", "pmoe.graph")}
 
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 

@@ -260,6 +260,7 @@ class CudaBackward(_OnCuda, Backward):
 
     grad_of_piece: dict[int, Tensor]
     grad_by_number: Tensor | None
+    grad_weight_home: Tensor
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         super().__init__(plan, grad_TM, saved)

@@ -75,8 +75,9 @@ def unlike(got: Tensor, wanted: Tensor) -> str | None:
 # ---- permutes
 
 
-def check_permutes(path: str) -> None:
-    demand_nothing(find_permutes(this_machine(path)))
+def check_moves(path: str) -> None:
+    machine = this_machine(path)
+    demand_nothing(find_permutes(machine) | find_messages(machine) | find_counts(machine))
 
 
 def find_permutes(
@@ -145,10 +146,6 @@ def find_permutes(
 # ---- messages of a wire
 
 
-def check_messages(path: str) -> None:
-    demand_nothing(find_messages(this_machine(path)))
-
-
 def find_messages(
     machine: Machine, num_tokens: int = 300, top_k: int = 2, columns: int = 1160
 ) -> dict[str, str | None]:
@@ -213,10 +210,6 @@ def find_messages(
 
 
 # ---- row counts
-
-
-def check_counts(path: str) -> None:
-    demand_nothing(find_counts(this_machine(path)))
 
 
 def find_counts(

@@ -82,19 +82,10 @@ def moving_steps() -> list[Step]:
             look="cuda/route/choose.cuh (experts, weights), place.cuh (positions, counts); F2 where it hung",
         ),
         Step(
-            name="permutes", run=f"{HERE}moving:check_permutes {AMPERE}", needs=("extension",),
-            means="rows, sums or dots are wrong: the message names which of the launches",
-            look="cuda/permute/kernel.cuh, layout.h",
-        ),
-        Step(
-            name="messages", run=f"{HERE}moving:check_messages {AMPERE}", needs=("extension",),
-            means="rows in e4m3 are not those of the CPU to the bit: the message names packing or unpacking",
-            look="cuda/wire/kernel.cuh; cuda/common/e4m3.h, its instructions of 8.9 and later; division",
-        ),
-        Step(
-            name="row counts", run=f"{HERE}moving:check_counts {AMPERE}", needs=("extension",),
-            means="messages, what ranks agree on, or the orders of rows are wrong: the message names which",
-            look="cuda/counts/kernel.cuh, layout.h; a layer of several ranks then sorts rows wrongly",
+            name="permutes, messages and row counts", run=f"{HERE}moving:check_moves {AMPERE}",
+            needs=("extension",),
+            means="rows, sums, dots, rows in e4m3, or orders of rows are wrong: the message names the launch",
+            look="cuda/permute/kernel.cuh; cuda/wire/kernel.cuh, cuda/common/e4m3.h; cuda/counts/kernel.cuh",
         ),
     ]  # fmt: skip
 

@@ -176,6 +176,7 @@ def test_they_are_equal_however_the_pipeline_runs(
     assert_same_step(saved("gpt-oss"), "gpt-oss", SPREAD, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [SPREAD, SHARED], ids=["own batches", "one batch"])
 def test_compiled_models_are_equal_too(spread: dict[str, Any], saved: Callable[[str], Path]) -> None:
     assert_same_step(saved("Mixtral"), "Mixtral", spread, {"compiled": True, **QUICK})

@@ -14,8 +14,8 @@ RANKS = (
         name="fault-flag-forgotten",
         breaks="a fault is known to the rank that has it, and the others go on",
         file=COUNTS,
-        old="        header = headers.amax(0)\n",
-        new="        header = headers[self._ranks.rank]\n",
+        old="        codes = headers[:, 1].tolist()\n",
+        new="        codes = [c * (r == self._ranks.rank) for r, c in enumerate(headers[:, 1].tolist())]\n",
         tests="tests/gloo/test_faults.py -k fault",
     ),
     Plant(

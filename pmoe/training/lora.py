@@ -313,8 +313,9 @@ def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
     layer_name, layer: the layer, and its name for the message.
     name: the name of the adapter.
 
-    Raises ValueError if they have no such adapter.
+    Raises TypeError if the name is no text, ValueError if they have no such adapter.
     """
+    check_kind(str, "the name of an adapter", name=name)
     experts = _lora_experts(layer)
     names = [] if experts is None else list(experts.adapters)
     if experts is None or name not in names:

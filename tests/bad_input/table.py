@@ -104,7 +104,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "shared": FLAG, "name": NOTHING,
     },
     "use_lora": {"model": NOTHING, "name": NOTHING},
-    "disable_lora": {"model": "module"},
+    "disable_lora": {"model": NOTHING},
     "merge_lora": {"model": NOTHING, "name": NONE},
     "unmerge_lora": {"model": NOTHING, "merged": NOTHING},
     "remove_lora": {"model": NOTHING, "name": NONE},

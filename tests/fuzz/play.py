@@ -481,8 +481,8 @@ def _played(rank: int, world: int, case: Case) -> list[str]:
 def differences(case: Case, got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> Iterator[str]:
     narrow = any(call.autocast for call in case.calls)
     kind = "bfloat16" if narrow else case.dtype
-    # Small sums of large numbers: what a number is rounded by is that of those. Where a LayerNorm has one column,
-    # its scale's gradient is rounding and nothing else.
+    # Small sums of large numbers: what a number is rounded by is that of those. Where a LayerNorm has one
+    # column, its scale's gradient is rounding and nothing else.
     share = {"bfloat16": 1, "float32": 1e-2, "float64": 1e-3}[kind]
     if case.options.get("expert") == "normed" and case.options.get("d_model") == 1:
         share *= 10

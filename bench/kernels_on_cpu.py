@@ -373,7 +373,9 @@ def _order_rows(
 
     counts_WFE: the rows by source rank, bin and expert.
     """
-    num_ranks, num_bins, num_experts = len(counts_WFE), len(counts_WFE[0]), len(counts_WFE[0][0])
+    num_ranks = len(counts_WFE)
+    num_bins = len(counts_WFE[0])
+    num_experts = len(counts_WFE[0][0])
     width = num_bins // chunks
     next_in_chunk = [0] * chunks
     rows = []

@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(kThreads)
                        const Rows second_b) {
   const unsigned blocks = gridDim.x / 2;
   const bool is_second = blockIdx.x >= blocks;
-  // By numbers: a choice between two arguments of the kernel would copy both to the stack.
+  // The addresses and strides are chosen one by one. If the code chose between whole arguments of the kernel,
+  // the compiler would copy both arguments to the stack.
   const Rows from = {is_second ? second_a.base : a.base, is_second ? second_a.stride_bytes : a.stride_bytes};
   const Rows to = {is_second ? second_b.base : b.base, is_second ? second_b.stride_bytes : b.stride_bytes};
   permute_block<float, false>(cut, slots, from, to, is_second ? blockIdx.x - blocks : blockIdx.x);

@@ -257,7 +257,7 @@ def _measure_part(
 def _part_with_room(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
 ) -> tuple[float, TrialBatch] | None:
-    """Returns a batch with the first tokens only, as many as fit into the allowed memory. Collective.
+    """Returns the largest batch of first tokens that fits into the allowed memory. Collective.
 
     A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
     is None if ``share`` of the tokens are fewer than `MIN_TOKENS`.

@@ -213,7 +213,7 @@ class Experts(nn.Module, abc.ABC):
     are_equal = False
     """Whether all ranks' experts were equal when last compared, or were copied from one dense network."""
     copy_parts: Mapping[str, tuple[int, Shard]] = {}
-    """By parameter name: the dimension that FSDP2 shards over copies, and this rank's part of it.
+    """For each parameter's name, the dimension that FSDP2 shards over copies, and this rank's part of it.
 
     Empty if FSDP2 does not shard the experts. `pmoe.parallelize` sets it.
     """

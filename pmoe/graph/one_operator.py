@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from pmoe.call.decision import LastCall, LastRowCounts, RunReport
 from pmoe.call.operator_kinds import KINDS, OperatorKind
+from pmoe.experts.operands import local_part
 from pmoe.graph.operators import LAYERS, number_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
     inputs: the module's inputs.
     """
     grad = torch.is_grad_enabled()
-    parameters = [_local(each) for each in module.parameters() if grad and each.requires_grad]
+    # `local_part` would cut the graph of autograd here.
+    parameters = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for each in module.parameters()
+        if grad and each.requires_grad
+    ]
     given = [each for each in inputs if each is not None]
     is_given = [each is not None for each in inputs]
     needs_grad = [grad and each.requires_grad for each in given]
@@ -71,11 +77,6 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
         kind, _number(module), given, is_given, parameters, needs_grad, autocast
     )
     return results[:-1]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor that this rank has: of a DTensor its local tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -243,10 +244,10 @@ def _laid_out(gradient: Tensor | None, source: Tensor) -> Tensor:
 
     gradient, source: a gradient and its tensor. Both may be DTensors.
     """
-    like = _local(source)
+    like = local_part(source)
     if gradient is None:
         return torch.zeros_like(like)
-    local = _local(gradient)
+    local = local_part(gradient)
     return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)
 
 

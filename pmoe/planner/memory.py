@@ -158,7 +158,8 @@ def predict(
         + small
         + _gate_gradients(sizes, call)
     )
-    # Of sharded experts a rank keeps a part of the gradient. The message from which it came is freed later.
+    # A rank keeps its part of the gradient of sharded experts. FSDP2 frees the message of the whole gradient
+    # later.
     experts = sizes.trained_parameters // max(sizes.shared_over, 1)
     trained = experts + sizes.shared_parameters + around.parameters
     reduction = sizes.trained_parameters * (sizes.shared_over > 1)

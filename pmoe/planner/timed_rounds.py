@@ -53,8 +53,8 @@ USUAL_RUNS = 2
 LOWER_MEDIAN = 1.2
 """Standard error of the lower median of r runs, times sqrt(r), for runs with standard deviation 1.
 
-Of two middle values, the lower median is the smaller. A simulation of normal distributions gives 1.17, 1.17,
-1.20 and 1.20 for r = 2, 3, 4 and 5.
+The lower median is the smaller of the two middle values, if their number is even. A simulation of normal
+distributions gives 1.17, 1.17, 1.20 and 1.20 for r = 2, 3, 4 and 5.
 """
 
 

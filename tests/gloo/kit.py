@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -100,3 +101,14 @@ def part_of(whole: dict[str, Tensor], name: str, rank: int, world: int) -> Tenso
     if numbered:
         return whole[f"experts.local.{int(numbered[1]) + rank * local}{numbered[2]}"]
     return whole[name][rank * local : (rank + 1) * local] if name.startswith("experts.") else whole[name]
+
+
+@torch.no_grad()
+def take_all_experts(whole: MoELayer, layer: MoELayer, world: int) -> None:
+    """Copies the gate and the experts of all ranks into a layer that has all experts. Collective."""
+    whole.gate.weight.copy_(layer.gate.weight)
+    for name, parameter in whole.experts.named_parameters():
+        own = layer.experts.get_parameter(name).detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(parts, own)
+        parameter.copy_(torch.cat(parts))

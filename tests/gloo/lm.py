@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -112,3 +113,18 @@ def alone(**options: Any) -> Model:
     """Builds a model with a group of this rank only, so that each rank has all experts."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return build(None, torch.float64, group=groups[dist.get_rank()], **options)
+
+
+def backward_passes(wrapped: nn.Module, wrap: str, step: int, passes: int, rank: int, world: int) -> float:
+    """Runs the passes of a step, of which the last one reduces the dense part. Returns the sum of losses."""
+    total = 0.0
+    for at in range(passes):
+        with contextlib.ExitStack() as waiting:
+            if wrap == "fsdp":
+                wrapped.set_requires_gradient_sync(at == passes - 1)
+            elif at < passes - 1:
+                waiting.enter_context(wrapped.no_sync())
+            loss = loss_of(wrapped, batch(passes * step + at, world).chunk(world)[rank]) / passes
+            loss.backward()
+        total += loss.item()
+    return total

@@ -21,7 +21,7 @@ from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
 from pmoe.schedule.restore import NARROW_PAIRS
 from pmoe.schedule.wire import message_bytes
-from tests.gloo.kit import TOKENS, build
+from tests.gloo.kit import TOKENS, build, take_all_experts
 from tests.gloo.test_footprint import step_bytes
 from tests.gloo.test_wire import DTYPES, WIDTHS, decibels, rounded, step
 from tests.kit import assert_same, tokens
@@ -237,13 +237,7 @@ def definition_job(rank: int, world: int, pair: Restore) -> None:
             parameter.copy_((parameter * 64).round() / 8 if name in ("w1", "b1") else parameter)
     found = step(layer, x)
     wide = build(d_model=130, d_hidden=150, group=Ranks.single(), pipeline=1)
-    with torch.no_grad():
-        wide.gate.weight.copy_(layer.gate.weight)
-        for name, parameter in wide.experts.named_parameters():
-            own = layer.experts.get_parameter(name).detach().contiguous()
-            whole = [torch.empty_like(own) for _ in range(world)]
-            dist.all_gather(whole, own)
-            parameter.copy_(torch.cat(whole))
+    take_all_experts(wide, layer, world)
     leaf = x.double().requires_grad_()
     routing = wide.gate(leaf)
     rows = []

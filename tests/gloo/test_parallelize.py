@@ -4,7 +4,6 @@ process.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
@@ -27,6 +26,7 @@ from tests.gloo.lm import (
     SLOW_IMPORT,
     Model,
     alone,
+    backward_passes,
     batch,
     build,
     loss_of,
@@ -73,16 +73,7 @@ def trained(
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        total = 0.0
-        for at in range(passes):  # the dense part is reduced in the last, experts in each
-            with contextlib.ExitStack() as waiting:
-                if wrap == "fsdp":
-                    wrapped.set_requires_gradient_sync(at == passes - 1)
-                elif at < passes - 1:
-                    waiting.enter_context(wrapped.no_sync())
-                loss = loss_of(wrapped, batch(passes * step + at, world).chunk(world)[rank]) / passes
-                loss.backward()
-            total += loss.item()
+        total = backward_passes(wrapped, wrap, step, passes, rank, world)
         norms.append(pmoe.clip_grad_norm_(wrapped, MAX_NORM).item())
         optimizer.step()
         losses.append(total)

@@ -33,7 +33,18 @@ import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
 from tests.gloo.kit import error_of
-from tests.gloo.lm import SLOW_IMPORT, Model, batch, build, loss_of, make_mesh, shared, submesh, whole
+from tests.gloo.lm import (
+    SLOW_IMPORT,
+    Model,
+    backward_passes,
+    batch,
+    build,
+    loss_of,
+    make_mesh,
+    shared,
+    submesh,
+    whole,
+)
 from tests.gloo.test_footprint import step_bytes
 from tests.own_experts import mlp
 from tests.pool import ranks
@@ -50,21 +61,6 @@ def parallelized(
     return pmoe.parallelize(model, mesh, shard_experts=shard_experts)
 
 
-def backward(wrapped: nn.Module, wrap: str, step: int, passes: int, rank: int, world: int) -> float:
-    """Runs the passes of a step, of which the last one reduces the dense part. Returns the sum of losses."""
-    total = 0.0
-    for at in range(passes):
-        with contextlib.ExitStack() as waiting:
-            if wrap == "fsdp":
-                wrapped.set_requires_gradient_sync(at == passes - 1)
-            elif at < passes - 1:
-                waiting.enter_context(wrapped.no_sync())
-            loss = loss_of(wrapped, batch(passes * step + at, world).chunk(world)[rank]) / passes
-            loss.backward()
-        total += loss.item()
-    return total
-
-
 def trained(
     rank: int, world: int, sizes: dict[str, int], shard_experts: Any, wrap: str, passes: int, expert: str
 ) -> dict[str, Any]:
@@ -75,7 +71,7 @@ def trained(
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
         optimizer.zero_grad()
-        found["losses"].append(backward(wrapped, wrap, step, passes, rank, world))
+        found["losses"].append(backward_passes(wrapped, wrap, step, passes, rank, world))
         if step == 0:
             found["gradients"] = {name: whole(each.grad).clone() for name, each in model.named_parameters()}
             found["held"] = {
@@ -161,7 +157,7 @@ def policies(rank: int, world: int) -> dict[str, Any]:
         losses = []
         for step in range(3):
             optimizer.zero_grad()
-            losses.append(backward(wrapped, "ddp", step, 1, rank, world))
+            losses.append(backward_passes(wrapped, "ddp", step, 1, rank, world))
             optimizer.step()
         with torch.no_grad():
             losses.append(loss_of(wrapped, batch(3, world).chunk(world)[rank]).item())

@@ -22,7 +22,7 @@ from pmoe.comm.base import FlatAllToAll, RowCounts
 from pmoe.comm.ranks import Ranks
 from pmoe.schedule.restore import ALL_PAIRS, parse_restore
 from pmoe.schedule.wire import message_bytes
-from tests.gloo.kit import TOKENS, build
+from tests.gloo.kit import TOKENS, build, take_all_experts
 from tests.kit import assert_same, loss_of, tokens
 from tests.own_experts import mlp
 from tests.pool import ranks
@@ -170,13 +170,7 @@ def definition_job(rank: int, world: int, wires: tuple[str | None, ...]) -> None
     found = step(layer, x)
     assert found["y"].shape == x.shape
     wide = build(d_model=130, group=Ranks.single(), pipeline=1)
-    with torch.no_grad():
-        wide.gate.weight.copy_(layer.gate.weight)
-        for name, parameter in wide.experts.named_parameters():
-            own = layer.experts.get_parameter(name).detach().contiguous()
-            whole = [torch.empty_like(own) for _ in range(world)]
-            dist.all_gather(whole, own)
-            parameter.copy_(torch.cat(whole))
+    take_all_experts(wide, layer, world)
     leaf = x.double().requires_grad_()
     routing = wide.gate(leaf)
     # Straight through: the value of the rounded row, the gradient of the row.

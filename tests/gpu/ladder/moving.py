@@ -216,7 +216,7 @@ def find_counts(
     machine: Machine, num_ranks: int = 5, num_bins: int = 8, num_experts: int = 3
 ) -> dict[str, str | None]:
     """The three launches, against the plain definition (`bench.kernels_on_cpu`)."""
-    num_ranks, num_bins, num_experts = sizes = (5, 8, 3)
+    sizes = (num_ranks, num_bins, num_experts)
     random = torch.Generator().manual_seed(4)
 
     def draw(*shape: int) -> Tensor:

@@ -411,12 +411,35 @@ class Experts(nn.Module, abc.ABC):
         return read_value(self, name)
 
     def asks_for_gradients(self) -> bool:
-        """Returns whether a parameter of the experts, or a tensor that replaced one, requires a gradient."""
+        """Returns whether the next call needs gradients of a parameter, or of a tensor that replaced one.
+
+        The layer asks before it calls the experts, so their forward pre-hooks have not run yet.
+        """
         if any(parameter.requires_grad for parameter in self.parameters()):
             return True
         attributes = vars(self)
-        values = (attributes.get(name) for name in self.operand_names)
-        return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+        values = {name: attributes.get(name) for name in self.operand_names}
+        return any(
+            isinstance(value, Tensor) and self._will_need_gradient(name, value)
+            for name, value in values.items()
+        )
+
+    def _will_need_gradient(self, name: str, value: Tensor) -> bool:
+        """Returns whether a tensor that replaced a parameter will need a gradient in the next call.
+
+        If a forward pre-hook computes the tensor, ``value`` is still that of the last call, in which
+        requires_grad may have been different. So ``value`` counts only if no hook can compute it.
+
+        name: the attribute, such as "w1".
+        value: the attribute's value now. No parameter of the experts requires a gradient.
+        """
+        hooks = self._forward_pre_hooks.values()
+        # Hooks of torch.nn.utils.prune, weight_norm and spectral_norm compute the tensor from parameters.
+        written = (getattr(hook, "_tensor_name", getattr(hook, "name", None)) for hook in hooks)
+        if name in written:
+            return False
+        # Another hook may compute the tensor from tensors that are not parameters of the experts.
+        return bool(hooks) or value.requires_grad
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.experts import FFNExperts
@@ -427,3 +428,44 @@ def test_the_documented_way_to_more_experts_keeps_what_was_trained() -> None:
             1e3 * tokens()[:1].sign()
         )  # scored last for this token: nothing changes for it
     assert torch.allclose(wider(tokens()[:1]), layer(tokens()[:1]), atol=1e-12)
+
+
+@pytest.mark.parametrize("was_trained", [True, False])
+def test_frozen_pruned_experts_save_nothing_for_backward(was_trained: bool) -> None:
+    # Pruning leaves the w1 of the last call in the experts, with requires_grad of that time. The first pass
+    # of a checkpoint took it for a weight that needs a gradient, and saved tensors that the second did not.
+    layer = build()
+    prune.l1_unstructured(layer.experts, "w1", amount=0.5)
+    layer.requires_grad_(was_trained)
+    layer(tokens())
+    layer.requires_grad_(False)
+    head = nn.Linear(layer.options.d_model, 1, dtype=torch.float64)
+
+    def model(x: Tensor) -> Tensor:
+        out: Tensor = head(layer(x))
+        return out
+
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
+        layer(tokens())
+    assert not saved
+    checkpoint(model, tokens(), use_reentrant=False).sum().backward()
+    assert head.weight.grad is not None
+
+
+def test_a_hook_that_computes_a_weight_gets_gradients_after_calls_without_them() -> None:
+    scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))  # not a parameter of the layer
+    layer = build()
+    weight = layer.experts.w1.detach()
+    layer.requires_grad_(False)
+    del layer.experts.w1
+
+    def compute(experts: nn.Module, _: object) -> None:
+        experts.w1 = weight * scale
+
+    layer.experts.register_forward_pre_hook(compute)
+    with torch.no_grad():
+        layer(tokens())
+    layer(tokens()).sum().backward()
+    assert scale.grad is not None
+    assert scale.grad.abs() > 0

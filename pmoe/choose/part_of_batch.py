@@ -305,7 +305,7 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     return share_of_tokens(batch, max(peaks), min(peaks)) * batch.counts.max_tokens >= MIN_TOKENS
 
 
-def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
+def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
     """Removes the fastest choices for which some rank lacks memory, and returns the others. Collective.
 
     A trial (a timed run of both passes) on a part of the batch does not show whether the memory is enough for
@@ -340,7 +340,7 @@ def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequen
     without_room: list[Trial] = []
     for choice, peak in zip(ordered, predicted_peaks(batch, ordered), strict=True):
         trial = Trial(batch, choice)
-        if trial.has_room(ROOM * (peak - output)):
+        if trial.has_memory(ROOM * (peak - output)):
             break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))

@@ -24,7 +24,7 @@ from pmoe.choose.part_of_batch import (
     from_first_with_room,
     has_enough_tokens,
     measure_in_stages,
-    with_room,
+    with_enough_memory,
 )
 from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
 from pmoe.comm.agreement import digest, from_first
@@ -49,7 +49,7 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
     1. If earlier trials found the fastest n for this number of tokens, this n is returned. But those trials
        may have run on batches of other sizes, so a step of this batch with n might need too much memory. So
-       the memory is tested first, and if it is not enough, a larger n is returned (`n_with_room`).
+       the memory is tested first, and if it is not enough, a larger n is returned (`n_with_enough_memory`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and kept in a file if $PMOE_CACHE is set.
     3. If no trials run, `adaptive_degree` computes n from the number of rows, the same for both passes. If
@@ -77,17 +77,17 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
         )
         if degrees is not None:
             learned.keep()
-            learned.with_room[(*tested, degrees)] = degrees
+            learned.with_enough_memory[(*tested, degrees)] = degrees
             return degrees
         degrees = degrees_by_rule(batch)
         table.remember(batch.counts.max_tokens, degrees)
     key = (*tested, degrees)
-    if key not in learned.with_room:
-        learned.with_room[key] = n_with_room(batch, restore, degrees)
-    return learned.with_room[key]
+    if key not in learned.with_enough_memory:
+        learned.with_enough_memory[key] = n_with_enough_memory(batch, restore, degrees)
+    return learned.with_enough_memory[key]
 
 
-def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
+def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
     """Returns the given numbers of chunks if every rank has memory for them, else larger numbers. Collective.
 
     More chunks need less memory. To test whether a rank has enough memory, the predicted peak of a step is
@@ -175,7 +175,7 @@ def search(
     def where_there_is_room(times: Mapping[PassDegrees, PassTimes]) -> dict[PassDegrees, PassTimes]:
         measured = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
         try:
-            return by_degrees(with_room(batch, measured))
+            return by_degrees(with_enough_memory(batch, measured))
         except torch.OutOfMemoryError:
             too_large.extend(times)
             return {}
@@ -485,16 +485,16 @@ class LearnedDegrees:
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
-    with_room: results of earlier memory tests (`n_with_room`), so that none is repeated. A key of this dict
-        is (dtype of the rows, copies on a rank, rounded number of tokens, restore pair, n of both passes from
-        the table). The value is the n to use: the same n if every rank had enough memory for it, otherwise a
-        larger n. The restore pair says how backward gets the rows and the hidden activation.
+    with_enough_memory: results of earlier memory tests (`n_with_enough_memory`), so that none is repeated. A
+        key of this dict is (dtype of the rows, copies on a rank, rounded number of tokens, restore pair, n of
+        both passes from the table). The value is the n to use: the same n if every rank had enough memory for
+        it, otherwise a larger n. The restore pair says how backward gets the rows and the hidden activation.
     """
 
     key: Mapping[str, Any]
     tables: Tables = field(default_factory=dict)
     path: Path | None = None
-    with_room: dict[tuple[object, ...], PassDegrees] = field(default_factory=dict)
+    with_enough_memory: dict[tuple[object, ...], PassDegrees] = field(default_factory=dict)
 
     def table(self, dtype: torch.dtype, hosted_copies: int = 0) -> GranularityTable:
         """Returns the table for a dtype of the rows: the fastest number of chunks n by number of tokens.

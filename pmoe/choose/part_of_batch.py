@@ -247,14 +247,14 @@ def _measure_part(
         may still take.
     most_rounds: largest number of timed rounds.
     """
-    part = _part_with_room(batch, choices, share, allowed)
+    part = _part_with_memory(batch, choices, share, allowed)
     if part is None:
         return None
     share, tokens = part
     return TrialsOfPart(share, measure_trials(tokens, choices, most_rounds))
 
 
-def _part_with_room(
+def _part_with_memory(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
 ) -> tuple[float, TrialBatch] | None:
     """Returns the largest batch of first tokens that fits into the allowed memory. Collective.
@@ -321,10 +321,10 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
     Raises OutOfMemoryError on every rank if no choice is left.
     """
     ordered = sorted(measured, key=lambda choice: measured[choice].step)
-    return {choice: measured[choice] for choice in from_first_with_room(batch, ordered)}
+    return {choice: measured[choice] for choice in from_first_with_enough_memory(batch, ordered)}
 
 
-def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
+def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
     """Tests choices in order until every rank has memory for one; returns it and those after it. Collective.
 
     To test a choice, the memory of a step with it is allocated and freed again. The choices after the first
@@ -535,7 +535,7 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     [peak] = predicted_peaks(batch, [choice])
     allowed = smallest_peak(batch, [choice])
     share = share_of_tokens(batch, peak, allowed)
-    part = _part_with_room(batch, [choice], share, allowed)
+    part = _part_with_memory(batch, [choice], share, allowed)
     return None if part is None else part[1]
 
 

@@ -21,12 +21,12 @@ from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
 from pmoe.choose.part_of_batch import (
-    from_first_with_room,
+    from_first_with_enough_memory,
     has_enough_tokens,
     measure_in_stages,
     with_enough_memory,
 )
-from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
+from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_enough_memory
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
@@ -106,10 +106,10 @@ def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegre
     numbers = [(degrees.forward, degrees.backward), *((n, n) for n in larger)]
     choices = all_choices(numbers, [restore])
     try:
-        chosen = from_first_with_room(batch, choices)[0]
+        chosen = from_first_with_enough_memory(batch, choices)[0]
     except torch.OutOfMemoryError:
         every_choice = all_choices([(n, n) for n in batch.modules.options.degrees], [restore])
-        chosen = smallest_with_room(batch, every_choice)
+        chosen = smallest_with_enough_memory(batch, every_choice)
     return PassDegrees(chosen.forward, chosen.backward)
 
 
@@ -188,7 +188,7 @@ def search(
         larger = [PassDegrees(n, n) for n in numbers if n > most]
         times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
         if not times:
-            least = smallest_with_room(batch, every_choice)
+            least = smallest_with_enough_memory(batch, every_choice)
             return PassDegrees(least.forward, least.backward)
     if not times:
         return None

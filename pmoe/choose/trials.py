@@ -495,7 +495,7 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
         ) from own
 
 
-def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
+def smallest_with_enough_memory(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
     """Returns the choice with the lowest predicted peak, after testing that every rank has memory for it.
 
     The test allocates the memory of a step and frees it again. The function is for a batch for which all

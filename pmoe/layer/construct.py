@@ -115,8 +115,8 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
 def check_balance(modules: LayerModules) -> None:
     """Raises ValueError if a layer has ``balance`` and its experts cannot be copied to other ranks.
 
-    If every rank has a part of every expert, as on one rank, there is no other rank for a copy. A warning
-    then says that ``balance`` does nothing.
+    On one rank, or if every rank has a part of every expert, no other rank could use a copy. A warning then
+    says that ``balance`` does nothing.
 
     modules: the layer's modules and options.
     """

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 class Feature(str, enum.Enum):
     """A property of a layer that a layer with default options does not have.
 
-    The value of a feature is a text for error messages and warnings: why a runner or prediction does not take
-    the layer. Names in braces stand for values of the layer's options.
+    The value of a feature is the reason, in error messages and warnings, why a runner or prediction does not
+    take the layer. Names in braces stand for values of the layer's options.
     """
 
     RANKS = "rows travel between ranks"

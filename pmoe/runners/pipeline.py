@@ -197,11 +197,11 @@ def keep_for_backward(plan: Plan, state: ForwardState) -> Saved:
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs in the form in which autograd saves them, so that changes in place are detected.
 
-    Autograd raises in backward if a saved tensor was changed in place. There is one exception: experts that
-    are a user's modules, if the autograd graph of their forward pass is kept for backward. That graph itself
-    checks the parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). So these parameters
-    are saved as ``.data``, which autograd does not check. If modules run again in backward, all of their
-    parameters are needed, and autograd checks them.
+    Autograd raises an error in backward if a saved tensor was changed in place. Parameters of a user's own
+    expert modules are an exception if the autograd graph of their forward pass is kept for backward. That
+    graph itself checks the parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). So
+    these parameters are saved as ``.data``, which autograd does not check. If modules run again in backward,
+    all of their parameters are needed, and autograd checks them.
 
     plan: the plan of the call.
     inputs: the tensors of the call.
@@ -245,10 +245,10 @@ class PipelineBackward:
             return make_backward(self.plan, grad_TM, saved, _frozen_class() if is_frozen else Backward).run()
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
-        """Runs the first half of the pass: all tasks but the gradients of parameters.
+        """Runs all tasks of the pass but those that compute gradients of parameters, which run later.
 
-        If the layer's schedule cannot be halved (`InputsFirst.fits`), the whole pass runs, and the result is
-        that of ``__call__``. The arguments are those of ``__call__``.
+        If the layer's schedule cannot be divided in this way (`InputsFirst.fits`), the whole pass runs, and
+        the result is that of ``__call__``. The arguments are those of ``__call__``.
         """
         from pmoe.engine.halves import InputsFirst, all_at_once
 

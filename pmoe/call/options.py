@@ -245,8 +245,8 @@ class _HasSpec(Protocol):
 def option(name: str) -> Any:
     """Returns a property for `MoELayer` that reads the option of this name from ``layer.options``.
 
-    The property has no setter, because an assignment to it does not use it: ``MoELayer.__setattr__`` stores
-    the new value.
+    The property has no setter. If a user assigns a value to the option, Python calls
+    ``MoELayer.__setattr__``, which stores the value in ``layer.options``.
     """
 
     def read(layer: _HasSpec) -> Any:

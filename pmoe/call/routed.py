@@ -24,7 +24,7 @@ class CheckedRouting:
     is_again       whether activation checkpointing has routed the same tokens before
     kernel_routes  the result of the routing kernels, if they have routed; else None
     sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of
-                   `pmoe.ordering.sorted.sort_rows`; None if that order differs
+                   `pmoe.ordering.sorted.sort_rows`; None if they have another order
     """
 
     routing: Routing

@@ -165,8 +165,8 @@ def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
 def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: bool) -> tuple[Restore, ...]:
     """Returns the restore pairs among which pmoe chooses, for ``memory_reuse=True`` and for `pmoe plan`.
 
-    Without a budget they keep no tensor as it is, so they are S1 to S4 and, if allowed, five narrow pairs.
-    With a budget they are all pairs. Pairs that round nothing come first.
+    Without a budget these are S1 to S4 and, if ``allow`` permits them, narrow pairs. None of these has the
+    fate "keep". With a budget, pairs with "keep" are added. Pairs that round nothing come first.
 
     allow: MoELayer's argument; None leaves narrow pairs out.
     has_budget: whether a memory budget limits the choice.

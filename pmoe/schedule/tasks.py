@@ -129,8 +129,8 @@ class Task:
     """One task of a pass: some work on one chunk, on one lane.
 
     kind: the work.
-    chunk: the number of the chunk; -1 if the task is for all chunks. Rows that stay on this rank may be
-        computed for several chunks in one task; its number is then that of `piece_of`, not of a chunk.
+    chunk: the number of the chunk; -1 if the task is for all chunks. Tasks that compute rows that stay on
+        this rank are numbered by themselves (`piece_of`), because one such task may compute several chunks.
     lane: the queue in which the task runs.
     reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0".
     waits: names of earlier tasks that must end before this task starts.
@@ -194,8 +194,8 @@ class Schedule:
         These are the task's ``waits``, without those that need not be awaited: they have certainly ended when
         the other awaited tasks, and the tasks before it in its own lane, have ended.
 
-        Example: with S0 and S1 in one lane, a task that waits for both waits for S1 only. If the task before
-        it in its own lane has waited for S1, it waits for nothing.
+        Example: S0 and S1 run in one lane, and task C of another lane needs both. C waits for S1 only, which
+        ends after S0. If the task before C in C's lane has waited for S1, C waits for nothing.
         """
         place = {task.name: place for place, task in enumerate(self.tasks)}
         # For each lane, and for each task when it ends: the last task of every lane that has surely ended.
@@ -248,7 +248,7 @@ class Schedule:
 
     @functools.cached_property
     def halves(self) -> tuple[Schedule, Schedule]:
-        """This schedule as two: all tasks but the gradients of parameters (W, LW, XW), and these alone.
+        """Two schedules made from this one: tasks W, LW and XW (gradients of parameters) are the second.
 
         A task that waited for a task X of the other half now waits for the tasks of its own half for which X
         waited. A schedule with ring slots (memory that chunks use in turn) has no halves, because the next
@@ -638,9 +638,9 @@ class PassBuilder:
 
     @property
     def copied(self) -> list[str]:
-        """The buffer with the weights of the copies of experts on this rank, in a list of names; or [].
+        """The buffers with weights of copied experts that tasks of the experts read: ["w_K"], or [].
 
-        Tasks of the experts read it. The list is empty without copies.
+        The list is empty if no expert has copies.
         """
         return ["w_K"] * (self.stages.copies is not None)
 
@@ -683,9 +683,10 @@ class PassBuilder:
             self.add(Kind.ADD_GRADIENTS, -1, ["dw_home", "dw"], ["dw"])
 
     def shared(self) -> None:
-        """Appends the tasks of the shared expert, which computes all tokens; none if the layer has none.
+        """Appends the tasks of the shared expert, which computes all tokens. Appends nothing without one.
 
-        The caller calls this when rows are being sent and the other experts have nothing to do.
+        The caller calls this method at the point of the list at which rows are being sent and the other
+        experts have nothing to compute.
         """
         if self.stages.shared and self.direction == "forward":
             self.add(Kind.SHARED, -1, ["T_I"], ["T_S"])

@@ -298,8 +298,9 @@ class BalanceLoss:
     def attach(self, y: Tensor, factor: float, totals: StepTotals | None) -> Tensor:
         """Returns ``y`` with the same values, whose backward pass also differentiates factor * `loss`.
 
-        This is for a model whose loss cannot be added to the task's, because another rank computes that: a
-        stage of torch.distributed.pipelining. Call it once at the end of the stage's ``forward``:
+        It is for a stage of torch.distributed.pipelining. There the balance loss cannot be added to the
+        task's loss, because another rank computes the task's loss. Call this method once, at the end of the
+        stage's ``forward``:
 
             y = balance.attach(self.layers(x), 0.01 * num_micro_batches, self.step)
 

@@ -18,8 +18,8 @@ def make_batch_invariant(model: ModelType) -> ModelType:
 
     A token's output then has the same bits beside any other tokens of the call, at every place, and for every
     n (number of chunks), restore pair (how backward gets the rows and the hidden activation) and number of
-    ranks. So does the gradient of a layer's input that comes from the token's output. The gradients of
-    parameters are sums over the tokens of a batch, so they are not invariant; they are the same in two runs
+    ranks. The same is true of the token's part of the gradient of a layer's input. The gradients of
+    parameters are sums over the tokens of a batch, so they are not invariant. They are the same in two runs
     with the same batch and the same n.
 
     This holds for one kind of machine, one version of torch and one number of threads. It holds for the

@@ -34,10 +34,11 @@ class FrozenExperts:
         self._hooks: list[Any] = []
 
     def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
-        """Freezes some experts' part of a parameter, (E_local, ...), or of what this rank has of it.
+        """Freezes some experts' values in a parameter.
 
-        parameter: a weight or bias, which holds all experts of the rank, or a part of them.
-        experts: where the parts of the experts to freeze are along dimension 0 of what this rank holds.
+        parameter: (E_local, ...), a weight or bias of this rank's E_local experts. If FSDP2 shards it, this
+            rank has only a part of it.
+        experts: the indices of the frozen experts along dimension 0 of the part that this rank has.
         """
         index = torch.tensor(experts, device=local_part(parameter).device)
         setattr(parameter, FROZEN_ROWS, index)

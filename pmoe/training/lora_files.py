@@ -127,7 +127,10 @@ class _Form:
         return [PREFIX + _renamed(name, rename) for name in names]
 
     def interleaves(self, weight: str) -> bool:
-        """Returns whether the output features of a weight alternate between the gate and the other factor."""
+        """Returns whether rows of the gate and up projections alternate in a weight of gated experts.
+
+        Otherwise all rows of the gate projection come first.
+        """
         _, dims = self.layout.order(f"experts.{weight}")
         return "Hf" in dims
 
@@ -153,8 +156,9 @@ class _Form:
     ) -> tuple[Tensor, Tensor]:
         """Returns A and B of all experts, (E, r, I) and (E, O, r), from the stored matrices.
 
-        r is the rank, or twice the rank if the two halves of w1 have an A each and these differ: B then has
-        zeros for the other half's A.
+        In the files, the gate and the up projection (the two halves of w1) may have a matrix A each. If the
+        two matrices differ, r is twice the rank: the result has both, and each half of B has zeros in the
+        columns of the other half's A. Otherwise r is the rank.
 
         down, up: the stored matrices, in the order of `keys`.
         rank: the rank of the stored adapter.
@@ -355,7 +359,7 @@ class _Stored:
     """The adapters in PEFT's files, of all layers.
 
     rank: the rank, twice that of the files if the halves of w1 have different A.
-    alpha: so that alpha / rank is the factor of B @ A.
+    alpha: the number with which alpha / rank is the factor of B @ A.
     targets: the adapted weights, some of "w1" and "w2".
     of_layer: by the name of the layer in the model and by weight, A (E, rank, I) and B (E, O, rank).
     """
@@ -520,9 +524,10 @@ def _check_shapes(
 def _is_of_old_peft(
     form: _Form, layer: MoELayer, weight: str, down: Tensor, config: Mapping[str, Any]
 ) -> bool:
-    """Returns whether a stacked adapter was written before `PEFT_VERSION`, with A for the output features.
+    """Returns whether a release of PEFT before `PEFT_VERSION` wrote a stacked adapter.
 
-    If a weight is square, the shapes do not say it, and the version in the configuration does.
+    Such a release exchanged the features of a weight: A has the columns O, not I, and B has the rows I. If
+    O = I, the shapes do not show the release, and the version in the configuration is read instead.
     """
     _, out_features, in_features = _shapes(layer)[weight]
     if not form.is_stacked or form.begins_with_inputs(weight):
@@ -535,9 +540,10 @@ def _is_of_old_peft(
 
 
 def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns stacked matrices that PEFT wrote before `PEFT_VERSION` in the form in which it writes now.
+    """Converts stacked matrices of a PEFT before `PEFT_VERSION` to those that PEFT writes since then.
 
-    down: (E R, O).  up: (I, R E).  The change of expert e was the transpose of B[e] @ A[e].
+    down, up: (E R, O) and (I, R E), the old matrices A and B. The change of expert e was the transpose of
+        B[e] @ A[e].
     """
     new_down = up.unflatten(1, (rank, num_experts)).permute(2, 1, 0).flatten(0, 1)
     new_up = down.unflatten(0, (num_experts, rank)).permute(2, 1, 0).flatten(1, 2)
@@ -545,9 +551,9 @@ def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple
 
 
 def _padded(down_ERI: Tensor, up_EOR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns A, (E, rank, I), and B, (E, O, rank), with zeros that change nothing of B @ A.
+    """Returns A, (E, rank, I), and B, (E, O, rank), padded with zeros, so that B @ A does not change.
 
-    down_ERI, up_EOR: A and B of a rank of at most ``rank``.
+    down_ERI, up_EOR: A and B, with a rank of at most ``rank``.
     """
     missing = rank - down_ERI.shape[1]
     if not missing:

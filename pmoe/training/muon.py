@@ -64,9 +64,9 @@ class ExpertMuon(Optimizer):
         lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: the arguments of `torch.optim.Muon`.
         dtype: the dtype of the Newton-Schulz steps. torch's Muon uses bfloat16.
 
-    Raises ValueError for numbers out of range, for a model without stacked experts, and for experts whose
-    hidden columns are split over ranks ("esp"), because a part of a matrix cannot be orthogonalized alone. So
-    too for experts that ``shard_experts`` cuts inside of matrices.
+    Raises ValueError for numbers out of range, and for a model without stacked experts. Raises ValueError
+    also if a rank has only parts of matrices, which cannot be orthogonalized alone: if hidden columns are
+    split over ranks ("esp"), or if ``shard_experts`` cuts inside of matrices.
     Raises TypeError for experts that are modules or parametrized.
     """
 

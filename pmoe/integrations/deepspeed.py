@@ -197,9 +197,9 @@ class Marker(MoE):  # type: ignore[misc]
 def _take_experts(layer: MoELayer, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Loads experts that DeepSpeed has read from their files. This is a hook of ``load_state_dict()``.
 
-    DeepSpeed has written rank 0's state dict for all ranks, and beside it a file for each expert. It has put
-    this rank's experts into ``state`` as entries of their own, numbered from 0. The hook copies these into
-    the layer's entries of ``state``, where they replace the experts of rank 0.
+    A checkpoint of DeepSpeed has rank 0's state dict and a file for each expert. To load it, DeepSpeed adds
+    this rank's experts, numbered from 0, to rank 0's state dict. The hook moves the values of these entries
+    into the layer's entries, which held the experts of rank 0 before.
 
     layer: the layer that loads its state.
     state: the state dict, which is changed.

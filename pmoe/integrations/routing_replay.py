@@ -69,7 +69,7 @@ def replay_routing(
         model: a model with MoE layers, or a single layer.
         trace: a dict {name of a layer: list with the experts of each call, (T, K): K for each of T tokens},
             from `record_routing`, `read_routing` or `engine_routing`. The experts are integers of any dtype
-            on any device. K times -1 stands for a token that is not replayed: the gate chooses its experts.
+            on any device. A token with K entries of -1 is not replayed: the gate chooses its experts.
             The names must be those of the model's layers.
         mask: for each call, (T,) bool: False for tokens that are not replayed in any layer, for example
             because they belong to the prompt. None replays all tokens.
@@ -301,7 +301,8 @@ def _call(what: str, expert_TK: Any, layer: MoELayer) -> Tensor:
     expert_TK: the recorded experts, as the user passed them.
     layer: the layer that was called.
 
-    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1.
+    Raises TypeError or ValueError unless each token has K different experts of the layer, or only entries of
+    -1.
     """
     check_integers(what, expert_TK, 2)
     wide_TK = expert_TK.long()

@@ -281,7 +281,7 @@ class Experts(nn.Module, abc.ABC):
 
     @property
     def shared_over(self) -> int:
-        """Number of ranks over which FSDP2 shards the experts; 0 if it does not."""
+        """Number of ranks over which FSDP2 shards the experts; 0 if FSDP2 does not shard them."""
         return next((part.count for _, part in self.copy_parts.values()), 0)
 
     def as_modules(self) -> list[nn.Module]:

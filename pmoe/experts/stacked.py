@@ -310,9 +310,9 @@ class StackedExperts(Experts):
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns how many rows `input_gradient` processes at a time, at least 16.
+        """Returns how many rows `input_gradient` processes at a time.
 
-        So many rows need at most `SCRATCH_BYTES` of temporary memory, unless even 16 rows need more.
+        That is as many as fit into `SCRATCH_BYTES` of temporary memory, but at least 16.
 
         device_type: "cpu" or "cuda".
         """
@@ -322,8 +322,8 @@ class StackedExperts(Experts):
     def _activates_in_place(self, device_type: str) -> bool:
         """Returns whether the nonlinearity may write its result, H columns, over the first H columns of T_M.
 
-        T_M is the hidden activation before the nonlinearity. For gated experts it has 2H columns. The result
-        would then have gaps between its rows, and the CUDA kernels of grouped products refuse such rows.
+        T_M is the hidden activation before the nonlinearity. For gated experts T_M has 2H columns. A result in
+        its first H columns then has gaps between the rows, which CUDA kernels of grouped products refuse.
 
         device_type: "cpu" or "cuda".
         """

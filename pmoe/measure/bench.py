@@ -194,7 +194,7 @@ def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
 
 
 def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Identity:
-    """Returns a record of what a profile measured now would be valid for: device, ranks, versions and so on.
+    """Returns the device, ranks, versions and so on for which a profile that is measured now is valid.
 
     Not collective. Raises ValueError for a device that is neither a CPU nor CUDA, and for a dtype that is not
     floating point.

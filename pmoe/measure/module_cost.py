@@ -152,10 +152,13 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
 
 @contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Returns a context that, when it ends, undoes changes of a module and of torch's random state.
+    """Returns a context whose end undoes all changes of a module that were made inside the context.
 
-    It restores the attributes of the module and of its children, which buffers they have, and the values of
-    these buffers.
+    At the end of the context these have the values that they had at its beginning:
+
+    - the attributes of the module and of its children, with their lists of parameters, buffers and hooks;
+    - the values of the buffers, but not those of the parameters;
+    - the state of torch's random generators.
     """
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))

@@ -198,9 +198,9 @@ class Gate(nn.Module, abc.ABC):
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
         """Returns the weights, (T, K), that the gate gives to the experts in expert_TK in a past call.
 
-        They follow from the scores of the call. `pmoe.replay_routing` needs this method: it replaces the
-        choices of a call by recorded ones. Gradients flow from the weights to the scores, so also to experts
-        that the gate would not have chosen. For the gate's own choices the result has the bits of
+        The weights follow from the scores of that call. `pmoe.replay_routing`, which replaces the choices of
+        a call by recorded ones, needs this method. Gradients flow from the weights to the scores, so also to
+        experts that the gate would not have chosen. For the gate's own choices the result has the bits of
         ``routing.weight``.
 
         routing: what `forward` returned, with the scores in ``logits``.

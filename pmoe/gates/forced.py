@@ -18,10 +18,10 @@ FINEST = 10**6
 class ForcedGate(OverridingGate):
     """Replaces the choices of another gate, so that the experts in ``busy`` get a given share of the rows.
 
-    Without ``busy`` every expert gets equally many rows: forced balance. With it, the busy experts get
-    ``share`` of the rows, each equally many, and the other experts get the rest, each equally many. Numbers
-    of rows are exact up to rounding on each rank, and in each part of a batch, because the choices of
-    successive tokens alternate. They do not depend on the tokens' values.
+    Without ``busy`` every expert gets equally many rows: forced balance. Otherwise the fraction ``share`` of
+    the rows is divided equally among the busy experts, and the rest equally among the other experts. The
+    numbers of rows are exact up to rounding on each rank, and in each part of a batch, because the choices of
+    successive tokens alternate. The choices do not depend on the tokens' values.
 
     The routing weights and l_aux are those of the inner gate (`OverridingGate`).
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    """Computes a layer's forward for an input of any tensor type. The result has the type of x.
+    """Computes a layer's forward for an input of any tensor type.
 
-    An AsyncCollectiveTensor gives a plain tensor.
+    The result has the type of x. If x is an AsyncCollectiveTensor, the result is a plain tensor.
 
     layer: the `MoELayer`.
     x: (..., d_model), the input: one row for each token.

@@ -236,8 +236,8 @@ def make_grid(
 ) -> Grid:
     """Returns the ranks over which a layer spreads its experts and splits each expert's hidden columns.
 
-    group, mesh: arguments of `pmoe.MoELayer`. Without both, the default group is used, or this process alone
-        if torch.distributed is not initialised.
+    group, mesh: arguments of `pmoe.MoELayer`. If both are None, the default group is used, or this process
+        alone if torch.distributed is not initialised.
     device: device of the layer's parameters.
 
     Warns if a launcher such as torchrun has started several processes, but torch.distributed is not

@@ -73,12 +73,12 @@ class MoELayer(OldAttributes, nn.Module):
         normalize_gate: whether a token's weights are divided by their sum; None is the gate's default.
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
-        pad_to_capacity: fills up each expert's rows to that number, so the host waits for no row counts.
+        pad_to_capacity: pads each expert's rows to that number, so the host need not wait for row counts.
         check_finite: whether logits that are not finite raise on all ranks; None: unless pad_to_capacity.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
-        pipeline_backward: n of the backward pass; None is the same n. Their common multiple is at most 256.
+        pipeline_backward: n of backward; None is forward's n. The least common multiple of both is <= 256.
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
         balance: how many busy experts of other ranks a rank may hold copies of. True makes only copies that
@@ -95,7 +95,7 @@ class MoELayer(OldAttributes, nn.Module):
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
         nodes: the number of ranks on a node, or a list with each rank's node; None reads $LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
-        wire, wire_backward, wire_combine: "e4m3" or "bfloat16", to send rows, backward's rows, or results so.
+        wire, wire_backward, wire_combine: "e4m3" or "bfloat16", the format of sent rows, gradients, results.
         order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
@@ -103,7 +103,7 @@ class MoELayer(OldAttributes, nn.Module):
     to top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps off for measurements. `l_aux`,
     `ran`, `tokens_per_expert` and `row_counts` describe the last call, `traffic` counts bytes of all calls.
 
-    ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M), gate rows first;
+    ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), or for "swiglu" (E / W, 2H, M): gate, then up;
     ``experts.w2`` (E / W, M, H). Expert parameters have ``allreduce = False``: their gradients are sums over
     all ranks' tokens already. Under one seed, an expert has the same initial values on any number of ranks.
 
@@ -382,8 +382,8 @@ class MoELayer(OldAttributes, nn.Module):
         graph is captured, raises RuntimeError before any kernel starts, if a graph cannot hold the call.
 
         Activation checkpointing runs forward a second time, during backward. `pmoe.checkpoint_contexts` keeps
-        the routing of the first time. Without it, the routing is computed twice, and ValueError is raised on
-        every rank if any token is routed differently the second time.
+        the routing of the first time. Without these contexts, the routing is computed twice, and ValueError
+        is raised on every rank if any token is routed differently the second time.
         """
         if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
             from pmoe.layer.calls_with_any import call_with_any
@@ -479,8 +479,8 @@ class MoELayer(OldAttributes, nn.Module):
         """The option ``memory_reuse`` as a `Restore`: how backward gets back two large tensors.
 
         The tensors are T_DI (received rows, the experts' inputs) and T_M (hidden activations). A Restore says
-        for each whether it is kept, offloaded, or sent or computed again. The value is False without
-        memory_reuse, which keeps both, and True if the layer chooses.
+        for each of them whether it is kept, offloaded, or sent or computed again. The value is False if
+        ``memory_reuse`` is False, which keeps both, and True if the layer chooses.
         """
         return self.options.restore
 
@@ -523,8 +523,8 @@ class MoELayer(OldAttributes, nn.Module):
     def reset_parameters(self) -> None:
         """Draws new random values for all parameters, as if the layer were built under torch's current seed.
 
-        A layer from the meta device needs this after ``to_empty``. Every rank must call this method, with the
-        same seed on all ranks.
+        Call this method for a layer from the meta device, after ``to_empty``. Every rank must call it, with
+        the same seed on all ranks.
 
         If the gate or the experts are a user's own modules, ``reset_parameters`` of each of their submodules
         is called; submodules without this method keep their values. Each expert has a seed of its own, which

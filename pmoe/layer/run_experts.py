@@ -87,9 +87,9 @@ def run_experts(
     """Runs experts on routed tokens. Returns for each token the weighted sum of its experts' outputs, (T, M).
 
     The caller provides the routing and the experts' weights. pmoe sends each token's rows to the ranks of its
-    experts, computes the experts there, and sends the results back. It can use all features of a MoELayer
-    that `OPTIONS` lists, such as chunks that hide communication. Gradients reach x, ``weights``, w1, w2, b1
-    and b2. An expert's gradient is a sum over the tokens of all ranks.
+    experts, computes the experts there, and sends the results back. The call may use the options of a
+    MoELayer that `OPTIONS` lists, such as chunks that hide communication. Gradients reach x, ``weights``, w1,
+    w2, b1 and b2. An expert's gradient is a sum over the tokens of all ranks.
 
     Args:
         owner: the module to which the experts belong. pmoe keeps a `MoELayer` for this module between calls.

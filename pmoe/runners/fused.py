@@ -46,10 +46,10 @@ from pmoe.schedule.restore import Restore
 
 
 def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedRows:
-    """Returns the slots of a rank in the order in which fused kernels send their rows; all int32.
+    """Returns the slots of a rank in the order in which fused kernels send their rows.
 
     A slot is one choice of one token. Slots are sorted by expert, then by token. The result also has the
-    position of each slot in this order, and -1 for a dropped slot.
+    position of each slot in this order, and -1 for a dropped slot. All numbers are int32.
 
     expert_TK: (T, K) int64 for T tokens and K choices, the expert of each slot among those of all ranks.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.

@@ -1,8 +1,7 @@
 """The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, sections III.B, III.D).
 
-The class that runs a pass is made by inheritance for each combination of features. It inherits from the base
-class (`Forward`, `Backward`) and, before it in the order of inheritance, from one class for each feature that
-the layer has:
+The class that runs a pass is made by inheritance for each combination of features. It inherits from one class
+for each feature that the layer has, and last from the base class (`Forward` or `Backward`):
 
     layer with memory_reuse="S1" and a shared expert
         forward   SharedExpertForward -> OffloadingForward -> Forward
@@ -54,7 +53,7 @@ class PipelineRunner:
 
 
 def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType]) -> ForwardType:
-    """Returns a forward pass of a plan that has its buffers, and whose tasks are still to be run.
+    """Returns the object that runs a forward pass. Its buffers are allocated, its tasks have not run yet.
 
     plan: the plan of the call.
     inputs: the rows and parameters of the call.
@@ -69,7 +68,7 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
 def make_backward(
     plan: Plan, grad_TM: Tensor, saved: ForwardState, plain: type[BackwardType]
 ) -> BackwardType:
-    """Returns a backward pass of a plan that has its buffers, and whose tasks are still to be run.
+    """Returns the object that runs a backward pass. Its buffers are allocated, its tasks have not run yet.
 
     plan: the plan of the call.
     grad_TM: (T, M), the gradient of the layer's output for T tokens; M = d_model.
@@ -95,9 +94,8 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
 
     plan: the plan of the call.
     on_gpu: whether the rows are on a GPU.
-    moves: for forward, whether it copies T_DI (dispatched rows) or T_M (hidden activation) to the host. For
-        backward, whether it reads them from the host, or has other chunks than forward and so must copy their
-        rows into the order of its own chunks.
+    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation): in forward to the host;
+        in backward from the host, or from forward's chunks into other chunks of its own.
     """
     modules = plan.modules
     variants: list[Variant] = []

@@ -264,8 +264,8 @@ class _Second(AbstractContextManager[None]):
 
     The i-th call of a layer uses the routing and the other decisions of the i-th call in the forward pass.
 
-    With retain_graph=True, backward may run several times. Each time this context is entered again, and the
-    records are read from the first one on.
+    With retain_graph=True, backward may run several times. Each backward pass enters this context again and
+    reads the records from the first one on.
     """
 
     def __init__(self, first: _FirstPass) -> None:
@@ -534,7 +534,7 @@ def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``value`` with each tensor replaced by ``change(tensor)``.
 
-    value: a tensor, or dataclasses and tuples nested in any way. Other values in them stay as they are.
+    value: a tensor, or dataclasses and tuples nested in any way. Values that are not tensors do not change.
     """
     if isinstance(value, Tensor):
         return change(value)

@@ -117,7 +117,7 @@ class CountsSource(Protocol):
 
         The restore pair says how backward gets the experts' input and hidden activation. The method may start
         collectives, and the host may wait for them. The second pass of activation checkpointing does not call
-        it, and uses the numbers of the first pass.
+        this method: it uses the numbers of the first pass.
 
         modules: the modules that the schedule computes.
         inputs: the rows and parameters of the call.

@@ -38,8 +38,8 @@ class LayerCache:
 
     differed       whether the experts of different ranks had different values, as they should, when the ranks
                    last compared them; None before the first comparison
-    compared       `LayerModules.compared_options` at the last call. It holds no modules, because it would
-                   keep replaced modules alive
+    compared       `LayerModules.compared_options` at the last call. It refers to no modules, because a
+                   reference would keep replaced modules alive
     words          the layer's options as texts, when ranks last compared them
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
@@ -139,10 +139,10 @@ class LayerModules(PassModules):
         """Whether the layer calls the shared expert as a module; otherwise a task of the schedule computes
         it.
 
-        The layer calls it if the shared expert or the other experts have hooks or a wrapper: hooks of the
+        The layer calls the shared expert if it or the other experts have hooks or a wrapper: hooks of the
         shared expert must run, and hooks of the other experts must not see the shared expert's part of the
-        sum. The property is not cached, because hooks may be added between calls. Ranks may differ in it,
-        because no message depends on it.
+        sum. The property is not cached, because hooks may be added between calls. The property may differ
+        between ranks, because no message depends on it.
         """
         modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
@@ -353,7 +353,7 @@ class LayerModules(PassModules):
         return features_of(self)
 
     def refusal(self, component: str) -> str | None:
-        """Returns why a part of pmoe cannot take this layer: a text about a feature that it does not support.
+        """Returns why a part of pmoe cannot take this layer: a text about the feature that it lacks.
 
         Returns None if the part supports all features of the layer.
 

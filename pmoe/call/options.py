@@ -48,7 +48,7 @@ class Switches:
     """Switches that turn parts of a layer off, so that benchmarks and tests can measure without them.
 
     bypass_local: whether rows whose expert is on this rank stay there. False sends them by the all-to-all,
-        like all others.
+        like all other rows.
     sequential: whether every task waits for the task before it: the baseline of overlap measurements.
     one_lane: whether collectives inside a node and between nodes wait for each other: the baseline that FSMoE
         is measured against.

@@ -159,7 +159,7 @@ class BufferSizes:
         return rows, width
 
     def _rows_in_slots(self, name: str, rows: Sequence[int]) -> Sequence[int]:
-        """Returns the rows of each chunk that lie in a ring slot of T_DI, or of a copy sorted by expert.
+        """Returns how many rows of each chunk lie in a ring slot: rows of T_DI, or of a copy that is sorted.
 
         name: "T_DI", or a name that ends with "_sorted". A sorted copy exists only if rows must be sorted.
         rows: the rows of each chunk.

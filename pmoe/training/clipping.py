@@ -121,7 +121,7 @@ def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 
 def device_type_of(group: dist.ProcessGroup | None) -> str:
-    """Returns "cuda" or "cpu": the type of device of the tensors that the group's collectives accept."""
+    """Returns the device type, "cuda" or "cpu", of tensors that the group's collectives accept."""
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 

@@ -54,10 +54,9 @@ class ExpertMuon(Optimizer):
 
     adjust(W) is a factor that depends on the shape of W, by the rule adjust_lr_fn.
 
-    It trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1 (the gate
-    projection and the up projection) count as two matrices. Biases are not trained: give them to another
-    optimizer. If several ranks hold the same experts, their parameters stay equal, because their gradients
-    are equal.
+    The optimizer trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1
+    (the gate projection and the up projection) count as two matrices. Biases are not trained: give them to
+    another optimizer. Copies of an expert on several ranks stay equal, because their gradients are equal.
 
     Args:
         model: a model with MoE layers, after `pmoe.parallelize`, or a single layer.

@@ -72,11 +72,13 @@ class GradientReducer:
             finds a partition after the first step, from costs that are measured then. False sends everything
             after backward.
 
-    After the first `finish`, the attribute ``partition`` is the partition in use, with predicted seconds. It
-    stays None, and everything is sent after backward, if ranks make gradients in different orders or
-    gradients have several dtypes. It also stays None for layers in a graph of ``torch.compile(model,
-    backend="pmoe")``: the plan of the graph says when gradients are sent. A ``partition`` of the caller is
-    then ignored with a warning.
+    After the first `finish`, the attribute ``partition`` is the partition in use, with predicted seconds. In
+    two cases the attribute stays None:
+
+    - Ranks make gradients in different orders, or gradients have several dtypes. Everything is then sent
+      after backward.
+    - The layers are in a graph of ``torch.compile(model, backend="pmoe")``. The plan of the graph then says
+      when gradients are sent, and a ``partition`` of the caller is ignored with a warning.
 
     Raises ValueError if the model has no dense parameter, or has a dense parameter that is a DTensor. Raises
     TypeError if ``partition`` is not a `Partition`, None or False.

@@ -4,8 +4,8 @@
     spec.submodules.mlp = moe_spec(spec.submodules.mlp, pipeline=True)
     model = GPTModel(config, spec, ...)
 
-The experts' weights have the names (weight1 and weight2) and the layout of Megatron's GroupedMLP. So each of
-the two classes can load the other's checkpoints, by state_dict and by sharded_state_dict. Megatron's
+The experts' weights have the names (weight1 and weight2) and the layout of Megatron's GroupedMLP. So pmoe's
+experts and GroupedMLP can load each other's checkpoints, by state_dict and by sharded_state_dict. Megatron's
 optimizer, its DistributedDataParallel with main_grad, and its gradient clipping work unchanged.
 
 With Megatron's option ``delay_wgrad_compute``, the backward pass computes only the gradients of inputs.

@@ -41,7 +41,7 @@ def profile_module(
     each number of ``rows``.
 
     Args:
-        module: any module. It runs in the mode, training or not, that it is in.
+        module: any module. It runs in its present mode, training or eval.
         rows: two or more distinct numbers of rows.
         make_input: the number of columns of a random tensor (rows, columns), which gets the dtype and device
             of the module's first floating-point parameter; or a function that makes the module's arguments

@@ -62,9 +62,11 @@ def measure_products(
         max_rows: rows that the rank with the most tokens would receive under even routing.
         needs_grad: whether a backward pass may follow, which has products of its own.
 
-    All of these, and the experts' sizes, must be the same on every rank. Nothing is measured on the CPU, in
-    deterministic mode (which must be on for all ranks or for none), while a CUDA graph is captured, for
-    experts that are a user's modules, and for dtypes and sizes that pmoe's kernels refuse.
+    All arguments but ``experts``, and the experts' sizes, must be the same on every rank. Nothing is measured
+
+    - on the CPU, or while a CUDA graph is captured;
+    - in deterministic mode, which must be on for all ranks or for none;
+    - for experts that are a user's modules, and for dtypes and sizes that pmoe's kernels refuse.
 
     Raises ValueError on every rank if the ranks' kernels are for different architectures.
     """

@@ -190,8 +190,8 @@ class Gate(nn.Module, abc.ABC):
     def num_rows(self, num_tokens: int) -> int:
         """Returns S, the number of lines (rows of its tensors) that a `Routing` of these tokens has.
 
-        Memory predictions use it. It is only called if the gate `picks_tokens`; other gates have one line for
-        each token.
+        Memory predictions call this method, but only if the gate's `picks_tokens` is True. The routings of
+        other gates have one line for each token.
         """
         return num_tokens
 

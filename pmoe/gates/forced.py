@@ -122,7 +122,7 @@ class ForcedGate(OverridingGate):
     def _check(self, top_k: int) -> None:
         """Raises ValueError if the share of busy experts is not possible with top_k experts of a token.
 
-        The experts of a token are distinct, so it may not find enough busy experts, or enough others.
+        The experts of a token are distinct, so there may be too few busy experts, or too few others.
         """
         most_busy = -(-top_k * self.share.numerator // self.share.denominator)
         most_others = top_k - top_k * self.share.numerator // self.share.denominator

@@ -233,9 +233,9 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     seconds follow from the costs by which ``pipeline="solve"`` chooses (`pmoe.choose.solve.step_costs`), also
     if experts are a user's modules.
 
-    The prediction is for the layer's last call: its dtype, its restore pair (how backward gets the rows and
-    the hidden activation), and the largest number of tokens of any rank in it. The first call of this
-    function is collective, because it may measure costs.
+    The prediction is for the dtype and the restore pair (how backward gets the rows and the hidden
+    activation) of the layer's last call, and for the number of tokens of the rank that had most tokens. The
+    first call of this function is collective, because it may measure costs.
     """
     modules = layer.layer_modules
     options = modules.options

@@ -2,7 +2,7 @@
 
 Functions of this file, in the order in which a call uses them:
 
-CountsSource.agree        lets the ranks agree; may communicate, and the host may wait   -> AgreedChoice
+CountsSource.agree        agrees on numbers with all ranks; the host may wait            -> AgreedChoice
 CountsSource.decision     decides the rest without communication or waiting              -> Decision
 Decision.runner           sends the rows and computes the experts; decides nothing
 LastCall.of               keeps what `layer.ran`, `layer.row_counts` and statistics show   -> LastCall
@@ -102,8 +102,9 @@ class CountsSource(Protocol):
 
     Both methods have these arguments:
 
-        modules  the modules that the schedule computes, with the experts that were really called. They may
-                 not be those of ``call.modules``: a wrapper may hold several `Experts`, and call any of them
+        modules  the modules that the schedule computes, with the experts that were really called. These
+                 experts may differ from those of ``call.modules``, because a wrapper may hold several
+                 `Experts` and call any of them
         inputs   the rows and parameters of the call
     """
 
@@ -116,7 +117,7 @@ class CountsSource(Protocol):
 
         The restore pair says how backward gets the experts' input and hidden activation. The method may start
         collectives, and the host may wait for them. The second pass of activation checkpointing does not call
-        it, and uses the numbers of the first pass.
+        this method: it uses the numbers of the first pass.
 
         modules: the modules that the schedule computes.
         inputs: the rows and parameters of the call.
@@ -174,8 +175,9 @@ class BalanceReport:
     after         the same with the copies, as planned; equal to ``before`` if there are none
     copies        number of copies, all ranks together
     weight_bytes  bytes of the copies' weights that are sent before the call; 0 if the ranks have them from
-                  an earlier call. Not included: in training, as many bytes of gradients are sent back, and
-                  the weights are sent a second time if memory_reuse sends the experts' inputs again
+                  an earlier call. Two later messages of training are not included. The gradients that are
+                  sent back have as many bytes. The weights are sent a second time if memory_reuse sends
+                  the experts' inputs again
     """
 
     before: float

@@ -117,9 +117,9 @@ def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
 def traced_as(traced: Callable[..., Tensor]) -> Callable[[F], F]:
     """Returns a decorator with which torch.compile traces ``traced`` in place of the decorated function.
 
-    Nothing of the decorated function itself is compiled, also if it is called by code that is not compiled.
-    ``traced`` gets the same arguments. It takes them as (*args, **kwargs), because torch.compile looks for
-    default values in the decorated function, where it finds none.
+    torch.compile never compiles the decorated function itself, not even if uncompiled code calls it.
+    ``traced`` gets the same arguments. It must take them as (*args, **kwargs), because torch.compile looks
+    for default values in the decorated function and not in ``traced``.
     """
 
     def decorate(function: F) -> F:

@@ -38,8 +38,8 @@ class LayerCache:
 
     differed       whether the experts of different ranks had different values, as they should, when the ranks
                    last compared them; None before the first comparison
-    compared       `LayerModules.compared_options` at the last call. It holds no modules, because it would
-                   keep replaced modules alive
+    compared       `LayerModules.compared_options` at the last call. It refers to no modules, because a
+                   reference would keep replaced modules alive
     words          the layer's options as texts, when ranks last compared them
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
@@ -66,11 +66,14 @@ class LayerCache:
     calls_alike: tuple[int, int] = (0, 0)
 
     def forget_ranks(self) -> None:
-        """Forgets what the ranks have found out together, because they have a new process group.
+        """Forgets the facts that depend on the layer's process group, because the layer got another one.
 
-        In the next calls the ranks compare their experts, and their calls that have padded rows, once more.
-        Rows are no longer counted for the numbers of chunks of the last call, the nodes of the ranks are
-        looked up again, and no copies of busy experts are kept.
+        These facts are:
+
+        - that ranks have different experts, and which calls with padded rows they have compared;
+        - the numbers of chunks of the last call, for which the next call would count its rows;
+        - the nodes of the ranks;
+        - the copies of busy experts that this rank has kept.
         """
         self.differed = None
         self.padded_kinds.clear()
@@ -136,10 +139,10 @@ class LayerModules(PassModules):
         """Whether the layer calls the shared expert as a module; otherwise a task of the schedule computes
         it.
 
-        The layer calls it if the shared expert or the other experts have hooks or a wrapper: hooks of the
+        The layer calls the shared expert if it or the other experts have hooks or a wrapper: hooks of the
         shared expert must run, and hooks of the other experts must not see the shared expert's part of the
-        sum. The property is not cached, because hooks may be added between calls. Ranks may differ in it,
-        because no message depends on it.
+        sum. The property is not cached, because hooks may be added between calls. The property may differ
+        between ranks, because no message depends on it.
         """
         modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
@@ -274,8 +277,8 @@ class LayerModules(PassModules):
     def num_bins(self) -> int:
         """F, the number of bins in which rows are counted, for all numbers of chunks that may be chosen.
 
-        Bins are equal ranges of a rank's tokens (`bins_for`). Not for ``pipeline="solve"``, which would need
-        too many.
+        Bins are equal ranges of a rank's tokens (`bins_for`). The property must not be used with
+        ``pipeline="solve"``, because the number would be too large.
         """
         return self.bins_for(self.options.degrees)
 
@@ -283,9 +286,10 @@ class LayerModules(PassModules):
     def counted_degrees(self) -> tuple[int, ...]:
         """The numbers of chunks for which the next call counts its rows, the same on all ranks.
 
-        Usually these are all numbers that may be chosen. With ``pipeline="solve"`` their least common
-        multiple, the number of parts in which rows would be counted, is too large. So rows are counted for
-        the numbers of the last call, and counted again if the solver then takes others.
+        Usually these are all numbers that may be chosen. Rows are counted in as many parts of the batch as
+        the least common multiple of these numbers. With ``pipeline="solve"`` this multiple would be too
+        large. So rows are counted for the numbers of the last call, and counted again if the solver then
+        takes other numbers.
         """
         if not self.options.solves:
             return self.options.degrees
@@ -349,7 +353,7 @@ class LayerModules(PassModules):
         return features_of(self)
 
     def refusal(self, component: str) -> str | None:
-        """Returns why a part of pmoe cannot take this layer: a text about a feature that it does not support.
+        """Returns why a part of pmoe cannot take this layer: a text about the feature that it lacks.
 
         Returns None if the part supports all features of the layer.
 
@@ -363,7 +367,8 @@ def _as_computed(parameter: Any) -> Tensor:
     """Returns a tensor with the dtype and device that this rank's part of a DTensor has when it computes.
 
     FSDP2 with a CPUOffloadPolicy keeps the part on the host, and gathers parameters on the mesh's device. The
-    result is then an empty tensor, else the part itself, of any shape.
+    result is then an empty tensor on the mesh's device. Otherwise the result is the part itself, of any
+    shape.
     """
     local = local_part(parameter)
     device_type = parameter.device_mesh.device_type

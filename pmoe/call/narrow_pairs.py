@@ -1,4 +1,4 @@
-"""Restore pairs that keep T_DI in its messages or T_M in e4m3: which of them a layer can have.
+"""Checks which layers can keep T_DI in its messages, or T_M in e4m3, until backward.
 
 T_DI are the rows that a rank's experts received, T_M is their hidden activation.
 """
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def possible_pairs(modules: LayerModules, pairs: Sequence[Restore]) -> tuple[Restore, ...]:
-    """Returns the restore pairs of a layer, without those that keep messages or e4m3 where it cannot.
+    """Returns those of the restore pairs ``pairs`` that a layer can have.
 
-    On one rank no messages arrive, so "message" becomes "communicate": rows are copied from T_I again. If T_M
-    cannot be kept in e4m3, pairs that do so are left out, unless there is no other. `check_narrow` has
-    refused that one when the layer was built.
+    On one rank no messages arrive, so "message" becomes "communicate": rows are copied from T_I again. If a
+    layer cannot keep T_M in e4m3, the result has no pairs with "e4m3". One exception: if all pairs have
+    "e4m3", they are returned. `check_narrow` has then refused the layer when it was built.
 
     modules: the layer's modules and options.
     pairs: the pairs that the options allow.

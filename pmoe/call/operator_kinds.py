@@ -1,6 +1,7 @@
-"""The kinds of modules that are one operator in a graph of torch.compile (`pmoe.graph.one_operator`).
+"""The kinds of modules that torch.compile puts into its graph as a single operator.
 
-They are registered here and not in that file, which imports the compiler, because this is slow.
+Modules register their kinds in this file. The operator itself is in `pmoe.graph.one_operator`, a file that is
+slow to import, because it imports the compiler.
 """
 
 from __future__ import annotations

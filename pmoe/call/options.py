@@ -48,7 +48,7 @@ class Switches:
     """Switches that turn parts of a layer off, so that benchmarks and tests can measure without them.
 
     bypass_local: whether rows whose expert is on this rank stay there. False sends them by the all-to-all,
-        like all others.
+        like all other rows.
     sequential: whether every task waits for the task before it: the baseline of overlap measurements.
     one_lane: whether collectives inside a node and between nodes wait for each other: the baseline that FSMoE
         is measured against.
@@ -245,8 +245,8 @@ class _HasSpec(Protocol):
 def option(name: str) -> Any:
     """Returns a property for `MoELayer` that reads the option of this name from ``layer.options``.
 
-    The property has no setter, because an assignment to it does not use it: ``MoELayer.__setattr__`` stores
-    the new value.
+    The property has no setter. If a user assigns a value to the option, Python calls
+    ``MoELayer.__setattr__``, which stores the value in ``layer.options``.
     """
 
     def read(layer: _HasSpec) -> Any:

@@ -19,12 +19,13 @@ class CheckedRouting:
 
     routing        the gate's result. ``keep`` is True for choices that the expert's capacity allows
     fault          a fault of this rank's input or routing, such as NaN in the gate's logits, in one of three
-                   forms: a `Fault`; its number as an int64 scalar on the device; or the largest magnitude of
-                   the logits, a floating-point scalar on the device that is infinite or NaN if a logit is
+                   forms: a `Fault`; the number of a `Fault`, an int64 scalar on the device; or the largest
+                   magnitude of the logits, a floating-point scalar on the device, which is infinite or NaN
+                   if a logit is infinite or NaN
     is_again       whether activation checkpointing has routed the same tokens before
     kernel_routes  the result of the routing kernels, if they have routed; else None
     sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of
-                   `pmoe.ordering.sorted.sort_rows`; None if that order differs
+                   `pmoe.ordering.sorted.sort_rows`; None if they have another order
     """
 
     routing: Routing

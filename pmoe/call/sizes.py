@@ -124,10 +124,11 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
 
 
 def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
-    """Returns sizes of a layer that are the same on all ranks, so that all ranks choose the same by them.
+    """Returns sizes of a layer that are the same on all ranks, so that all ranks make the same choices.
 
-    A user may freeze parameters on some ranks only, so ``requires_grad`` does not say which parameters count
-    as trained. If experts have an adapter, only the adapter does; otherwise all parameters do.
+    A user may freeze parameters on some ranks only. So ``requires_grad`` does not decide which parameters
+    count as trained. If experts have an adapter, only the adapter counts as trained. Otherwise all parameters
+    count as trained.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.
@@ -147,9 +148,9 @@ def copies_at_most(modules: LayerModules) -> CopyNumbers:
 
 
 def _elements_of(parameters: Iterable[Tensor], is_sharded: bool = False) -> int:
-    """Returns the number of elements of parameters, of any shape, with which this rank computes.
+    """Returns how many elements of parameters this rank computes with.
 
-    parameters: the parameters.
+    parameters: the parameters, of any shape.
     is_sharded: whether FSDP2 shards the parameters over the ranks that hold copies of them. They are gathered
         before use, so the number is that of a whole copy.
     """
@@ -159,7 +160,10 @@ def _elements_of(parameters: Iterable[Tensor], is_sharded: bool = False) -> int:
 
 
 def _gathered_elements(parameter: Any) -> int:
-    """Returns the number of elements of this rank's experts in a parameter, whether it is gathered or not.
+    """Returns how many elements of a DTensor belong to this rank's experts.
+
+    FSDP2 may have split these elements over the ranks that hold copies of the experts. All of them count,
+    whether they are gathered or not.
 
     parameter: a DTensor of any shape, on a mesh with named dimensions.
     """

@@ -8,9 +8,9 @@ pass, the i-th call of a layer reads the i-th record, so nothing is decided twic
     first pass    _FirstPass      a call of a layer gets a _Recording; its _Call is appended to `calls`
     second pass   _RunningAgain   the i-th call of a layer gets a _Replaying of _FirstPass.calls[i]
 
-The gate runs in the first pass only, so gradients go through the autograd graph that it made in the first
-pass. This graph must not hold the layer's input, or the checkpoint would save no memory. `Ticket` says how
-the graph does without it.
+The gate runs in the first pass only, so gradients go through the autograd graph that the gate made in the
+first pass. If this graph held the layer's input, the checkpoint would save no memory. So the graph saves a
+placeholder (`Ticket`) instead of the input.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class _Call:
     """The record of one layer call in a checkpoint's forward pass, from which the recomputation repeats it.
 
     layer: the layer that was called.
-    decided: the values that `Replay.once` returned, by name: what the ranks agreed on. "choice" comes last
-        and is missing if the call raised an error.
+    decided: the decisions on which the ranks agreed (the values that `Replay.once` returned), by name. The
+        last is "choice". It is missing if the call raised an error.
     routing: the value that `Replay.route` returned, detached from its graph. None if it raised an error.
     tokens: (number of tokens, dtype of the layer's input); None until the gate has run.
     tickets: how many times the gate's graph saved the layer's input or a view of it.
@@ -147,7 +147,10 @@ class _Call:
 
 
 class _Recording(Replay):
-    """The `Replay` of a call in a forward pass: makes the decisions and stores them in ``call``."""
+    """Makes the decisions of a layer's call in a checkpoint's forward pass, and records them.
+
+    call: the record (`_Call`) in which the decisions are stored.
+    """
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -180,7 +183,10 @@ class _Recording(Replay):
 
 
 class _Replaying(Replay):
-    """The `Replay` of a call in a recomputation: returns the decisions that are stored in ``call``."""
+    """Returns the recorded decisions of a layer's call when a checkpoint recomputes the call.
+
+    call: the record (`_Call`) of the same call in the forward pass.
+    """
 
     is_replay = True
 
@@ -258,8 +264,8 @@ class _Second(AbstractContextManager[None]):
 
     The i-th call of a layer uses the routing and the other decisions of the i-th call in the forward pass.
 
-    With retain_graph=True, backward may run several times. Each time this context is entered again, and the
-    records are read from the first one on.
+    With retain_graph=True, backward may run several times. Each backward pass enters this context again and
+    reads the records from the first one on.
     """
 
     def __init__(self, first: _FirstPass) -> None:
@@ -343,7 +349,7 @@ def routing_is_kept() -> bool:
 def _in_another_checkpoint(own: SavedHooks | None) -> bool:
     """Whether the innermost saved-tensor hooks belong to another checkpoint, with its own recomputation.
 
-    own: the (pack, unpack) hooks of the checkpoint with `checkpoint_contexts`; None if it has none now.
+    own: the (pack, unpack) hooks of the checkpoint with `checkpoint_contexts`; None if they are not active.
     """
     top = top_hooks()
     if top is None or (own is not None and top[0] is own[0]):
@@ -528,7 +534,7 @@ def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``value`` with each tensor replaced by ``change(tensor)``.
 
-    value: a tensor, or dataclasses and tuples nested in any way. Other values in them stay as they are.
+    value: a tensor, or dataclasses and tuples nested in any way. Values that are not tensors do not change.
     """
     if isinstance(value, Tensor):
         return change(value)

@@ -6,9 +6,9 @@ dropout, of noise in the gate, or of a single rounding. Gradients would then bel
 `pmoe.checkpoint_contexts` (`pmoe.checkpointing.contexts`) the second pass repeats the decisions of the first
 one:
 
-                  gate                    row counts and choices         rows and products
+                  routing by the gate     row counts and choices         rows and products
     first pass    runs, `route` records   exchanged, `once` records      run
-    second pass   `route` returns it      `once` returns them            run again
+    second pass   `route` returns these   `once` returns these           run again
 
 Under any other checkpoint everything runs again, and `pmoe.checkpointing.routing_check` detects a routing
 that changed.

@@ -67,7 +67,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
     num_tokens: number of tokens of the call.
     routing: the tensors of the routing; None in place of those that a gate does not return.
 
-    There are two cases, because the code cannot see checkpoints:
+    This function cannot see whether there is a checkpoint. So it distinguishes two cases:
 
     - The call runs outside of backward: it is a forward pass. The hash of its routing is stored, and None is
       returned. Nothing is stored in inference mode, while a CUDA graph is captured, or if the only checkpoint

@@ -49,7 +49,7 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32":
 
 
 def dtype_name(text: str) -> str:
-    """Returns the name in `DTYPES` of a dtype, for argparse. Any other text is returned as it is.
+    """Returns the name in `DTYPES` of a dtype, for argparse. Any other text is returned unchanged.
 
     Examples: "bf16", "torch.bfloat16" and "bfloat16" -> "bfloat16".
     """

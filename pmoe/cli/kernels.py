@@ -31,7 +31,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> Output:
     """Returns which kernels were built, what each device runs, and what another device would run.
 
-    If the compiled extension or a CUDA device is missing, the output says so, and the command does not fail.
+    If the compiled extension or a CUDA device is missing, the output reports this, and the command does not
+    fail.
 
     Raises ValueError for --archs without --capability, or with a name that is no architecture.
     """

@@ -53,8 +53,8 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 def split_by_node(ranks: Ranks, size: int | None) -> tuple[Ranks | None, Ranks | None]:
     """Returns two groups of ranks: one rank of each node, and all ranks of this rank's node. Collective.
 
-    The first group has the ranks with this rank's position on their nodes. Returns (None, None) if all ranks
-    are on one node.
+    On each node, the first group has the rank with the same position as this rank has on its own node.
+    Returns (None, None) if all ranks are on one node.
 
     ranks: all ranks.
     size: number of consecutive ranks that form a node. None takes the number of processes that torchrun

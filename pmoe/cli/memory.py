@@ -188,7 +188,8 @@ def _lines(
 ) -> Iterator[str]:
     """Yields the lines of the output: the layer, and two tables, or three with --measure.
 
-    Each table has one line for each restore pair. They show totals, bytes of each tensor, and measured bytes.
+    The tables show totals, bytes of each tensor, and with --measure measured bytes. Each table has one line
+    for each restore pair.
 
     args: the options of the command.
     rows: the bytes of each restore pair, as in the JSON output.

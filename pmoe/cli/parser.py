@@ -39,9 +39,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises ArgumentError if a value is not among the choices of an argument.
+        """Raises ArgumentError if an argument has a value that is not among the argument's choices.
 
-        An unknown command is one line of its own, because argparse's error lists all commands twice.
+        The message suggests the choice that is most like the value. If the value is the name of a command,
+        prints a shorter message in one line and exits, because argparse's message lists all commands twice.
         """
         try:
             super()._check_value(action, value)

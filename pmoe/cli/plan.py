@@ -122,8 +122,8 @@ def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
 def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
     """Returns the file that holds the rates, and the rates: a measured profile or a described cluster.
 
-    Without --profile and --cluster, it is the stored profile for this dtype and number of ranks. With
-    --cluster, ``args.ranks`` becomes the cluster's number of ranks if --ranks was not given.
+    Without --profile and --cluster, the rates are those of the stored profile for this dtype and number of
+    ranks. With --cluster but without --ranks, ``args.ranks`` becomes the cluster's number of ranks.
 
     Raises ValueError if --ranks is not the number of ranks of the profile or cluster.
     """

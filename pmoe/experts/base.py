@@ -117,9 +117,9 @@ class Hidden:
 
     T_M is the hidden activation before the nonlinearity. Each class of experts decides what it saves.
 
-    tensors: of any shape. The engine keeps them until backward, or copies them to the host. Those that it
-        keeps are saved in the autograd context of the whole layer, where activation checkpointing and
-        offloading hooks see them, and where backward frees them.
+    tensors: of any shape. The engine keeps them until backward, or copies them to the host. Kept tensors are
+        saved in the autograd context of the whole layer. So activation checkpointing and offloading hooks
+        see them, and backward frees them.
     graph: everything that is not a tensor, such as autograd graphs of a user's modules.
     expendable: True if `Experts.input_gradient` may overwrite the tensors.
     """
@@ -281,7 +281,7 @@ class Experts(nn.Module, abc.ABC):
 
     @property
     def shared_over(self) -> int:
-        """Number of ranks over which FSDP2 shards the experts; 0 if it does not."""
+        """Number of ranks over which FSDP2 shards the experts; 0 if FSDP2 does not shard them."""
         return next((part.count for _, part in self.copy_parts.values()), 0)
 
     def as_modules(self) -> list[nn.Module]:
@@ -296,7 +296,7 @@ class Experts(nn.Module, abc.ABC):
         0 of every parameter must count the experts.
 
         This default returns None instead of a mapping, for experts with other parameters. `pmoe.parallelize`
-        then leaves the parameters as they are, and the hidden columns cannot be split.
+        then does not change the parameters, and the hidden columns cannot be split.
         """
         return None
 
@@ -543,7 +543,7 @@ class Experts(nn.Module, abc.ABC):
         Returns these two, and as a third result the tensors that `weight_gradient` needs.
 
         grad_NM: (N, M), the gradient of the output T_DO, with M = d_model columns. This method may overwrite
-            it. The third result may refer to it, so the caller must not change this memory until
+            grad_NM, and the third result may refer to its memory. So the caller must not change grad_NM until
             `weight_gradient` has run.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.

@@ -1,9 +1,9 @@
-"""Experts whose results for a row have the same bits for any other rows beside it.
+"""Experts that give a row's results the same bits in every batch, beside any other rows.
 
 The rows of each expert are copied into tiles of R rows, and a row goes through the whole expert in one tile:
 both products, the nonlinearity and the routing weight. Every tile has the same shape, so the libraries
 compute every tile in the same way (`pmoe.kernels.fixed_tiles`). The last tile of an expert may have fewer
-than R rows. Its other rows are left from older tiles, and their results are not used.
+than R rows. The rest of this tile has rows of older tiles, whose results are not used.
 
     rows of expert 0: a b c d e     tiles of R = 4 rows:  a b c d | e . . .
 

@@ -217,7 +217,7 @@ class BorrowedActivation(BorrowedExperts):
             active.copy_(self._activated(hidden))
 
     def _activated(self, hidden_NG: Tensor) -> Tensor:
-        """Returns the activation function's result, (N, H) for N rows. Its argument stays unchanged.
+        """Returns the activation function's result, (N, H) for N rows. hidden_NG is not changed.
 
         A function that writes to its argument, such as ``nn.SiLU(inplace=True)``, gets a copy, for two
         reasons: the argument is needed again; and in backward it is a leaf that requires a gradient, which

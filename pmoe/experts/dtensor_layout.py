@@ -197,11 +197,13 @@ def is_gathered(experts: Any) -> bool:
 
 
 def check_gathered(experts: Any, name: str, cure: str) -> None:
-    """Raises ValueError if this rank has only its part of experts that FSDP2 shards over their copies.
+    """Raises ValueError if FSDP2 shards the experts and has not gathered their parameters on this rank.
+
+    The rank then has only a part of each parameter.
 
     experts: this rank's experts (a `pmoe.Experts`).
     name: name of the layer, for the message.
-    cure: what to do, for the message.
+    cure: the end of the message, which tells the user what to do.
     """
     if not is_gathered(experts):
         raise ValueError(f"{name} (with shard_experts) must have whole experts on each rank: {cure}")

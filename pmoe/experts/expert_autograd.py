@@ -2,7 +2,7 @@
 
 The graph is kept without the tensors that autograd saves for it. Forward (`record`) returns these tensors to
 the caller, who keeps them or copies them to the host. Backward (`gradients`) gets them back. While autograd
-writes or reads the tensors, a `SavedTensorSlots` holds them, the graph's saved_slots:
+writes or reads the tensors, they are in the graph's ``saved_slots``, a `SavedTensorSlots`:
 
     forward    saved_slots.open -> put, put, ... -> seal -> close     close returns the tensors
     backward   saved_slots.tensors = ..., saved_slots.rows = ... -> get, get, ... -> close

@@ -125,7 +125,8 @@ def _outputs(
 def _outputs_of_many(rows_NM: Tensor, experts: list[int], counts: list[int], stacks: Stacks) -> Tensor:
     """Returns the experts' outputs, (N, M), computed by ``torch.nn.functional.grouped_mm``.
 
-    It is called if `_are_grouped` returns True: if many experts have rows, grouped_mm is faster than a loop.
+    The caller uses this function if `_are_grouped` returns True: if many experts have rows, grouped_mm is
+    faster than a loop.
 
     rows_NM: (N, M), the N rows with M = d_model columns, sorted by expert.
     experts, counts: the experts that have rows, and how many rows each of them has.
@@ -144,9 +145,9 @@ def _outputs_of_many(rows_NM: Tensor, experts: list[int], counts: list[int], sta
 def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
     """Returns whether torch's ``grouped_mm`` can compute the experts, and is faster than a loop in Python.
 
-    It is faster if more than a third of the experts have rows, because it loops in C++ over all experts. It
-    can compute with dtypes of 4 and 2 bytes, without biases, if each row of a matrix is a multiple of 16
-    bytes.
+    ``grouped_mm`` is faster if more than a third of the experts have rows, because it loops in C++ over all
+    experts. It can compute experts without biases in dtypes of 4 and 2 bytes, if the bytes of each row of a
+    matrix are a multiple of 16.
 
     rows_NM: (N, M), the N rows with M = d_model columns, sorted by expert.
     num_with_rows: the number of experts that have rows.

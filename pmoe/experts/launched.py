@@ -65,7 +65,7 @@ class PreparedProduct:
     def takes(self, num_rows: int, *rows: Tensor) -> bool:
         """Returns whether pmoe's kernel should compute the product of N rows; False if there are none.
 
-        It should if it is the fastest implementation for this number of rows, and able to read the tensors.
+        True if the kernel is the fastest implementation for this number of rows and can read the tensors.
 
         num_rows: N, the number of rows.
         rows: the tensors (rows, columns) that the kernel would read and write.
@@ -291,8 +291,8 @@ class LaunchedExperts:
     def reads_tokens(self, tokens_TM: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
         """Returns whether `compute` should load rows directly from the tokens, without copying them first.
 
-        It should if the kernels can, and if this is faster. Each row is then loaded from the token that
-        ``ExpertRows.slots`` names for it.
+        True if the kernels can load rows from tokens, and if that is faster. Each row is then loaded from the
+        token that ``ExpertRows.slots`` names for it.
 
         tokens_TM: (T, M), the T tokens of which the rows are copies, with M = d_model columns.
         out_NM: (N, M), memory for the results.

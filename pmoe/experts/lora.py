@@ -10,7 +10,7 @@ The product B @ A is never made. Rows go through A and then through B, beside th
     backward   dT_DI = dT_M W1 + (dT_M B) A
                gradient of B = dT_M^T (x A^T),  gradient of A = (dT_M B)^T x
 
-The second weight W2 has an A and a B of its own. W1 and W2 stay as they are, so they need no gradients.
+The second weight W2 has an A and a B of its own. W1 and W2 are not trained, so they need no gradients.
 
 Letters: N rows, E experts of this rank, M = d_model, H hidden columns, G columns of T_M, the hidden
 activation before the nonlinearity (H, or 2H for gated experts); O output and I input features of a weight; R

@@ -3,9 +3,9 @@
 Forward keeps the autograd graph of each expert's rows of a chunk (micro-batch). Backward differentiates the
 graph for parameters and rows together, so weight gradients are no separate computation here.
 
-Other experts save T_M, the hidden activation, for backward. Here the tensors that autograd saved take its
-place; the experts' output (T_DO) is among them. Two kinds of tensors are left out: parameters, and views of
-the received rows (T_DI), because the engine restores the rows itself.
+Other experts save T_M, the hidden activation, for backward. Here the tensors that autograd saved take the
+place of T_M; the experts' output (T_DO) is among them. Two kinds of tensors are not among them: parameters,
+and views of the received rows (T_DI), because the engine restores the rows itself.
 
 The saved tensors are not kept in the graphs. They are handed to the engine, which keeps or offloads them
 (`Hidden.tensors`). If they stayed in the graphs, activation checkpointing would find them graph by graph, and
@@ -426,7 +426,7 @@ def shared_experts(
         ``shared`` is a number.
     d_model: the number of columns of a token.
     first_expert: a number that no routed expert has, so that the shared expert's random seed is its own.
-    options: device and dtype. A module stays as it is.
+    options: device and dtype of the built expert. If ``shared`` is a module, it is not changed.
 
     Raises ValueError for fewer than one column, TypeError if ``shared`` is neither an int nor a module.
     """

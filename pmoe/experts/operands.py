@@ -1,8 +1,8 @@
 """The values that a call computes with: weights and biases of experts, read when the call begins.
 
-They are read by attribute name and not from the list of parameters, because an attribute such as
-``experts.w1`` may be computed from parameters (weight_norm, LoRA, fake quantisation, pruning), quantised, or
-replaced by another tool's tensor. The names of parameters and of the values that they stand for:
+The values are read by attribute name and not from the list of parameters. The reason: an attribute such as
+``experts.w1`` may be computed from parameters (weight_norm, LoRA, fake quantisation, pruning), be quantised,
+or be another tool's tensor. The names of parameters and of the values that they stand for:
 
     named_parameters()                                   value_names()
     w2, parametrizations.w1.original0, ....original1     w2, w1

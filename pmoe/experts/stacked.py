@@ -67,7 +67,7 @@ class StackedExperts(Experts):
     If each expert's hidden columns are split over ranks (FSMoE's ESP), H counts the columns of this rank. If
     experts are gated, w1 has two halves, and a rank has the same columns of both. T_DO and the gradients of
     rows and routing weights are then partial sums, which the engine adds up over these ranks. Each of the
-    ranks holds the whole b2 and gets the same gradient for it, but only the first one adds b2 to the output.
+    ranks holds the whole b2 and gets the same gradient for it, but only the first rank adds b2 to the output.
     """
 
     hidden_factor: int
@@ -310,9 +310,9 @@ class StackedExperts(Experts):
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns how many rows `input_gradient` processes at a time, at least 16.
+        """Returns how many rows `input_gradient` processes at a time.
 
-        So many rows need at most `SCRATCH_BYTES` of temporary memory, unless even 16 rows need more.
+        That is as many as fit into `SCRATCH_BYTES` of temporary memory, but at least 16.
 
         device_type: "cpu" or "cuda".
         """
@@ -322,8 +322,8 @@ class StackedExperts(Experts):
     def _activates_in_place(self, device_type: str) -> bool:
         """Returns whether the nonlinearity may write its result, H columns, over the first H columns of T_M.
 
-        T_M is the hidden activation before the nonlinearity. For gated experts it has 2H columns. The result
-        would then have gaps between its rows, and the CUDA kernels of grouped products refuse such rows.
+        T_M is the hidden activation before the nonlinearity. For gated experts T_M has 2H columns. A result
+        in its first H columns then has gaps between the rows, which CUDA kernels of grouped products refuse.
 
         device_type: "cpu" or "cuda".
         """
@@ -364,7 +364,7 @@ class StackedExperts(Experts):
     def _fused(
         self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None
     ) -> str | None:
-        """Returns the nonlinearity that pmoe's kernel computes together with this product; None if it cannot.
+        """Returns the nonlinearity that pmoe's kernel can compute together with this product, or None.
 
         form: "forward" for rows times w1, "input" for the gradient of the output times w2.
         rows, weight: the two factors: (N, ...) for N rows, and a matrix for each of the rank's experts.

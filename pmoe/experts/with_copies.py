@@ -62,8 +62,8 @@ class ExpertsWithCopies:
     def _own_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each of this rank's own experts has, without the copies.
 
-        groups: the numbers of rows of each own expert and, for rows that other ranks have sent, also of each
-            copy, after those of own experts.
+        groups: the numbers of rows of each own expert. If the rows came from other ranks, the numbers of rows
+            of each copy follow.
         """
         count = self._experts.num_local_experts
         if len(groups.counts) == count:
@@ -75,8 +75,9 @@ class ExpertsWithCopies:
     def _copied_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each copy has, without the own experts.
 
-        groups: the numbers of rows of each own expert, then those of each copy. It has as many entries for
-            copies as the rank with most copies, so the last ones may belong to no copy and are 0.
+        groups: the numbers of rows of each own expert, then those of each copy. On every rank, the number of
+            entries for copies is that of the rank with most copies. A rank with fewer copies has zeros at
+            the end.
         """
         count = self._experts.num_local_experts
         own = sum(groups.counts[:count])
@@ -308,12 +309,12 @@ def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tu
 
 
 def _joined(parts: Sequence[Hidden | None]) -> Hidden:
-    """Joins the records that own experts and copies saved in forward to one record. `_separated` undoes it.
+    """Joins two records of saved tensors, that of own experts and that of copies, to one record.
 
-    The ``graph`` of the result is a list with an entry for own experts and one for copies: (number of its
-    tensors, its own ``graph``), or None if it has no rows.
+    The ``graph`` of the result is a list with an entry for each of the two records: (number of the record's
+    tensors, the record's ``graph``), or None for a record that is None. `_separated` undoes the joining.
 
-    parts: the records of own experts and of copies; None for one without rows.
+    parts: the record of own experts, then that of copies. A record is None if there are no rows for it.
     """
     saved = [part for part in parts if part is not None]
     return Hidden(
@@ -324,9 +325,9 @@ def _joined(parts: Sequence[Hidden | None]) -> Hidden:
 
 
 def _separated(hidden: Hidden) -> list[Hidden | None]:
-    """Returns the records of own experts and of copies from the record into which `_joined` joined them.
+    """Splits a record that `_joined` made. Returns the record of own experts, then that of copies.
 
-    None stands for own experts, or copies, without rows.
+    A record is None if own experts, or copies, had no rows.
 
     hidden: the result of `_joined`.
     """

@@ -48,8 +48,8 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     A wrapper is refused if it spans more than one of these ranks, because they hold different experts. If the
     layer is replicated over several such groups of ranks, a wrapper may span one rank of each group, because
     these ranks hold the same experts. The ranks of a FullyShardedDataParallel wrapper (FSDP1) cannot be read.
-    It is refused if the layer's experts are spread over all ranks of the job, because then any group of
-    several ranks mixes different experts.
+    An FSDP1 wrapper is refused if the layer's experts are spread over all ranks of the job, because any group
+    of several ranks then mixes different experts.
 
     Experts of a model that `pmoe.parallelize` has changed may be in no wrapper, because their gradients are
     averaged already. With ``shard_experts`` FSDP2 averages them, and is the wrapper that they are in.

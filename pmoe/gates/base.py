@@ -190,17 +190,17 @@ class Gate(nn.Module, abc.ABC):
     def num_rows(self, num_tokens: int) -> int:
         """Returns S, the number of lines (rows of its tensors) that a `Routing` of these tokens has.
 
-        Memory predictions use it. It is only called if the gate `picks_tokens`; other gates have one line for
-        each token.
+        Memory predictions call this method, but only if the gate's `picks_tokens` is True. The routings of
+        other gates have one line for each token.
         """
         return num_tokens
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
         """Returns the weights, (T, K), that the gate gives to the experts in expert_TK in a past call.
 
-        They follow from the scores of the call. `pmoe.replay_routing` needs this method: it replaces the
-        choices of a call by recorded ones. Gradients flow from the weights to the scores, so also to experts
-        that the gate would not have chosen. For the gate's own choices the result has the bits of
+        The weights follow from the scores of that call. `pmoe.replay_routing`, which replaces the choices of
+        a call by recorded ones, needs this method. Gradients flow from the weights to the scores, so also to
+        experts that the gate would not have chosen. For the gate's own choices the result has the bits of
         ``routing.weight``.
 
         routing: what `forward` returned, with the scores in ``logits``.

@@ -55,9 +55,10 @@ class _GateInTiles(TopKRouter):
         return router_loss(*self.balance_terms(routing), routing.logits, self.z_loss_weight)
 
     def tile_rows(self, x_TM: Tensor) -> int:
-        """Returns R, the number of tokens of a tile. The first call for tokens of this kind tests it.
+        """Returns R, the number of tokens of a tile.
 
-        The test checks that a token's routing in a tile of R tokens does not depend on the other tokens.
+        The first call for tokens of this width, dtype and device finds R by a test: a token's routing in a
+        tile of R tokens must not depend on the other tokens of the tile.
 
         x_TM: (T, M), T tokens with M = d_model columns, of which only dtype, columns and device are read.
         """

@@ -1,7 +1,7 @@
 """Batch Prioritised Routing of V-MoE (arXiv 2106.05974, section 4, Algorithm 2).
 
-If more tokens choose an expert than its capacity allows, it keeps the tokens with the largest routing
-weights, and not the first tokens of the batch.
+If more tokens choose an expert than its capacity allows, the expert keeps the tokens with the highest
+priority, not the first tokens of the batch. The priority of a token is its largest probability.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from pmoe.gates.topk import TopKGate
 class BatchPrioritisedGate(TopKGate):
     """Routes as `TopKGate` does, and drops the choices of tokens with low priority.
 
-    The priority of a token is the largest of its probabilities before they are normalised. Each expert keeps
-    the first C = ceil(capacity_factor * T * K / E) choices that fell on it, for T tokens with K choices of E
-    experts. All first choices of tokens come before all second choices, and so on. Among first choices (and
-    among second choices, ...), tokens with a higher priority come first, and tokens with equal priority in
-    the order of the batch.
+    The priority of a token is its largest probability before normalisation. With T tokens, K choices of a
+    token and E experts, each expert keeps at most C = ceil(capacity_factor * T * K / E) of the choices that
+    fell on it. They are the first C in this order:
+
+    1. first choices of all tokens, then second choices of all tokens, and so on;
+    2. among these, tokens with a higher priority first;
+    3. among tokens with equal priority, the order of the batch.
 
     Lancet (section 2.3) describes another priority, the sum of a token's top_k probabilities. For top_k = 1
-    the two are the same. For a larger top_k they may drop different tokens.
+    both priorities are equal. For a larger top_k other tokens may be dropped.
 
     Args:
         capacity_factor: determines C; None keeps all choices.
         normalize: as in `TopKGate`; False is usual with this gate.
 
-    In the routing, ``keep`` (T, K) is True for choices that are kept; it is None if capacity_factor is None.
-    Dropping does not change the weights of kept choices, and l_aux also counts dropped choices. The layer
-    drops nothing else.
+    The routing's ``keep``, (T, K) bool, is True for kept choices. It is None if capacity_factor is None. Kept
+    choices have the same weights as without dropping, and l_aux counts dropped choices, too. The layer itself
+    drops no further choices.
 
     partition is "none" (the gate needs the whole batch), because the tokens of a batch compete for capacity.
 

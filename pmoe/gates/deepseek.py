@@ -181,7 +181,8 @@ class DeepSeekGate(TopKRouter):
     def _biased(self, score_TE: Tensor) -> Tensor:
         """Returns score + bias, (T, E), for T tokens and E experts.
 
-        It is negative infinity for experts outside a token's best groups, so that they are not chosen.
+        For experts outside a token's best groups the result is negative infinity, so that the token does not
+        choose them.
 
         score_TE: (T, E), the sigmoids.
         """

@@ -12,7 +12,7 @@ from pmoe.gates.base import Gate, PartitionName, Routing
 
 
 class ExternalGate(Gate):
-    """A gate whose routing the model itself computes, and sets for the calls inside a `routing` block:
+    """A gate for a model that computes the routing itself. A `routing` block sets the routing of a call:
 
         with gate.routing(expert_TK, weight_TK):
             y = layer(x)

@@ -18,10 +18,10 @@ FINEST = 10**6
 class ForcedGate(OverridingGate):
     """Replaces the choices of another gate, so that the experts in ``busy`` get a given share of the rows.
 
-    Without ``busy`` every expert gets equally many rows: forced balance. With it, the busy experts get
-    ``share`` of the rows, each equally many, and the other experts get the rest, each equally many. Numbers
-    of rows are exact up to rounding on each rank, and in each part of a batch, because the choices of
-    successive tokens alternate. They do not depend on the tokens' values.
+    Without ``busy`` every expert gets equally many rows: forced balance. Otherwise the fraction ``share`` of
+    the rows is divided equally among the busy experts, and the rest equally among the other experts. The
+    numbers of rows are exact up to rounding on each rank, and in each part of a batch, because the choices of
+    successive tokens alternate. The choices do not depend on the tokens' values.
 
     The routing weights and l_aux are those of the inner gate (`OverridingGate`).
 
@@ -122,7 +122,7 @@ class ForcedGate(OverridingGate):
     def _check(self, top_k: int) -> None:
         """Raises ValueError if the share of busy experts is not possible with top_k experts of a token.
 
-        The experts of a token are distinct, so it may not find enough busy experts, or enough others.
+        The experts of a token are distinct, so there may be too few busy experts, or too few others.
         """
         most_busy = -(-top_k * self.share.numerator // self.share.denominator)
         most_others = top_k - top_k * self.share.numerator // self.share.denominator

@@ -28,7 +28,7 @@ class HashGate(DrawnGate):
 
     Args:
         seed: any int. Give the layers of a model different seeds; with equal seeds, ids that share an expert
-            in one layer share one in all. It is not part of the state dict.
+            in one layer share one in all. The seed is not part of the state dict.
 
     Raises ValueError at the call if token_ids_T is not (T,) int64 on the device of the T tokens.
     """

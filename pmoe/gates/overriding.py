@@ -16,7 +16,7 @@ class OverridingGate(Gate):
 
     The inner gate runs in full and gives the routing weights and l_aux. So a call takes as long as with the
     inner gate alone, and the inner gate's parameters get gradients. l_aux is the loss of the inner gate's own
-    choices. Of a token's weights, the k-th becomes the weight of the k-th new expert.
+    choices. The k-th weight of a token becomes the weight of the token's k-th new expert.
 
     If the layer has a ``capacity_factor``, it drops rows of the new choices that are beyond an expert's
     capacity.

@@ -17,7 +17,7 @@ from pmoe.kernels.route import top_indices
 def sigmoid_shares(logits_TE: Tensor) -> Tensor:
     """Returns the sigmoid of each logit, divided by the sum over experts: (..., E), like the logits.
 
-    It is also correct if all sigmoids are so small that they would be rounded to 0.
+    The result is correct even if all sigmoids are so small that they would be rounded to 0.
 
     logits_TE: (..., E), for E experts.
     """

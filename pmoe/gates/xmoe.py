@@ -41,8 +41,8 @@ class XMoEGate(Gate):
 
     projection: parameter (P, M).
     weight: parameter (E, P), the experts' embeddings w_e.
-    log_temperature: scalar parameter. The temperature is its exponential, so training cannot make it 0 or
-        negative.
+    log_temperature: scalar parameter. The temperature is exp(log_temperature), so training cannot make the
+        temperature 0 or negative.
 
     Args:
         d_proj: P. None means num_experts // 2, which is usual, but at least 2: in one dimension every cosine

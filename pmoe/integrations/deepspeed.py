@@ -8,9 +8,9 @@ contain its own class `MoE`. So `initialize` puts a module of that class, withou
       gate, experts       as without DeepSpeed; experts get group_name = "ep_size_N"
       deepspeed           `Marker`, a deepspeed.moe.layer.MoE: numbers and names of the experts
 
-In DeepSpeed's checkpoints each expert has a file of its own, so their weights can be loaded with another
-number of ranks for each copy of the experts. ZeRO's optimizer states can be loaded only with the same number
-of ranks.
+In DeepSpeed's checkpoints each expert has a file of its own. So the weights of experts can be loaded even if
+the experts are now spread over another number of ranks. ZeRO's optimizer states can be loaded only with the
+same number of ranks.
 
 Stage 3 is refused, because DeepSpeed accepts no module of the class MoE there.
 """
@@ -93,8 +93,8 @@ def initialize(
 
     Returns what ``deepspeed.initialize`` returns: (engine, optimizer, data loader, scheduler).
 
-    Without ZeRO and in float32, DeepSpeed clips gradients by the mean of the ranks' norms, as if all ranks
-    had the same experts. The engine then clips by `pmoe.clip_grad_norm_`.
+    Without ZeRO and in float32, DeepSpeed would clip gradients by the mean of the ranks' norms, as if all
+    ranks had the same experts. In this case the engine clips by `pmoe.clip_grad_norm_` instead.
 
     Raises ValueError if the model has no MoE layer, if a layer's experts are spread in another way, or for
     ZeRO's stage 3.
@@ -157,13 +157,13 @@ class Marker(MoE):  # type: ignore[misc]
         self.expert_group_name = _name(self.ep_size)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Checks the order of ranks. DeepSpeed calls it when it makes an engine, to create groups of ranks.
+        """Checks the order of ranks. DeepSpeed calls this method when it makes an engine.
 
-        The groups exist already, so nothing else is done.
+        DeepSpeed's own method would also create groups of ranks. Here the groups exist already.
 
         use_data_before_expert_parallel_: DeepSpeed's setting of that name.
 
-        Raises ValueError if it is True, because the groups of the layers have the other order.
+        Raises ValueError if the setting is True, because the groups of the layers have the order of False.
         """
         if use_data_before_expert_parallel_:
             raise ValueError(
@@ -197,9 +197,9 @@ class Marker(MoE):  # type: ignore[misc]
 def _take_experts(layer: MoELayer, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Loads experts that DeepSpeed has read from their files. This is a hook of ``load_state_dict()``.
 
-    DeepSpeed has written rank 0's state dict for all ranks, and beside it a file for each expert. It has put
-    this rank's experts into ``state`` as entries of their own, numbered from 0. The hook copies these into
-    the layer's entries of ``state``, where they replace the experts of rank 0.
+    A checkpoint of DeepSpeed has rank 0's state dict and a file for each expert. To load it, DeepSpeed adds
+    this rank's experts, numbered from 0, to rank 0's state dict. The hook moves the values of these entries
+    into the layer's entries, which held the experts of rank 0 before.
 
     layer: the layer that loads its state.
     state: the state dict, which is changed.

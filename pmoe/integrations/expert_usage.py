@@ -143,7 +143,7 @@ class _Rows:
     def add(self, counts: LastRowCounts, num_slots: int | None) -> None:
         """Adds the row counts of a call.
 
-        They may be on a device, and are read only after `MOST_UNREAD` calls.
+        Row counts that are on a device are read only after `MOST_UNREAD` calls.
 
         counts: the row counts.
         num_slots: number of rows before any were dropped; None if it is not known.

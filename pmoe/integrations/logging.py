@@ -212,8 +212,8 @@ class StatsWriter:
         """Stores the scalars of a training step. At steps with statistics, also writes all stored lines.
 
         Call it on every rank after each training step, with ascending step numbers. Steps with statistics are
-        the first step and those that ``every`` divides. At these it is a collective: every rank must take
-        part.
+        the first step and those that ``every`` divides. At these steps the method is a collective: every rank
+        must take part.
 
         step: number of the step, at least 0.
         scalars: numbers by name; a tensor must have one element and may have any shape.

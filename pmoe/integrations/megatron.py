@@ -4,8 +4,8 @@
     spec.submodules.mlp = moe_spec(spec.submodules.mlp, pipeline=True)
     model = GPTModel(config, spec, ...)
 
-The experts' weights have the names (weight1 and weight2) and the layout of Megatron's GroupedMLP. So each of
-the two classes can load the other's checkpoints, by state_dict and by sharded_state_dict. Megatron's
+The experts' weights have the names (weight1 and weight2) and the layout of Megatron's GroupedMLP. So pmoe's
+experts and GroupedMLP can load each other's checkpoints, by state_dict and by sharded_state_dict. Megatron's
 optimizer, its DistributedDataParallel with main_grad, and its gradient clipping work unchanged.
 
 With Megatron's option ``delay_wgrad_compute``, the backward pass computes only the gradients of inputs.
@@ -250,7 +250,7 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         only; call `backward_dw` for those of the experts' weights.
 
         x_TM: (T, M), the T tokens with M = hidden_size columns.
-        index_TK: (T, K), the K experts of each token; the number of all experts means no expert.
+        index_TK: (T, K), the K experts of each token, from 0 to E - 1 over all ranks; E means no expert.
         weight_TK: (T, K), the routing weights.
         """
         if getattr(self.config, "delay_wgrad_compute", False) and torch.is_grad_enabled():
@@ -260,13 +260,13 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         return self.run(x_TM, index_TK, weight_TK)
 
     def run(self, x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Returns each token's weighted sum of its experts' outputs, (T, M).
+        """Runs the experts, ignoring ``delay_wgrad_compute``: backward computes all gradients at once.
 
-        One backward pass of the result computes the gradients of the tokens, the routing weights and the
-        experts' weights.
+        Returns each token's weighted sum of its experts' outputs, (T, M). The gradients are those of x_TM,
+        weight_TK and the experts' weights.
 
         x_TM: (T, M), the T tokens with M = hidden_size columns.
-        index_TK: (T, K), the K experts of each token; the number of all experts means no expert.
+        index_TK: (T, K), the K experts of each token, from 0 to E - 1 over all ranks; E means no expert.
         weight_TK: (T, K), the routing weights.
         """
         w1, w2 = self.views()

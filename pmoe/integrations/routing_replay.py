@@ -1,9 +1,9 @@
 """Router replay: runs a model so that tokens go to recorded experts, not to those that the gate would choose.
 
 In reinforcement learning, a training step should send a token to the same experts as the policy that
-generated the token. But the router has changed since, or rounds differently than the inference engine. There
-are two kinds of replay: R2 replays the routing of the old policy in the training engine, R3 (arXiv
-2510.11370) that of the inference engine. A replayed call has three steps:
+generated the token. But the router has been trained since, or the training engine rounds differently than the
+inference engine. There are two kinds of replay: R2 replays the routing of the old policy in the training
+engine, R3 (arXiv 2510.11370) that of the inference engine. A replayed call has three steps:
 
     gate                       computes its scores as in any call
     forward hook of the gate   replaces the chosen experts by recorded ones, and asks the gate for their
@@ -69,7 +69,7 @@ def replay_routing(
         model: a model with MoE layers, or a single layer.
         trace: a dict {name of a layer: list with the experts of each call, (T, K): K for each of T tokens},
             from `record_routing`, `read_routing` or `engine_routing`. The experts are integers of any dtype
-            on any device. K times -1 stands for a token that is not replayed: the gate chooses its experts.
+            on any device. A token with K entries of -1 is not replayed: the gate chooses its experts.
             The names must be those of the model's layers.
         mask: for each call, (T,) bool: False for tokens that are not replayed in any layer, for example
             because they belong to the prompt. None replays all tokens.
@@ -301,7 +301,8 @@ def _call(what: str, expert_TK: Any, layer: MoELayer) -> Tensor:
     expert_TK: the recorded experts, as the user passed them.
     layer: the layer that was called.
 
-    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1.
+    Raises TypeError or ValueError unless each token has K different experts of the layer, or only entries of
+    -1.
     """
     check_integers(what, expert_TK, 2)
     wide_TK = expert_TK.long()
@@ -395,9 +396,9 @@ def engine_routing(
         layers: the name in the model of each of the engine's L layers. None leaves a layer out, for example a
             layer without experts, of another pipeline stage, or for the prediction of several tokens.
         num_tokens: for each call the number of tokens in training, or a list with the number of each
-            sequence. The engine may have fewer, because it does not route the last token that it generates.
-            These tokens are not replayed: the gate chooses their experts. None means that the engine has all
-            tokens.
+            sequence. The engine may have routed fewer, because it does not route the last token that it
+            generates. The missing tokens are not replayed: the gate chooses their experts. None means that
+            the engine has routed all tokens.
 
     The result is a dict {name of a layer: list with an int64 tensor (T, K) for each call}. Layers are matched
     by name, not by number, so a layer cannot get the routing of another one by mistake.

@@ -65,10 +65,12 @@ def record_routing(
         with pmoe.replay_routing(model, trace):
             logits = model(tokens)
 
-    The block's value is the trace: by layer name, a list with an int64 tensor (T, K) for each of the layer's
-    calls, the K experts of each of T tokens, on the device of the tokens. With a folder, each rank writes its
-    choices to a file, which replaces the file of an earlier block; the dict stays empty, and
-    `read_routing` returns the trace. On CUDA the host then waits for the device in each call.
+    The block's value is the trace, a dict {name of a layer: list with a tensor for each call}. Each tensor is
+    (T, K) int64, the K experts of each of T tokens, on the device of the tokens.
+
+    With a folder, each rank writes its choices to a file, which replaces the file of an earlier block. The
+    dict stays empty, and `read_routing` returns the trace. On CUDA the host then waits for the device in each
+    call.
 
     Nothing is communicated. Choices are recorded before a capacity drops any. The recomputation of an
     activation checkpoint is not recorded, and neither is the run in which a pipeline stage finds its shapes.

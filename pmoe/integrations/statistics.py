@@ -86,8 +86,8 @@ class LayerStats:
         unpredicted: why there is no prediction, or what the prediction leaves out, in words.
         forward, backward: seconds of the last recorded pass in each direction: this rank's, or the mean over
             all ranks. None if no pass was recorded.
-        balance: what copies of busy experts did: how uneven the ranks' rows were without and with them, how
-            many there were, and the bytes of their weights. None if the layer has no ``balance``.
+        balance: what copies of busy experts did: how uneven the ranks' rows were without and with copies, the
+            number of copies, and the bytes of their weights. None if the layer has no ``balance``.
         usage: the rows of all calls that an `ExpertUsage` has counted. None if `stats` was given none.
     """
 
@@ -111,7 +111,7 @@ class LayerStats:
 
     @property
     def load(self) -> LayerUsage:
-        """The load of the experts in all calls that ``usage`` has counted; in the last call without it."""
+        """The load of the experts in all calls that ``usage`` counted, or else in the last call."""
         if self.usage is not None and self.usage.num_calls:
             return self.usage
         num_calls = int(sum(self.tokens_per_expert) > 0)
@@ -182,7 +182,7 @@ class Stats:
         Their number does not depend on the numbers of layers and experts. Each has a mean over the layers
         and the worst value of a layer, such as "moe/entropy_mean" and "moe/entropy_min":
 
-        - entropy: of the experts' shares of rows, divided by that of equal shares; 1 is an even load.
+        - entropy: entropy of the experts' shares of rows / entropy of equal shares; 1 is an even load.
         - max_share: the largest share of an expert in the rows.
         - active_fraction: the share of experts with any rows.
         - max_vio_micro: rows of the busiest expert / mean rows of an expert - 1, computed for each call on
@@ -256,8 +256,8 @@ def stats(
         journal: the journal of a block ``with pmoe.recording() as journal`` around the step. Without it, no
             seconds are reported.
         usage: row counts of all calls since this function last read them. Each layer's counts are returned in
-            `LayerStats.usage`, and the object is set back to 0. If all_ranks is True, give it on every rank
-            or on none.
+            `LayerStats.usage`, and the object's counts are reset to 0. If all_ranks is True, pass an object
+            on every rank or on none.
 
     On CUDA this function waits for row counts that are still on the device (after a call by the kernels for a
     single rank). With all_ranks it also waits for the result of the all-reduce, and for the experts' values
@@ -473,8 +473,8 @@ def _warn_of_values(
     dense_are_same: for each part in `DENSE`, whether all ranks have the same values.
 
     Experts of different ranks should differ. If they were different in an earlier call and are the same now,
-    something has overwritten them, and a warning says so. There is no such warning if the experts were the
-    same in earlier calls, too, or if the layer has ranks that were not compared.
+    something has overwritten them, and this function warns. It does not warn if the experts were the same in
+    earlier calls, too, or if the layer has ranks that were not compared.
     """
     name = name or "model"  # a layer that is itself the model has the name ""
     cache = layer.layer_modules.cache

@@ -6,12 +6,12 @@
     shapes_only       forward without values: on the meta device, or with fake tensors
     batch_invariant   makes a layer compute each token with the same bits in every batch
     predict_memory    predicts the bytes that a forward and a backward pass take
-    run_experts       runs experts and routing of another library, by a layer that is not in the model
-    last_few_rows     statistics of small calls of run_experts, which do not use such a layer
+    run_experts       runs experts that another library owns and routes, by a layer outside of its model
+    last_few_rows     statistics of small calls of run_experts, which are computed without a layer
     reshard           spreads a layer's experts over other ranks, and draws new values for its parameters
     old_attributes    attributes of MoELayer under their old names
 
-decision, module, parts, spec and stored_state are old names of modules that are now in other folders.
+decision, module, parts, spec and stored_state are old names of modules, kept for one release.
 
 Letters: T tokens of a rank, K experts for each token, E experts of all ranks, W ranks, M = d_model, H =
 d_hidden, n chunks (micro-batches) of a batch.

@@ -1,6 +1,6 @@
 """Makes a layer batch-invariant: a token's output has the same bits in every batch.
 
-`change` gives three parts of a layer other classes, with the same parameters:
+`change` changes the classes of a layer's modules. Their parameters stay the same:
 
     experts, shared expert   compute their rows in tiles of a fixed shape (`pmoe.experts.batch_invariant`)
     gate                     routes tokens in tiles of a fixed shape (`pmoe.gates.batch_invariant`)
@@ -71,7 +71,10 @@ def check_invariant(modules: LayerModules, name: str = "") -> None:
 
 
 def _module_problem(modules: LayerModules) -> str | None:
-    """Returns which module of a layer has no batch-invariant class, as a text; None if all have one."""
+    """Returns why a layer cannot be batch-invariant, in words; None if it can.
+
+    Most often the class of a module has no batch-invariant version. The text then names this module.
+    """
     for part, module, classes in (
         ("experts", modules.experts, EXPERTS),
         ("shared_expert", modules.shared_expert, EXPERTS),

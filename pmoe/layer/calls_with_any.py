@@ -1,7 +1,7 @@
 """`MoELayer.forward` for inputs that are not plain tensors with values.
 
-The layer computes only plain tensors. So a plain tensor is taken out of the input x, the layer runs on it,
-and the result is turned back into the type of x:
+The layer can compute only with plain tensors. So this file takes a plain tensor out of the input x, runs the
+layer on it, and turns the result back into the type of x:
 
     type of x                    what the layer runs on      what forward returns
     jagged nested tensor         x.values()                  a jagged tensor with the same offsets
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    """Computes a layer's forward for an input of any tensor type. The result has the type of x.
+    """Computes a layer's forward for an input of any tensor type.
 
-    An AsyncCollectiveTensor gives a plain tensor.
+    The result has the type of x. If x is an AsyncCollectiveTensor, the result is a plain tensor.
 
     layer: the `MoELayer`.
     x: (..., d_model), the input: one row for each token.

@@ -115,8 +115,8 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
 def check_balance(modules: LayerModules) -> None:
     """Raises ValueError if a layer has ``balance`` and its experts cannot be copied to other ranks.
 
-    If every rank has a part of every expert, as on one rank, there is no other rank for a copy. A warning
-    then says that ``balance`` does nothing.
+    On one rank, or if every rank has a part of every expert, no other rank could use a copy. A warning then
+    says that ``balance`` does nothing.
 
     modules: the layer's modules and options.
     """
@@ -236,8 +236,8 @@ def make_grid(
 ) -> Grid:
     """Returns the ranks over which a layer spreads its experts and splits each expert's hidden columns.
 
-    group, mesh: arguments of `pmoe.MoELayer`. Without both, the default group is used, or this process alone
-        if torch.distributed is not initialised.
+    group, mesh: arguments of `pmoe.MoELayer`. If both are None, the default group is used, or this process
+        alone if torch.distributed is not initialised.
     device: device of the layer's parameters.
 
     Warns if a launcher such as torchrun has started several processes, but torch.distributed is not

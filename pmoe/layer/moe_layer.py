@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands for `MoELayer.forward` where torch.compile traces it: the layer becomes one operator."""
+    """The function that torch.compile traces in place of `MoELayer.forward`: makes the layer one operator."""
     from pmoe.graph.one_operator import forward_in_graph
 
     return forward_in_graph(*args, **kwargs)
@@ -52,15 +52,15 @@ class MoELayer(OldAttributes, nn.Module):
     """A Mixture-of-Experts layer: experts are spread over ranks, tokens are sent to them in micro-batches.
 
     The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each
-    times its routing weight. Of W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1.
-    Rows (copies of tokens) of one micro-batch are sent while experts compute another. See docs/choosing.md.
+    times its routing weight. With W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1.
+    While the rows (copies of tokens) of one micro-batch are sent, experts compute those of another.
 
     Args:
         d_model: M, the columns of input and output.
         d_hidden: H, the width of an expert.
-        d_latent: columns of sent rows, to which tokens are projected and results back; None is d_model.
-        num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
-        top_k: K, the experts that each token goes to.
+        d_latent: columns to which tokens are projected before they are sent; None sends all d_model columns.
+        num_experts: E, the number of experts of all ranks together; a multiple of the number of ranks.
+        top_k: K, the number of experts of each token.
         device, dtype: those of the parameters.
         expert: "ffn", "swiglu", a callable that builds one expert, a ModuleList of this rank's experts, or a
             `pmoe.experts.Experts`. An expert that is a user's module maps N rows, (N, M), to (N, M).
@@ -73,29 +73,29 @@ class MoELayer(OldAttributes, nn.Module):
         normalize_gate: whether a token's weights are divided by their sum; None is the gate's default.
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
-        pad_to_capacity: fills up each expert's rows to that number, so the host waits for no row counts.
+        pad_to_capacity: pads each expert's rows to that number, so the host need not wait for row counts.
         check_finite: whether logits that are not finite raise on all ranks; None: unless pad_to_capacity.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
-        pipeline_backward: n of the backward pass; None is the same n. Their common multiple is at most 256.
+        pipeline_backward: n of backward; None is forward's n. The least common multiple of both is <= 256.
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
-        balance: k, the most copies of other ranks' busy experts that a rank hosts for a call; True makes them
-            only where they are predicted to pay. Not with fused, pad_to_capacity, send_once or memory_budget.
+        balance: how many busy experts of other ranks a rank may hold copies of. True makes only copies that
+            should save time. Not with fused, pad_to_capacity, send_once or memory_budget.
         memory_reuse: False keeps received rows (T_DI) and hidden activations (T_M) for backward. "S1" to "S4"
             or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (MPipeMoE, Eq. 10).
         allow: "e4m3" lets memory_reuse=True also keep T_DI in its messages, or T_M rounded to e4m3.
-        memory_budget: a limit in bytes, or such as "2GiB", for any routing; what is True is chosen within it.
+        memory_budget: a limit in bytes, or a text such as "2GiB", that options left to pmoe (True) must keep.
         slack: micro-batches share buffers of ceil(slack * T * K / n) rows; n grows under skewed routing.
         group: the process group; None is the default group, and `Ranks.single()` one rank.
         mesh: in place of group, a device mesh: "ep" spreads experts, "esp" splits each one's hidden columns.
         dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes
             the fastest of them), or a `pmoe.Dispatch`.
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
-        nodes: ranks of a node, or the node of each rank; None takes $LOCAL_WORLD_SIZE ranks of a node.
+        nodes: the number of ranks on a node, or a list with each rank's node; None reads $LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
-        wire, wire_backward, wire_combine: send rows, backward's, and results as "e4m3" or "bfloat16".
+        wire, wire_backward, wire_combine: "e4m3" or "bfloat16", the format of sent rows, gradients, results.
         order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
@@ -103,7 +103,7 @@ class MoELayer(OldAttributes, nn.Module):
     to top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps off for measurements. `l_aux`,
     `ran`, `tokens_per_expert` and `row_counts` describe the last call, `traffic` counts bytes of all calls.
 
-    ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M), gate rows first;
+    ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), or for "swiglu" (E / W, 2H, M): gate, then up;
     ``experts.w2`` (E / W, M, H). Expert parameters have ``allreduce = False``: their gradients are sums over
     all ranks' tokens already. Under one seed, an expert has the same initial values on any number of ranks.
 
@@ -382,8 +382,8 @@ class MoELayer(OldAttributes, nn.Module):
         graph is captured, raises RuntimeError before any kernel starts, if a graph cannot hold the call.
 
         Activation checkpointing runs forward a second time, during backward. `pmoe.checkpoint_contexts` keeps
-        the routing of the first time. Without it, the routing is computed twice, and ValueError is raised on
-        every rank if any token is routed differently the second time.
+        the routing of the first time. Without these contexts, the routing is computed twice, and ValueError
+        is raised on every rank if any token is routed differently the second time.
         """
         if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
             from pmoe.layer.calls_with_any import call_with_any
@@ -396,8 +396,8 @@ class MoELayer(OldAttributes, nn.Module):
     ) -> Tensor:
         """Computes `forward` for an input that is a plain `torch.Tensor` with values.
 
-        `forward` converts tensor subclasses before, and computes only shapes for inputs without values (on
-        the meta device, or fake).
+        `forward` converts tensor subclasses before it calls this method. It does not call this method for
+        inputs without values (on the meta device, or fake), of which it computes only shapes.
 
         x: (..., d_model), the tokens.
         token_ids, mask: (...), one value for each token, or None.
@@ -479,8 +479,8 @@ class MoELayer(OldAttributes, nn.Module):
         """The option ``memory_reuse`` as a `Restore`: how backward gets back two large tensors.
 
         The tensors are T_DI (received rows, the experts' inputs) and T_M (hidden activations). A Restore says
-        for each whether it is kept, offloaded, or sent or computed again. The value is False without
-        memory_reuse, which keeps both, and True if the layer chooses.
+        for each of them whether it is kept, offloaded, or sent or computed again. The value is False if
+        ``memory_reuse`` is False, which keeps both, and True if the layer chooses.
         """
         return self.options.restore
 
@@ -523,8 +523,8 @@ class MoELayer(OldAttributes, nn.Module):
     def reset_parameters(self) -> None:
         """Draws new random values for all parameters, as if the layer were built under torch's current seed.
 
-        A layer from the meta device needs this after ``to_empty``. Every rank must call this method, with the
-        same seed on all ranks.
+        Call this method for a layer from the meta device, after ``to_empty``. Every rank must call it, with
+        the same seed on all ranks.
 
         If the gate or the experts are a user's own modules, ``reset_parameters`` of each of their submodules
         is called; submodules without this method keep their values. Each expert has a seed of its own, which
@@ -537,8 +537,8 @@ class MoELayer(OldAttributes, nn.Module):
     def save_degrees(self, path: str | Path) -> None:
         """Writes the numbers of chunks that pipeline=True has found in this process to a JSON file.
 
-        Only those for layers with the same sizes and settings as this one are written. `load_degrees` reads
-        the file, so that a later run needs no trials.
+        The file has only the numbers for layers with the sizes and settings of this one. `load_degrees`
+        reads it, so that a later run needs no trials.
 
         Raises OSError if the file cannot be written.
         """
@@ -580,12 +580,12 @@ class MoELayer(OldAttributes, nn.Module):
         the budget. ``unknown`` in the result names a user's own modules whose memory is not fully counted.
         Rows are assumed to have the dtype of the parameters, also under autocast.
 
-        Raises ValueError or TypeError for arguments that are not of the types above or out of range, and
-        ValueError
+        Raises TypeError or ValueError for arguments of wrong types or values. Raises ValueError also in three
+        other cases:
 
-        - if n does not divide the number of equal parts of the batch in which row_counts are counted;
-        - if no choice stays within the memory budget; the message has the smallest budget that is possible;
-        - if the layer has options whose memory is not predicted, such as fused kernels.
+        - row_counts were counted in equal parts of the batch, and n does not divide the number of parts;
+        - no choice stays within the memory budget; the message has the smallest budget that is possible;
+        - the layer has options whose memory is not predicted, such as fused kernels.
         """
         from pmoe.layer import predict_memory
 

@@ -81,8 +81,8 @@ def predict_memory(
 def check_predictable(modules: LayerModules) -> None:
     """Raises ValueError for a layer whose memory cannot be predicted.
 
-    This is so if the layer has a feature that takes memory which pmoe does not count, or uses fused kernels,
-    which allocate memory of their own for rows.
+    There are two reasons: a feature of the layer takes memory that pmoe does not count, or the layer uses
+    fused kernels, which allocate memory of their own for rows.
 
     modules: the layer's modules and options.
     """
@@ -138,8 +138,8 @@ def _choices(
     """Lists the settings for which memory is predicted: numbers of chunks of both passes, and a restore pair.
 
     A restore pair says how backward gets back T_DI (received rows) and T_M (hidden activations). An argument
-    that is not None fixes its value in all settings. Otherwise every value that the layer's options allow is
-    combined with every other. The list has one element if arguments and options leave no choice.
+    that is not None fixes its value in all settings. Values that are not fixed appear in every combination
+    that the layer's options allow. If arguments and options leave no choice, the list has one element.
 
     modules: the layer's modules and options.
     pipeline, pipeline_backward: number of chunks of forward and of backward; None takes what the layer's

@@ -60,9 +60,9 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
 
 
 def share_ranks(experts: Experts, grid: Grid) -> None:
-    """Stores in experts the ranks over which they are spread.
+    """Stores a layer's ranks in the experts that are spread over them.
 
-    Experts that share a parameter among all ranks sum its gradient over these ranks.
+    If all experts share a parameter, they need the ranks to sum its gradient.
 
     experts: the experts of this rank.
     grid: the ranks of the layer.

@@ -86,22 +86,22 @@ def run_experts(
 ) -> Tensor:
     """Runs experts on routed tokens. Returns for each token the weighted sum of its experts' outputs, (T, M).
 
-    The caller provides the routing and the experts' weights in its own layout. pmoe sends each token's rows
-    to the ranks of its experts and back, and computes the experts, with chunks that hide communication,
-    restore pairs and memory budgets. Gradients reach x, ``weights``, w1, w2, b1 and b2. An expert's gradient
-    is a sum over the tokens of all ranks.
+    The caller provides the routing and the experts' weights. pmoe sends each token's rows to the ranks of its
+    experts, computes the experts there, and sends the results back. The call may use the options of a
+    MoELayer that `OPTIONS` lists, such as chunks that hide communication. Gradients reach x, ``weights``, w1,
+    w2, b1 and b2. An expert's gradient is a sum over the tokens of all ranks.
 
     Args:
-        owner: the module to which the experts belong. pmoe keeps a layer for it between calls, which
-            `pmoe.stats` shows under the module's name.
+        owner: the module to which the experts belong. pmoe keeps a `MoELayer` for this module between calls.
+            `pmoe.stats` shows that layer under the module's name.
         x: (T, M), this rank's T tokens of M columns. T may be 0 and may differ between ranks.
         index: (T, K) integers, the K experts of each token, from 0 to E - 1 over all ranks. E, the number of
             experts of all ranks, means no expert.
         weights: (T, K), the routing weights.
-        w1: (E_local, G, M), this rank's E_local experts; "swiglu" has the gate's rows first. G is H, the
-            columns of a hidden activation, or 2H for "swiglu". Experts are spread over the ranks of ``group``
-            evenly and in order.
-        w2: (E_local, M, H).
+        w1: (E_local, G, M), the first weights of this rank's E_local experts. G is H, the columns of a hidden
+            activation. For "swiglu" G is 2H: the H rows whose products go through SiLU come first. Each rank
+            of ``group`` has equally many experts, in the order of the ranks.
+        w2: (E_local, M, H), the second weights of these experts.
         b1, b2: (E_local, G) and (E_local, M); None for no biases.
         activation: "swiglu", "silu", "relu", "gelu" (exact), or a function without parameters that maps N
             rows (N, G) to (N, H), each row by itself.
@@ -112,8 +112,8 @@ def run_experts(
 
     With several ranks the call is a collective, and so is its backward pass.
 
-    Raises TypeError or ValueError, naming argument, value and rule. Wrong values of the routing raise on
-    every rank.
+    Raises TypeError or ValueError with the argument's name, its value and the rule. If the values of the
+    routing are wrong on one rank, every rank raises the error.
     """
     check_module(owner=owner)
     check_kind(Tensor, "a tensor", x=x, index=index, weights=weights, w1=w1, w2=w2)
@@ -302,13 +302,13 @@ def run_borrowed(
 ) -> Tensor:
     """Runs experts that belong to another module. Returns each token's weighted sum of outputs, (T, M).
 
-    It does what `run_experts` does, without the checks of arguments.
+    Unlike `run_experts`, this function does not check its arguments.
 
     owner: the module to which the experts belong.
-    experts: the module's parameters, as experts that a MoELayer can run.
+    experts: an object that gives the module's parameters the interface of a MoELayer's experts.
     x: (T, M), the T tokens with M = d_model columns.
-    index, weights: (T, K), the K experts of each token, and their weights. The number of all experts means no
-        expert.
+    index, weights: (T, K), the K experts of each token, and their routing weights. Experts of all ranks are
+        numbered from 0 to E - 1; the number E means no expert.
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """

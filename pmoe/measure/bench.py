@@ -57,7 +57,7 @@ LaneRuns = Mapping[str, tuple[TimedCall, int]]
 class Bench:
     """Runs and times work in three lanes: computation, messages and copies.
 
-    A lane is a queue: its work runs one piece after another, while the other lanes run at the same time.
+    A lane is a queue: its tasks run one after another, while the other lanes run at the same time.
 
     ranks: the ranks that measure together.
     device: the device on which the work runs.
@@ -72,7 +72,7 @@ class Bench:
     def largest(self, values: Sequence[float]) -> list[float]:
         """Returns the largest of each value over all ranks. Collective, so it also serves as a barrier.
 
-        values: numbers of this rank, as many as on every other rank.
+        values: numbers of this rank. All ranks must pass equally many.
         """
         return largest(self.ranks, self.device, values, stage=AGREEING)
 
@@ -194,7 +194,7 @@ def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
 
 
 def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Identity:
-    """Returns a record of what a profile measured now would be valid for: device, ranks, versions and so on.
+    """Returns the device, ranks, versions and so on for which a profile that is measured now is valid.
 
     Not collective. Raises ValueError for a device that is neither a CPU nor CUDA, and for a dtype that is not
     floating point.

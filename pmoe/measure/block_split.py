@@ -199,8 +199,8 @@ def division_path(device_name: str, folder: PathLike | None = None) -> Path:
 def load_divisions(folder: PathLike | None = None) -> DivisionTable:
     """Returns the measurements of all files in the folder as one table.
 
-    It raises nothing, because other ranks may be waiting. A file that is corrupt or of another format is
-    skipped, with one warning.
+    A file that is corrupt or of another format is skipped, with one warning. No error is raised, because
+    other ranks may be waiting.
 
     folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """

@@ -195,9 +195,7 @@ def _launches(
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
-    """Returns a function that takes the largest of each value over the given ranks. That function is
-    collective.
-    """
+    """Returns a collective function that takes the largest of each value over the given ranks."""
     return partial(largest, ranks, device, stage=AGREEING)
 
 
@@ -292,8 +290,8 @@ def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> f
 def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks) -> LayerSeconds:
     """Returns the median seconds of a fused and of a chunked layer, on the slowest rank. Collective.
 
-    Two times are measured for each layer: a forward pass without gradients, and a step (forward and
-    backward). The four take turns. The gradients of both layers are cleared.
+    Two runs of each layer are timed: a forward pass without gradients, and a step (forward and backward).
+    The four runs take turns. The gradients of both layers are cleared.
 
     fused, chunked: the layer with fused kernels, and the layer that cuts its batch into chunks.
     x_TM: (T, M), the input of both layers: T tokens of this rank, M = d_model.

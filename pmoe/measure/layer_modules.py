@@ -96,12 +96,15 @@ def order_lines(
 
 
 def gate_lines(gate: nn.Module, rows_TM: Tensor, rows: Sequence[int] = ROWS) -> tuple[LineCost, LineCost]:
-    """Returns the seconds of a gate's forward and backward pass as lines over the number of tokens.
+    """Times a gate. Returns a line for its forward and one for its backward pass.
 
-    gate: takes tokens (T, M), and also their ids, (T,) int64, if its ``needs_token_ids`` is True.
-    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
-        used.
-    rows: the numbers of tokens that are timed.
+    Each line is seconds = alpha + beta * number of tokens. The tokens are random.
+
+    gate: the gate. It takes tokens (T, M). If its ``needs_token_ids`` is True, it also takes their ids,
+        (T,) int64.
+    rows_TM: (T, M), tokens of the layer, of which only the number of columns M = d_model, the dtype and the
+        device are read.
+    rows: the numbers of tokens with which the gate is timed.
     """
     parameters = (parameter for parameter in gate.parameters() if parameter.is_floating_point())
     like = next(parameters, rows_TM)

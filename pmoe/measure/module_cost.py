@@ -41,7 +41,7 @@ def profile_module(
     each number of ``rows``.
 
     Args:
-        module: any module. It runs in the mode, training or not, that it is in.
+        module: any module. It runs in its present mode, training or eval.
         rows: two or more distinct numbers of rows.
         make_input: the number of columns of a random tensor (rows, columns), which gets the dtype and device
             of the module's first floating-point parameter; or a function that makes the module's arguments
@@ -152,10 +152,13 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
 
 @contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Returns a context that, when it ends, undoes changes of a module and of torch's random state.
+    """Returns a context whose end undoes all changes of a module that were made inside the context.
 
-    It restores the attributes of the module and of its children, which buffers they have, and the values of
-    these buffers.
+    At the end of the context these have the values that they had at its beginning:
+
+    - the attributes of the module and of its children, with their lists of parameters, buffers and hooks;
+    - the values of the buffers, but not those of the parameters;
+    - the state of torch's random generators.
     """
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))

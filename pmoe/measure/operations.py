@@ -127,8 +127,8 @@ def measure_exchange(
 ) -> Fit:
     """Measures a layer's own all-to-all, such as a hierarchical one or a user's. Collective.
 
-    Returns the line of its seconds by the bytes of rows that a rank has for other ranks, with equal splits.
-    All ranks return the same.
+    Returns the line seconds = alpha + beta * bytes, the same on all ranks. The bytes are those of the rows
+    that a rank sends to other ranks, equally many rows to each.
 
     ranks: all ranks that measure.
     device: the device of the rows.

@@ -62,9 +62,11 @@ def measure_products(
         max_rows: rows that the rank with the most tokens would receive under even routing.
         needs_grad: whether a backward pass may follow, which has products of its own.
 
-    All of these, and the experts' sizes, must be the same on every rank. Nothing is measured on the CPU, in
-    deterministic mode (which must be on for all ranks or for none), while a CUDA graph is captured, for
-    experts that are a user's modules, and for dtypes and sizes that pmoe's kernels refuse.
+    All arguments but ``experts``, and the experts' sizes, must be the same on every rank. Nothing is measured
+
+    - on the CPU, or while a CUDA graph is captured;
+    - in deterministic mode, which must be on for all ranks or for none;
+    - for experts that are a user's modules, and for dtypes and sizes that pmoe's kernels refuse.
 
     Raises ValueError on every rank if the ranks' kernels are for different architectures.
     """
@@ -86,12 +88,16 @@ def measure_products(
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
-    """Returns why fused kernels of a single rank would be slower than separate ones; None if not.
+    """Returns why the fused kernels of a single rank would be slower than separate kernels; None if not.
 
-    The measured seconds of all products are added up twice: as pmoe's kernels compute them, and as the
-    fastest kernel of each product does. Fused kernels can only use the first. They count as slower if their
-    sum is larger by more than the fraction `FUSED_SAVES`; a smaller loss is made up for by the kernels that
-    fusing saves. The first reason in a process is also given as a warning.
+    Fused kernels must compute every product by pmoe's kernels. Separate kernels may use for each product the
+    fastest implementation. So two sums of the measured seconds of all products are compared:
+
+        with pmoe's kernels   >   (1 + FUSED_SAVES) * with the fastest implementation of each product
+
+    If this is true, fused kernels are slower, and the function warns once in a process. `FUSED_SAVES` is the
+    fraction of time that fusing saves elsewhere. If a product was not measured, and the implementation chosen
+    for it is not pmoe's, the result names that product.
 
     experts: the experts of this rank.
     dtype: dtype of the rows.

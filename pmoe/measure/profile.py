@@ -181,14 +181,15 @@ _limits: dict[tuple[str, torch.device, torch.dtype], float] = {}
 def profile_of(
     ranks: Ranks, device: torch.device, dtype: torch.dtype, most_bytes: float = math.inf
 ) -> Profile:
-    """Returns the profile that this process uses. The first time it is loaded or measured.
+    """Returns the profile that this process uses, which holds the measured seconds of work by size.
 
-    The profile is measured again if its tensors were limited to so few bytes that it says little about larger
-    work: fewer than ``most_bytes`` / `WIDER`. Collective if it is loaded or measured (`load_or_measure`).
+    The first call loads the profile from its file, or measures it. A later call measures it once more if the
+    earlier measurement was limited to fewer than ``most_bytes`` / `WIDER` bytes, because small tensors say
+    little about larger work. A call that loads or measures is collective (`load_or_measure`).
 
     ranks: the ranks that use the profile.
     device, dtype: device and dtype of the rows.
-    most_bytes: how many bytes the tensors that are measured may take, the same on every rank.
+    most_bytes: the limit of bytes for the tensors of a measurement, the same on every rank.
     """
     key = (ranks.name, device, dtype)
     profile = PROFILES.get(key)

@@ -42,7 +42,7 @@ class Order(abc.ABC):
 
             every token has K rows         S = T, and out[t] is the sum above; token_S is None
             tokens have different numbers  K = 1, and row_SK[s, 0] is a row of token token_S[s]; out[t] is the
-            of rows (some gates)           sum of all rows of token t, in the order of s, and 0 without any
+            of rows (some gates)           sum of all rows of token t, in the order of s; 0 if t has no row
 
         Args:
             rows_NM: (N, M), N rows of M = d_model columns. Rows to which row_SK does not point may hold

@@ -7,9 +7,8 @@ Its rows are of two sorts:
 - rows for experts on other ranks are sent. They are one contiguous block, sorted by expert. Each rank has
   consecutive experts, so the block is also sorted by destination rank;
 - local rows, for experts on this rank, are not sent. They do not wait for other ranks, so they may be
-  computed in m parts, as many as chunks or fewer (m <= n). A part is called a piece: piece 0 has the local
-  rows of the first n - m + 1 chunks, and each other piece those of one chunk
-  (`pmoe.schedule.tasks.piece_of`).
+  computed in m <= n parts. A part is called a piece: piece 0 has the local rows of the first n - m + 1
+  chunks, and each other piece has those of one chunk (`pmoe.schedule.tasks.piece_of`).
 
 If m = n, each piece follows the sent rows of its chunk, so that all rows of a chunk are contiguous. If m < n,
 all pieces follow the last chunk. Dropped slots come last:
@@ -182,12 +181,12 @@ def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
 class SortedOrder(Order):
     """Copies tokens into rows and sums rows with index_select: the default, and faster than `EinsumOrder`.
 
-    On CUDA the engine uses the kernels of `pmoe.kernels.permute` in place of these methods, if `runs_kernels`
-    says so. They take the positions of a token's rows, read each token once, and add in float32.
+    If `runs_kernels` returns True, the engine uses the CUDA kernels of `pmoe.kernels.permute` in place of
+    these methods. The kernels take the positions of a token's rows, read each token once, and add in float32.
     """
 
     def runs_kernels(self, rows: Tensor, top_k: int) -> bool:
-        """Returns whether the kernels of `pmoe.kernels.permute` can copy and sum such rows.
+        """Returns whether the kernels of `pmoe.kernels.permute` can copy and sum rows like ``rows``.
 
         rows: a tensor (..., M), M = d_model. Only its width, dtype and device matter.
         top_k: K, the number of choices of a token.

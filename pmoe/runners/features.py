@@ -1,8 +1,8 @@
 """The table of the features that each runner, each source of row counts and each prediction supports.
 
-A feature is a property that a layer with default options does not have. If the entry of a runner, source or
-prediction does not name a feature, it refuses layers with this feature. So a new feature must be added to
-each entry that supports it.
+A feature is a property that a layer with default options does not have. A runner, source or prediction
+refuses all layers with a feature that its entry does not name. So a new feature must be added to each entry
+that supports it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 class Feature(str, enum.Enum):
     """A property of a layer that a layer with default options does not have.
 
-    The value of a feature is a text for error messages and warnings: why a runner or prediction does not take
-    the layer. Names in braces stand for values of the layer's options.
+    The value of a feature is the reason, in error messages and warnings, why a runner or prediction does not
+    take the layer. Names in braces stand for values of the layer's options.
     """
 
     RANKS = "rows travel between ranks"

@@ -46,10 +46,10 @@ from pmoe.schedule.restore import Restore
 
 
 def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedRows:
-    """Returns the slots of a rank in the order in which fused kernels send their rows; all int32.
+    """Returns the slots of a rank in the order in which fused kernels send their rows.
 
     A slot is one choice of one token. Slots are sorted by expert, then by token. The result also has the
-    position of each slot in this order, and -1 for a dropped slot.
+    position of each slot in this order, and -1 for a dropped slot. All numbers are int32.
 
     expert_TK: (T, K) int64 for T tokens and K choices, the expert of each slot among those of all ranks.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
@@ -84,10 +84,11 @@ KernelsGradients = tuple[Tensor | None, ...]
 class KernelsRunner(abc.ABC):
     """A runner that computes both passes by fused kernels.
 
-    steps: the kernels, with the memory shared among ranks on which they run for this call.
+    steps: the kernels of this call. They exchange rows through memory that all ranks share.
     activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
     restore: the restore pair: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept or
-        made again for backward. The pair cannot offload them.
+        made again for backward. "offload" is not supported.
+    name: the name of the runner in reports.
     """
 
     steps: Steps
@@ -141,8 +142,8 @@ class KernelsRunner(abc.ABC):
         needs: for each parameter, whether its gradient is wanted.
         grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
 
-        If a parameter's gradient is not wanted, the product that computes it is left out. Steps that
-        communicate are never left out: other ranks may need their gradients, and all ranks must take the same
+        If a parameter's gradient is not wanted, the product that computes it does not run. Steps that
+        communicate always run, because another rank may need the gradient, and all ranks must take the same
         steps.
         """
 
@@ -221,14 +222,14 @@ class FusedRunner(KernelsRunner):
 class PersistentRunner(KernelsRunner):
     """A runner that computes each pass by one launch of a persistent kernel (`pmoe.kernels.flashdmoe`).
 
-    chosen: the experts that the gate chose; or tensors that the launch itself fills with its choice. None in
-        backward, which reads the choice that forward saved.
+    chosen: the experts that the gate chose; or empty tensors, if the kernel itself routes the tokens and
+        writes its choice into them. None in backward, which reads the choice that forward saved.
 
-    While it runs, the kernel computes where rows go, counts them and sends them. Whether they fit into the
-    memory that ranks share (the heap) is decided before the launch, from the largest number of tokens of any
-    rank and the largest number of rows that any rank receives. Both numbers come with the exchange of row
-    counts. T_DI (dispatched rows) and T_M (hidden activation) are kept in the layout of the heap: a range of
-    rows (a cell) for each pair of source rank and expert.
+    While it runs, the kernel computes where rows go, counts them and sends them through memory that ranks
+    share (the heap). The ranks find out before the launch whether the rows fit into the heap: from the
+    largest number of tokens of any rank and the largest number of rows that any rank receives. Both numbers
+    come with the exchange of row counts. T_DI (dispatched rows) and T_M (hidden activation) are kept in the
+    layout of the heap: a range of rows (a cell) for each pair of source rank and expert.
     """
 
     chosen: RoutingInput | None
@@ -346,8 +347,8 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
     """Returns the index (N,) that sorts the rows of a fused dispatch into the order that the engine needs.
 
     N is the number of rows that reach the experts, including rows from this rank itself. The engine computes
-    rows from this rank separately, in ``num_pieces`` blocks. With 0 blocks it treats them like rows from
-    other ranks. The two orders are
+    rows from this rank separately, in ``num_pieces`` blocks. If ``num_pieces`` is 0, it computes them
+    together with the rows from other ranks. The two orders are
 
         fused dispatch   by expert, then source rank, then token. Source ranks begin with this rank and go up;
                          rank 0 follows the last rank

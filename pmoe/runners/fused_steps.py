@@ -30,7 +30,8 @@ from pmoe.schedule.tasks import PassDirection
 class Request:
     """The properties of a call that decide whether fused kernels can compute it.
 
-    All but ``device`` are the same on every rank. A heap is memory of each rank to which all ranks can write.
+    All fields but ``device`` are the same on every rank. A heap is memory of each rank to which all ranks can
+    write.
 
     ranks: the ranks of the layer.
     device, dtype: device and dtype of the rows.
@@ -38,9 +39,9 @@ class Request:
     activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
     experts: number of experts of one rank.
     top_k: number of experts of a token.
-    max_tokens: number of tokens of the rank that has most.
-    max_rows: number of rows that the rank with most rows receives. It may be 0 with a capacity factor,
-        because the capacity then limits the rows.
+    max_tokens: the largest number of tokens of any rank.
+    max_rows: the largest number of rows that any rank receives. It may be 0 with a capacity factor, because
+        the capacity then limits the rows.
     needs_grad: whether a backward pass may follow.
     slack: size of the heap in rows, as a multiple of the rows that a rank receives if routing is balanced.
     is_persistent: whether FlashDMoE's persistent kernel is asked for, and not COMET's.
@@ -76,8 +77,8 @@ def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden:
     d_model: columns of a token.
     d_hidden: columns of an expert's hidden activation.
 
-    Returns None if they can. The answer may differ on other ranks, so the ranks still have to agree
-    (`steps_for`).
+    Returns None if they can. Ranks may get different answers. `steps_for` lets them agree: kernels are used
+    only if no rank has a reason against them.
     """
     return _captures(device) or gemm.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
 
@@ -151,10 +152,9 @@ def heap_shape(request: Request) -> HeapShape:
     The number of tokens T is rounded up to a multiple of p / 8, where p is the smallest power of two of at
     least T. So a heap is seldom replaced by a larger one. The heap's rows on each rank are
 
-        COMET                      rows of the rank with most tokens, times the slack; at most as many rows as
-                                   all ranks can send to one rank
-        FlashDMoE, no capacity     the same number of rows in one pool, plus almost one tile for each pair of
-                                   source rank and expert, because the last tile of a pair may not be full
+        COMET                      slack * T * top_k, but at most the rows that all ranks can send to one rank
+        FlashDMoE, no capacity     COMET's number of rows in one pool, and almost one tile more for each pair
+                                   of source rank and expert, because a pair's last tile may not be full
         FlashDMoE with a capacity  a range of rows (a cell) for each pair of source rank and expert, with room
                                    for the capacity or for all tokens of a rank, if these are fewer, in whole
                                    tiles
@@ -186,7 +186,7 @@ def heap_shape(request: Request) -> HeapShape:
 
 
 def _tokens(request: Request) -> int:
-    """Returns T, the number of tokens of the rank that has most, rounded up to a multiple of p / 8.
+    """Returns T, the largest number of tokens of any rank, rounded up to a multiple of p / 8.
 
     p is the smallest power of two of at least T. If p / 8 is below 16, T is rounded up to a multiple of 16.
     The heap, memory to which all ranks can write, is made for the rounded number. So the heap is seldom
@@ -199,9 +199,9 @@ def _tokens(request: Request) -> int:
 def _room(request: Request) -> int:
     """Returns the number of rows that a rank's heap must hold. A heap is memory to which all ranks can write.
 
-    Without a capacity it is T * K * slack for the rank with most tokens T, but at most the number of rows
-    that all ranks can send to one rank. With a capacity it is always that number, because the capacity limits
-    rows anyway.
+    Without a capacity the result is T * K * slack, but at most the number of rows that all ranks can send to
+    one rank. T is the largest number of tokens of any rank. With a capacity the result is always that second
+    number, because the capacity limits rows anyway.
     """
     tokens = _tokens(request)
     all_rows = tokens * min(request.top_k, request.experts) * request.ranks.size

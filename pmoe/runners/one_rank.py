@@ -64,8 +64,8 @@ def kernel_refusal(
 ) -> str | None:
     """Returns why the kernels for one rank do not compute a call; None if they do.
 
-    They may not support its tensors, compute wrong results on this device, or be slower than the engine. The
-    speed is measured the first time for each number of tokens.
+    The kernels may not support the call's tensors, may compute wrong results on this device, or may be slower
+    than the engine. The speed is measured at the first call with each number of tokens.
 
     gate: the gate, from which the number of choices of a token is read.
     experts: the experts.

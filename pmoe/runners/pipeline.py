@@ -1,8 +1,7 @@
 """The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, sections III.B, III.D).
 
-The class that runs a pass is made by inheritance for each combination of features. It inherits from the base
-class (`Forward`, `Backward`) and, before it in the order of inheritance, from one class for each feature that
-the layer has:
+The class that runs a pass is made by inheritance for each combination of features. It inherits from one class
+for each feature that the layer has, and last from the base class (`Forward` or `Backward`):
 
     layer with memory_reuse="S1" and a shared expert
         forward   SharedExpertForward -> OffloadingForward -> Forward
@@ -54,7 +53,7 @@ class PipelineRunner:
 
 
 def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType]) -> ForwardType:
-    """Returns a forward pass of a plan that has its buffers, and whose tasks are still to be run.
+    """Returns the object that runs a forward pass. Its buffers are allocated, its tasks have not run yet.
 
     plan: the plan of the call.
     inputs: the rows and parameters of the call.
@@ -69,7 +68,7 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
 def make_backward(
     plan: Plan, grad_TM: Tensor, saved: ForwardState, plain: type[BackwardType]
 ) -> BackwardType:
-    """Returns a backward pass of a plan that has its buffers, and whose tasks are still to be run.
+    """Returns the object that runs a backward pass. Its buffers are allocated, its tasks have not run yet.
 
     plan: the plan of the call.
     grad_TM: (T, M), the gradient of the layer's output for T tokens; M = d_model.
@@ -95,9 +94,8 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
 
     plan: the plan of the call.
     on_gpu: whether the rows are on a GPU.
-    moves: for forward, whether it copies T_DI (dispatched rows) or T_M (hidden activation) to the host. For
-        backward, whether it reads them from the host, or has other chunks than forward and so must copy their
-        rows into the order of its own chunks.
+    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation): in forward to the host;
+        in backward from the host, or from forward's chunks into other chunks of its own.
     """
     modules = plan.modules
     variants: list[Variant] = []
@@ -197,11 +195,11 @@ def keep_for_backward(plan: Plan, state: ForwardState) -> Saved:
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs in the form in which autograd saves them, so that changes in place are detected.
 
-    Autograd raises in backward if a saved tensor was changed in place. There is one exception: experts that
-    are a user's modules, if the autograd graph of their forward pass is kept for backward. That graph itself
-    checks the parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). So these parameters
-    are saved as ``.data``, which autograd does not check. If modules run again in backward, all of their
-    parameters are needed, and autograd checks them.
+    Autograd raises an error in backward if a saved tensor was changed in place. Parameters of a user's own
+    expert modules are an exception if the autograd graph of their forward pass is kept for backward. That
+    graph itself checks the parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). So
+    these parameters are saved as ``.data``, which autograd does not check. If modules run again in backward,
+    all of their parameters are needed, and autograd checks them.
 
     plan: the plan of the call.
     inputs: the tensors of the call.
@@ -245,10 +243,10 @@ class PipelineBackward:
             return make_backward(self.plan, grad_TM, saved, _frozen_class() if is_frozen else Backward).run()
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
-        """Runs the first half of the pass: all tasks but the gradients of parameters.
+        """Runs all tasks of the pass but those that compute gradients of parameters, which run later.
 
-        If the layer's schedule cannot be halved (`InputsFirst.fits`), the whole pass runs, and the result is
-        that of ``__call__``. The arguments are those of ``__call__``.
+        If the layer's schedule cannot be divided in this way (`InputsFirst.fits`), the whole pass runs, and
+        the result is that of ``__call__``. The arguments are those of ``__call__``.
         """
         from pmoe.engine.halves import InputsFirst, all_at_once
 

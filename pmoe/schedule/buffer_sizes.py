@@ -159,7 +159,7 @@ class BufferSizes:
         return rows, width
 
     def _rows_in_slots(self, name: str, rows: Sequence[int]) -> Sequence[int]:
-        """Returns the rows of each chunk that lie in a ring slot of T_DI, or of a copy sorted by expert.
+        """Returns how many rows of each chunk lie in a ring slot: rows of T_DI, or of a copy that is sorted.
 
         name: "T_DI", or a name that ends with "_sorted". A sorted copy exists only if rows must be sorted.
         rows: the rows of each chunk.
@@ -171,9 +171,11 @@ class BufferSizes:
     def stays_as_it_arrives(self, i: int) -> bool:
         """Whether chunk i's rows of T_DI stay until backward in the memory in which they arrive.
 
-        This memory is then their own, and no ring slot. It is so in forward with the fate "message". With
-        "keep" it is so only for rows that arrive sorted by expert. Others arrive in a ring slot, and T_DI is
-        their sorted copy.
+        This memory belongs to these rows only; it is no ring slot. In forward the result is True
+
+        - with the fate "message";
+        - with the fate "keep", if the rows arrive sorted by expert. Unsorted rows arrive in a ring slot, and
+          T_DI is their sorted copy.
 
         i: number of the chunk.
         """
@@ -183,9 +185,10 @@ class BufferSizes:
         return fate == "message" or (fate == "keep" and not self.extent.regrouped[i])
 
     def _inside_rows(self, name: str) -> Sequence[int]:
-        """Returns the rows of each chunk's buffer for a collective inside the node, before or after it.
+        """Returns how many rows each chunk has in a buffer that a collective inside the node reads or writes.
 
-        Such buffers exist only if experts are sharded over the ranks of a node.
+        Such collectives run only if experts are sharded over the ranks of a node: an all-gather before the
+        experts, and a reduce-scatter after them.
 
         name: the buffer:
 

@@ -146,7 +146,7 @@ NARROW_PAIRS: tuple[Restore, ...] = tuple(pair for pair in _PAIRS if pair.is_nar
 def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
     """Checks MoELayer's argument ``memory_reuse``, and replaces "S1" to "S4" by their restore pairs.
 
-    False (no reuse), True (the cost model chooses) and restore pairs are returned as they are.
+    False (no reuse), True (the cost model chooses) and restore pairs are returned unchanged.
 
     Raises ValueError for another text, TypeError for another type.
     Example: "S4" -> Restore("communicate", "recompute").
@@ -165,8 +165,8 @@ def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
 def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: bool) -> tuple[Restore, ...]:
     """Returns the restore pairs among which pmoe chooses, for ``memory_reuse=True`` and for `pmoe plan`.
 
-    Without a budget they keep no tensor as it is, so they are S1 to S4 and, if allowed, five narrow pairs.
-    With a budget they are all pairs. Pairs that round nothing come first.
+    Without a budget these are S1 to S4 and, if ``allow`` permits them, narrow pairs. None of these has the
+    fate "keep". With a budget, pairs with "keep" are added. Pairs that round nothing come first.
 
     allow: MoELayer's argument; None leaves narrow pairs out.
     has_budget: whether a memory budget limits the choice.
@@ -183,7 +183,8 @@ def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: 
 def without_messages(restore: Restore) -> Restore:
     """Returns the pair for a layer on one rank, which receives no messages.
 
-    Its rows stay on the rank, so "message" and "communicate" are the same: they are copied from T_I again.
+    All rows stay on the rank. So backward copies the rows from T_I again, with "message" as with
+    "communicate".
 
     restore: the pair that the options ask for.
     """

@@ -13,7 +13,7 @@ its last reader has ended: `link` makes tasks wait for slots as it does for buff
 The experts compute two parts of each chunk one after the other: the rows that stay on this rank, because
 their expert is on it, and the rows that other ranks sent. If T_M is offloaded, each part has its own slots
 for T_M. If both parts took turns in two slots, rows from other ranks would always get the same slot, and
-their copy to the host could not run while the next ones are computed.
+their copy to the host could not run while the next rows are computed.
 
 Forward with S3 (T_DI offloaded, T_M recomputed), n = 3, rows that are sent and rows that stay. Columns show
 the order, not the time. A task has the number of its chunk, and these letters:
@@ -98,8 +98,8 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     def compute(i: int, place: str) -> None:
         """Adds the task in which the experts compute one part of chunk i, and the offloading of its tensors.
 
-        The part's dispatched rows (T_DI) and hidden activation (T_M) are copied to the host if the restore
-        pair says so.
+        If the restore pair offloads the part's dispatched rows (T_DI) or hidden activation (T_M), tasks that
+        copy them to the host follow.
 
         i: number of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
@@ -152,11 +152,11 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 
     A ring slot is memory that several chunks use, one after another. The pass restores the dispatched rows
     (T_DI) and the hidden activation (T_M) of forward, chunk by chunk. A chunk's gradients of parameters are
-    computed right after its other gradients, because the next chunk overwrites the slots that they read.
+    computed right after its other gradients, because they read slots that the next chunk overwrites.
 
     n: number of chunks.
     stages: the stages that the layer has.
-    restore: what forward has done with T_DI and T_M: kept, offloaded, or left to be made again.
+    restore: what forward has done with T_DI and T_M: kept, offloaded, or dropped, to be made again.
     rearranged: whether forward had another number of chunks. Tensors that forward kept are then copied into
         slots, chunk by chunk.
     """
@@ -192,7 +192,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         tasks.dispatch(i)
 
     def unpack(i: int) -> None:
-        """Adds the callbacks on chunk i's gradients that arrived, and the all-gather of them inside the node.
+        """Adds the callbacks on the gradients of chunk i that arrived, and the all-gather of these gradients.
 
         Adds nothing unless experts are sharded and the layer has callbacks (`Stages.hooked`). In other layers
         the all-gather is added together with the dispatch, and callbacks are a part of the experts' task. If
@@ -222,7 +222,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     def compute(i: int, place: str) -> None:
         """Adds the backward tasks of the experts for one part of chunk i, in this order:
 
-        1. the hidden activation (T_M) is recomputed, if the restore pair says so;
+        1. the hidden activation (T_M) is recomputed, if its fate in the restore pair is "recompute";
         2. the gradients of the part's rows are computed, after T_M is unpacked if it was kept in e4m3;
         3. the combine all-to-all sends these gradients back, if other ranks sent the rows;
         4. the gradients of parameters are computed.

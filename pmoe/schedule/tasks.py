@@ -19,8 +19,8 @@ L0 computes the rows that stay of chunks 0 and 1, L1 those of chunk 2:
     compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2
 
 If experts are sharded over the ranks of a node (FSMoE's ESP), collectives inside the node have a lane of
-their own. AG gathers the rows that S brought before C; RS sums partial outputs before R. AG of one chunk runs
-beside S of another (FSMoE, Fig. 3c; X is the shared expert):
+their own. Between S and C, AG gathers the rows that S brought. Between C and R, RS sums partial outputs. AG
+of one chunk runs beside S of another (FSMoE, Fig. 3c; X is the shared expert):
 
     communicate  S0 S1 S2 . . . . . . . . R0 R1 . R2
     intra-node   . . AG0 AG1 AG2 . . . RS0 RS1 . RS2
@@ -129,8 +129,8 @@ class Task:
     """One task of a pass: some work on one chunk, on one lane.
 
     kind: the work.
-    chunk: the number of the chunk; -1 if the task is for all chunks. Rows that stay on this rank may be
-        computed for several chunks in one task; its number is then that of `piece_of`, not of a chunk.
+    chunk: the number of the chunk; -1 if the task is for all chunks. Tasks that compute rows that stay on
+        this rank are numbered by themselves (`piece_of`), because one such task may compute several chunks.
     lane: the queue in which the task runs.
     reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0".
     waits: names of earlier tasks that must end before this task starts.
@@ -191,11 +191,11 @@ class Schedule:
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
         """The tasks of other lanes for which a lane must wait before it starts a task, by the task's name.
 
-        These are the task's ``waits``, without those that need not be awaited: they have certainly ended when
-        the other awaited tasks, and the tasks before it in its own lane, have ended.
+        These are the task's ``waits`` without those that have certainly ended by then, because another
+        awaited task, or a task before this one in its own lane, comes after them.
 
-        Example: with S0 and S1 in one lane, a task that waits for both waits for S1 only. If the task before
-        it in its own lane has waited for S1, it waits for nothing.
+        Example: S0 and S1 run in one lane, and task C of another lane needs both. C waits for S1 only, which
+        ends after S0. If the task before C in C's lane has waited for S1, C waits for nothing.
         """
         place = {task.name: place for place, task in enumerate(self.tasks)}
         # For each lane, and for each task when it ends: the last task of every lane that has surely ended.
@@ -248,11 +248,11 @@ class Schedule:
 
     @functools.cached_property
     def halves(self) -> tuple[Schedule, Schedule]:
-        """This schedule as two: all tasks but the gradients of parameters (W, LW, XW), and these alone.
+        """Two schedules made from this one: all tasks but W, LW and XW (gradients of parameters), and these.
 
-        A task that waited for a task X of the other half now waits for the tasks of its own half for which X
-        waited. A schedule with ring slots (memory that chunks use in turn) has no halves, because the next
-        chunk overwrites the tensors that W reads.
+        A task that waited for a task X of the other schedule now waits for the tasks of its own schedule for
+        which X waited. A schedule with ring slots (memory that chunks use in turn) cannot be divided, because
+        the next chunk overwrites the tensors that W reads.
         """
         assert not self.slots
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.SHARED_WGRAD)
@@ -296,9 +296,9 @@ class Stages:
     copies: how ranks that host copies of busy experts get the weights: "keep" (sent in forward and kept),
         "communicate" (sent again in backward), "present" (kept from an earlier call); None for no copies.
         Rows for a copy count as received (task C), even if their token is on the same rank.
-    relays_copies: whether some expert has several copies. Its owner then sends each of their ranks a
-        different part of the weights (V), and these ranks send the parts to each other (VR). Gradients go the
-        opposite way.
+    relays_copies: whether some expert has several copies. The expert's owner then sends the rank of each copy
+        a different part of the weights (V), and these ranks send their parts to each other (VR). Gradients go
+        the opposite way.
     frozen_copies: whether no gradients of copies are computed, because the experts are frozen on all ranks.
 
     Raises ValueError if ``local`` and ``remote`` are both False.
@@ -374,8 +374,8 @@ def local_pieces(n: int, *, local: bool, remote: bool) -> int:
 def piece_of(chunk: int, n: int, m: int) -> int:
     """Returns which task computes a chunk's rows that stay on this rank: max(chunk - (n - m), 0).
 
-    Rows stay if their expert is on this rank. Those of n chunks are computed by m tasks. The first task has
-    the rows of several chunks. Each of the last m - 1 chunks has a task of its own.
+    Rows stay if their expert is on this rank. In n chunks, m tasks compute the rows that stay. The first task
+    has the rows of the first n - m + 1 chunks. Each of the last m - 1 chunks has a task of its own.
 
     Example: n = 4, m = 2 -> chunks 0 to 3 are computed by tasks 0, 0, 0, 1.
     """
@@ -638,9 +638,9 @@ class PassBuilder:
 
     @property
     def copied(self) -> list[str]:
-        """The buffer with the weights of the copies of experts on this rank, in a list of names; or [].
+        """The buffers with weights of copied experts that tasks of the experts read: ["w_K"], or [].
 
-        Tasks of the experts read it. The list is empty without copies.
+        The list is empty if no expert has copies.
         """
         return ["w_K"] * (self.stages.copies is not None)
 
@@ -652,11 +652,14 @@ class PassBuilder:
     def copy_wgrad(self, i: int, reads: Sequence[str], *, is_last: bool) -> None:
         """Appends task KW of chunk i: gradients of the parameters of copies. Appends nothing without copies.
 
-        After the last chunk, it also appends the task that sends these gradients. If every expert has at most
-        one copy, this is VG, which sends them to the ranks that own the experts. If an expert has several
-        copies, it is VGR, in which the ranks of the copies exchange gradients so that each of these ranks can
-        sum one part of them; `add_gradients` then appends VG. The caller adds the gradients of the other
-        experts (W) afterwards, so that W runs while gradients are sent.
+        After the last chunk, it also appends a task that sends these gradients:
+
+            VG    if every expert has at most one copy: sends them to the ranks that own the experts
+            VGR   if an expert has several copies: the ranks of the copies exchange gradients, so that each
+                  of these ranks can sum one part. `add_gradients` then appends VG
+
+        The caller adds the gradients of the other experts (W) afterwards, so that W runs while gradients are
+        sent.
 
         i: number of the chunk.
         reads: the buffers that the task of the other experts' gradients (W) reads.
@@ -683,9 +686,10 @@ class PassBuilder:
             self.add(Kind.ADD_GRADIENTS, -1, ["dw_home", "dw"], ["dw"])
 
     def shared(self) -> None:
-        """Appends the tasks of the shared expert, which computes all tokens; none if the layer has none.
+        """Appends the tasks of the shared expert, which computes all tokens. Appends nothing without one.
 
-        The caller calls this when rows are being sent and the other experts have nothing to do.
+        The caller calls this method at the point of the list at which rows are being sent and the other
+        experts have nothing to compute.
         """
         if self.stages.shared and self.direction == "forward":
             self.add(Kind.SHARED, -1, ["T_I"], ["T_S"])

@@ -12,7 +12,7 @@ With "e4m3" each block of 128 columns has a scale, so that the largest number of
 largest number of e4m3 (a float8 type with 4 bits of exponent and 3 of mantissa). `pmoe.comm.wire` packs and
 unpacks rows.
 
-Example: M = 1024 in bfloat16 -> 2048 bytes as they are, 1024 + 32 = 1056 bytes as e4m3, 0.516 of them.
+Example: a bfloat16 row with M = 1024 has 2048 bytes. Its "e4m3" message has 1024 + 32 = 1056 bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def number_bytes(d_model: int) -> int:
 def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int:
     """Returns the bytes of the message of one row, a multiple of ``element_size``.
 
-    wire: the format in which the row is sent; None sends it as it is.
+    wire: the format in which the row is sent; None sends the row itself.
     d_model: M, columns of the row.
     element_size: bytes of an element of the row.
     """
@@ -59,7 +59,7 @@ def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int
 
 @dataclass(frozen=True, kw_only=True)
 class Wires:
-    """The number formats in which a layer sends rows and results. None sends them as they are.
+    """The number formats in which a layer sends rows and results. None sends them in their own dtype.
 
     rows: format of the rows that forward sends to experts (T_DI), also if backward sends them again.
     gradients: format of the gradients that backward sends to experts (dT_DO).
@@ -99,11 +99,11 @@ AS_THEY_ARE = Wires()
 class MessageSizes(BufferSizes):
     """The sizes (rows, columns) of every buffer of a pass that sends rows in a narrower number format.
 
-    Buffers that hold messages ("send", "arrived", "copies", and T_DI or dT_DO as they arrived) have as many
-    columns as a message has elements of the rows' dtype. Messages are unpacked into the buffers "T_DI_sorted"
-    and "dT_DO_sorted", which the experts read. Every chunk has these two buffers, even if its rows arrive
-    sorted by expert. If results are sent in a narrower format, "leaving_messages" holds the messages that a
-    rank sends back, and "home_messages" those that return to it.
+    Buffers that hold messages are "send", "arrived", "copies", and T_DI or dT_DO as they arrived. Their
+    number of columns is the number of elements, of the rows' dtype, that a message takes. Messages are
+    unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted", which the experts read. Every chunk has these
+    two buffers, even if its rows arrive sorted by expert. If results are sent in a narrower format,
+    "leaving_messages" holds the messages that a rank sends back, and "home_messages" those that it gets back.
 
     wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.
@@ -135,7 +135,7 @@ class MessageSizes(BufferSizes):
     def _wire_of(self, name: str) -> WireName | None:
         """Returns the number format of the messages in a buffer, or of those that are unpacked into it.
 
-        None if the buffer has nothing to do with messages, or if rows are sent as they are.
+        None if the buffer has nothing to do with messages, or if rows are sent in their own dtype.
 
         name: name of the buffer, without a chunk, such as "T_DI_sorted".
         """

@@ -1,7 +1,7 @@
 """Load-balance losses that do not depend on how a step is divided over ranks and micro-batches.
 
-The load-balance loss of a layer with E experts is E * sum_e f_e * P_e. f_e is the fraction of all choices (a
-token has K) that chose expert e. P_e is the mean over tokens of e's share in the token's scores.
+The load-balance loss of a layer with E experts is E * sum_e f_e * P_e. f_e is the fraction of all choices (K
+for each token) that fell on expert e. P_e is the mean over tokens of e's share in the token's scores.
 `MoELayer.l_aux` computes both for one call of one rank. `BalanceLoss` computes both for a sequence, for the
 global batch of a step, or f_e for a window of earlier steps:
 
@@ -10,8 +10,9 @@ global batch of a step, or f_e for a window of earlier steps:
     "batch"       all tokens of a step (arXiv 2501.11873)    all tokens of the step
     "window"      all tokens of the last steps               all tokens of the step
 
-A part of a step, such as a micro-batch of one rank, computes its summand of the loss. For this it needs some
-numbers of the whole step, the `StepTotals`. The summands add up to the loss of the whole step on one rank.
+The loss of a step is a sum over its parts, such as the micro-batches of each rank. To compute its summand, a
+part needs some numbers of the whole step, the `StepTotals`. The summands add up to the loss that one rank
+would compute for the whole step.
 
 Letters: T tokens of a call, K experts of a token, E experts of a layer, B sequences.
 """
@@ -62,7 +63,7 @@ class StepTotals:
 
     num_tokens: number of tokens that each layer gets in the step.
     num_sequences: number of sequences of the step. Losses over sequences need it.
-    counts: a dict {name of a layer: (E,) int64, how many choices chose each of E experts}. Losses over the
+    counts: a dict {name of a layer: (E,) int64, how many choices fell on each of E experts}. Losses over the
         batch need it. None if the numbers are not known.
 
     Raises ValueError or TypeError if a number is no integer of at least 0, or counts are not a dict.
@@ -85,7 +86,7 @@ class _LayerSums:
         first call.
     sequences: scalar, the sum of the losses of sequences; None unless the loss is over sequences.
     z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
-    counts: (E,) int64, how many choices chose each expert.
+    counts: (E,) int64, how many choices fell on each expert.
     num_tokens, num_sequences: how many tokens and sequences the calls had.
     """
 
@@ -126,12 +127,12 @@ class BalanceLoss:
       forward pass, but no other way is exact, because the loss of the first micro-batch depends on the
       choices of the last one.
 
-    Do not divide the loss by the number of micro-batches. It is divided by the tokens of the whole step
-    already.
+    Do not divide the loss by the number of micro-batches: it is already divided by the number of tokens of
+    the whole step.
 
     Args:
-        model: a model with MoE layers, or a single layer. Leave layers out by passing an nn.ModuleList of the
-            others.
+        model: a model with MoE layers, or a single layer. To leave layers out, pass an nn.ModuleList of the
+            other layers.
         over: "sequence", "batch" or "window".
         layers: how the losses of several layers become one. "megatron" and "torchtitan": their sum.
             "transformers": one loss for the tokens of all layers together, times top_k, as
@@ -266,8 +267,8 @@ class BalanceLoss:
         rank's part of the step's loss. With ``averaged``, the loss of the whole step is the mean of the
         ranks' parts; without it, their sum.
 
-        totals: the numbers of the whole step. None if these calls, on all ranks, are the whole step; they are
-            then summed by a collective, one all-reduce.
+        totals: the numbers of the whole step. None if these calls, on all ranks, are the whole step. Their
+            numbers are then summed by one all-reduce, a collective.
 
         Raises ValueError if the totals lack a number that the loss needs. Raises RuntimeError if there was no
         call, or if some calls ran without gradients.
@@ -298,8 +299,9 @@ class BalanceLoss:
     def attach(self, y: Tensor, factor: float, totals: StepTotals | None) -> Tensor:
         """Returns ``y`` with the same values, whose backward pass also differentiates factor * `loss`.
 
-        This is for a model whose loss cannot be added to the task's, because another rank computes that: a
-        stage of torch.distributed.pipelining. Call it once at the end of the stage's ``forward``:
+        It is for a stage of torch.distributed.pipelining. There the balance loss cannot be added to the
+        task's loss, because another rank computes the task's loss. Call this method once, at the end of the
+        stage's ``forward``:
 
             y = balance.attach(self.layers(x), 0.01 * num_micro_batches, self.step)
 
@@ -307,8 +309,8 @@ class BalanceLoss:
         (``scale_grads=True``). Give each stage a `BalanceLoss` of its own layers, whose ``group`` is that of
         the ranks that share the stage. Call it outside of activation checkpoints with use_reentrant=True.
 
-        Without gradients, and in the run in which torch finds the shapes of a stage, the result is ``y`` and
-        no loss is taken, so that `totals` can sum a forward pass of the whole schedule.
+        Two kinds of calls return ``y`` and take no loss: calls without gradients, which `totals` can then sum
+        over the whole schedule, and the run in which torch finds the shapes of a stage.
 
         Args:
             y: the output of the stage, of any shape.
@@ -503,10 +505,10 @@ class BalanceLoss:
                 )
 
     def _counts(self, name: str, totals: StepTotals) -> Tensor:
-        """Returns how many choices chose each of a layer's E experts, (E,), in the step or the window.
+        """Returns how many choices fell on each of a layer's E experts, (E,), in the step or the window.
 
-        The window is that of earlier steps, for over="window". The fractions f_e of the loss are computed
-        from these counts. While the window is empty, all are 1.
+        With over="window" these are the choices of earlier steps; without earlier steps the result is all
+        ones. The fractions f_e of the loss are computed from the result.
 
         name: the name of the layer.
         totals: the numbers of the whole step.

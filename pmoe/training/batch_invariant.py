@@ -16,11 +16,15 @@ ModelType = TypeVar("ModelType", bound=nn.Module)
 def make_batch_invariant(model: ModelType) -> ModelType:
     """Makes all MoELayers of a model batch-invariant, in place. Returns the model.
 
-    A token's output then has the same bits beside any other tokens of the call, at every place, and for every
-    n (number of chunks), restore pair (how backward gets the rows and the hidden activation) and number of
-    ranks. So does the gradient of a layer's input that comes from the token's output. The gradients of
-    parameters are sums over the tokens of a batch, so they are not invariant; they are the same in two runs
-    with the same batch and the same n.
+    The bits of a token's output then do not depend on
+
+    - the other tokens of the call, and the token's place among them;
+    - n (the number of chunks), the restore pair (how backward gets the rows and the hidden activation) and
+      the number of ranks.
+
+    The same is true of the token's part of the gradient of a layer's input. The gradients of parameters are
+    sums over the tokens of a batch, so they are not invariant. They are the same in two runs with the same
+    batch and the same n.
 
     This holds for one kind of machine, one version of torch and one number of threads. It holds for the
     layers only: other modules of the model are not changed. Parameters, state dicts and optimizers stay

@@ -184,8 +184,8 @@ def set_optimizer_state(
 ) -> None:
     """Sets the optimizers' options, and their states that are not tensors.
 
-    Before it, torch.distributed.checkpoint (DCP) must have read the states that are tensors. If no state was
-    saved for a parameter, its state is removed from the optimizer.
+    Before this call, torch.distributed.checkpoint (DCP) must have read the states that are tensors. If no
+    state was saved for a parameter, its state is removed from the optimizer.
 
     names: maps parameters to their names in the checkpoint.
     optimizers: the optimizers.
@@ -316,8 +316,8 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rank 0 of 2   gate 0,           up 0
         rank 1 of 2            gate 1,         up 1
 
-    torch.distributed.checkpoint assumes that a rank's part of a DTensor is one block. It would refuse to save
-    these parts, because as single blocks they overlap, and it would load wrong rows.
+    torch.distributed.checkpoint assumes that a rank's part of a DTensor is one block. Without the boxes it
+    would refuse to save these parts, because as single blocks they overlap, and it would load wrong rows.
     """
     return {name: _in_boxes(tensor) for name, tensor in tensors.items()}
 
@@ -353,8 +353,8 @@ def _number_of_part(tensor: DTensor, dim: int) -> int:
     tensor: of any shape.
     dim: the dimension of the tensor.
 
-    Mesh dimensions split a dimension of the tensor in their order. Only a `_StridedShard` splits the parts
-    that the others have made.
+    Mesh dimensions split a dimension of the tensor in the order of the mesh, with one exception: a mesh
+    dimension with a `_StridedShard` splits the parts that all other mesh dimensions have made.
     """
     splits = [
         (isinstance(placement, _StridedShard), position, size)
@@ -390,9 +390,11 @@ def _split_of_halves(tensor: DTensor) -> _StridedShard | None:
 def _check_names_differ(name: str, layer: MoELayer) -> None:
     """Raises ValueError if ranks hold different experts of a layer under the same names.
 
-    The names cannot conflict if the experts are DTensors, because each rank then saves its part of one
-    tensor. Nor can they if the experts are a user's modules, because names in the checkpoint then contain the
-    expert's index among all ranks' experts.
+    The names cannot conflict in two cases:
+
+    - The experts are DTensors. Each rank then saves its part of one tensor.
+    - The experts are a user's modules. Names in the checkpoint then contain the expert's index among the
+      experts of all ranks.
 
     name: name of the layer in the model, for the message.
     """

@@ -104,13 +104,14 @@ def local_gradient(gradient: Tensor) -> Tensor:
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns a tensor for each gradient that has the gradient as its ``grad``, for torch's functions.
+    """Returns plain tensors that stand for parameters in torch's functions: one for each gradient.
 
-    torch's functions that scale the gradients of parameters get these tensors instead of the parameters. Each
-    gradient is a plain tensor: that of a plain parameter, or this rank's part of a DTensor. So torch does not
-    have to mix DTensors of different meshes in one operation, which it cannot.
+    The ``grad`` of each returned tensor is one of the gradients. torch's functions that scale gradients take
+    parameters, but fail on DTensors of different meshes. So the caller passes the returned tensors in place
+    of the parameters.
 
-    gradients: plain tensors of any shape, which torch changes in place.
+    gradients: plain tensors of any shape: the gradient of a plain parameter, or this rank's part of the
+        gradient of a DTensor. torch changes them in place.
     """
     holders = []
     for gradient in gradients:
@@ -120,7 +121,7 @@ def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 
 def device_type_of(group: dist.ProcessGroup | None) -> str:
-    """Returns "cuda" or "cpu": the type of device of the tensors that the group's collectives accept."""
+    """Returns the device type, "cuda" or "cpu", of tensors that the group's collectives accept."""
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 

@@ -71,7 +71,7 @@ def parallelize(
     What becomes of a layer depends on how it was built:
 
     - for one rank, so that every rank has all experts: it is spread over the mesh (`MoELayer.spread`);
-    - for the ranks of the mesh's "ep" (and "esp"): it stays as it is;
+    - for the ranks of the mesh's "ep" (and "esp"): it is not changed;
     - on the meta device: it may have been built for other ranks, and is then spread over the mesh.
 
     All copies of an expert get the values of the first copy.
@@ -83,7 +83,8 @@ def parallelize(
       over copies. The bias b2 is Replicate over "esp". With shard_experts they are Shard over copies, along
       the first dimension that the number of copies divides.
     - Experts that are a user's modules keep plain parameters. They cannot be split over "esp".
-    - All of these, and buffers of experts, enter the list of names that `DistributedDataParallel` ignores.
+    - The names of all parameters and buffers of experts enter the list of names that
+      `DistributedDataParallel` ignores.
     - The dense part does not change.
 
     Collective: every rank of the mesh must call it, before optimizers and data-parallel wrappers are made. An
@@ -361,8 +362,8 @@ def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
 
     experts: this rank's experts.
     mesh: the ranks over which experts, and the hidden columns of sharded experts, are spread.
-    names: the names of the parameters that are replaced. A name may stand for a parameter that is split if
-        experts are sharded (a key of `Experts.hidden_dims`), or for one that all experts have in common.
+    names: the names of the parameters that are replaced. Other names than those in `Experts.hidden_dims` and
+        `Experts.replicated_names` (parameters that all experts share) are ignored.
     """
     dims = experts.hidden_dims() or {}
     for name in (*dims, *experts.replicated_names):

@@ -70,13 +70,14 @@ def export_weights(
     Args:
         model: the model, without a wrapper such as DistributedDataParallel. Its experts may be spread over
             ranks, before or after `pmoe.parallelize`.
-        layout: the names and shapes of the tensors of MoE layers: a key of `pmoe.convert.LAYOUTS`. With names
-            for each expert ("qwen-moe", "mixtral", "deepseek") each tensor is whole. With stacked names
-            ("qwen-moe-stacked", "gpt-oss") each tensor is one expert's part of the stacked one.
+        layout: the names and shapes of the tensors of MoE layers: a key of `pmoe.convert.LAYOUTS`. A layout
+            with names for each expert ("qwen-moe", "mixtral", "deepseek") yields whole tensors. A layout with
+            stacked names ("qwen-moe-stacked", "gpt-oss") yields each expert's part of the stacked tensor.
         max_bytes: the most bytes of experts that are sent at a time, such as "512MiB".
         dtype: dtype to which floating-point tensors are cast before they are sent; None keeps each one's own.
         rename: a function from a name in the model, such as "model.layers.0.moe.experts.3.up_proj.weight", to
-            the name that is yielded; None keeps the names. Layers' names end with the layout's.
+            the name that is yielded; None keeps the names. Names of tensors inside an MoE layer are those of
+            the layout.
         group: the ranks that export together; None is the default group.
 
     Every rank of the group must call the function, and take all items. If a rank stops early, the others
@@ -393,7 +394,7 @@ class _Export:
         name: the name of the layer.
         layer: the layer.
         own: the name of the weight or bias: "w1", "w2", "b1" or "b2".
-        value: (E_local, ...), this rank's part of it, for its E_local experts.
+        value: (E_local, ...), this rank's part of the weight or bias, for its E_local experts.
         """
         shape = self._whole_shape(layer, own, value)
         at_a_time = max(self.limit // (shape.numel() * value.itemsize), 1)
@@ -414,7 +415,8 @@ class _Export:
         layer: the layer.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".
         part: (count, ...), the tensor of ``count`` experts of this rank, at the same positions on every rank.
-            Only the owner's are sent. With expert sharding ("esp") they have only some of the hidden columns.
+            Only the owner's experts are sent. With expert sharding ("esp"), ``part`` has only some of the
+            hidden columns.
         owner: the number in the mesh dimension "ep" of the rank that holds the experts.
         shape: the shape of the tensor of one whole expert.
         """
@@ -525,10 +527,10 @@ def _joined(items: Iterator[Item], is_stacked: bool) -> Iterator[tuple[str, Tens
 
 @contextlib.contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
-    """Returns a with-block in which files are written to a temporary folder, the block's value.
+    """Returns a with-block whose value is a temporary folder, to which the caller writes files.
 
-    At the end of the block the temporary folder is renamed to ``folder``; after an error it is removed. So a
-    folder of this name has complete files.
+    At the end of the block the temporary folder is renamed to ``folder``; after an error it is removed. So if
+    there is a folder of this name, its files are complete.
 
     folder: the folder, which does not exist yet.
     """

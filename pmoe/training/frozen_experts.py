@@ -1,4 +1,4 @@
-"""Keeps some of a model's experts as they are while the others are trained.
+"""Keeps some of a model's experts unchanged while the other experts are trained.
 
 All experts of a rank share one tensor for a weight, so ``requires_grad`` cannot freeze some of them.
 `freeze_experts` therefore does two things. After each backward pass it sets the gradients of frozen experts
@@ -34,10 +34,11 @@ class FrozenExperts:
         self._hooks: list[Any] = []
 
     def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
-        """Freezes some experts' part of a parameter, (E_local, ...), or of what this rank has of it.
+        """Freezes some experts' values in a parameter.
 
-        parameter: a weight or bias, which holds all experts of the rank, or a part of them.
-        experts: where the parts of the experts to freeze are along dimension 0 of what this rank holds.
+        parameter: (E_local, ...), a weight or bias of this rank's E_local experts. If FSDP2 shards it, this
+            rank has only a part of it.
+        experts: the indices of the frozen experts along dimension 0 of the part that this rank has.
         """
         index = torch.tensor(experts, device=local_part(parameter).device)
         setattr(parameter, FROZEN_ROWS, index)
@@ -55,7 +56,7 @@ class FrozenExperts:
 
 
 def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenExperts:
-    """Freezes some experts of each `MoELayer` of a model, and leaves the others as they are.
+    """Freezes some experts of each `MoELayer` of a model. The other experts can still be trained.
 
     Args:
         model: the model, or a layer. The experts of its layers must be stacked ("ffn", "swiglu"). Adapters of
@@ -63,9 +64,10 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
         experts: the indices of the experts among all experts of a layer, from 0; or a mask, a bool tensor
             (E,) that is True for the frozen ones of a layer's E experts. A rank freezes those that it holds.
 
-    After each backward pass the gradients of the frozen experts are zeros. An optimizer's step leaves their
-    values as they are, bit for bit. Call it after `pmoe.parallelize`. To freeze all experts, or the router,
-    call ``layer.experts.requires_grad_(False)`` or ``layer.gate.requires_grad_(False)``.
+    After each backward pass the gradients of the frozen experts are zeros. An optimizer's step does not
+    change their values, not even by a bit. Call this function after `pmoe.parallelize`. To freeze all
+    experts, or the router, call ``layer.experts.requires_grad_(False)`` or
+    ``layer.gate.requires_grad_(False)``.
 
     Returns an object whose method ``remove()`` lets the experts be trained again.
 
@@ -103,9 +105,9 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
 
 
 def _rows_of(experts: Experts, name: str, local: list[int]) -> list[int]:
-    """Returns where the parts of some experts are along dimension 0 of this rank's part of a parameter.
+    """Returns the indices of some experts along dimension 0 of this rank's part of a parameter.
 
-    If FSDP2 shards the experts over their copies, this rank may have no part of some of them.
+    If FSDP2 shards the experts over their copies, this rank may have no part of some of these experts.
 
     experts: this rank's experts.
     name: the parameter's name.
@@ -158,8 +160,8 @@ def _zero_frozen(parameter: Tensor) -> None:
 def _watch_optimizers() -> None:
     """Makes every step of every optimizer of this process leave frozen experts unchanged, by two hooks.
 
-    They are registered once. One runs before each step and stores values, the other runs after it and writes
-    them back.
+    One hook runs before each step and stores the values of frozen experts. The other runs after the step and
+    writes the values back. The hooks are registered once in a process.
     """
     register_optimizer_step_pre_hook(_remember)
     register_optimizer_step_post_hook(_put_back)

@@ -17,8 +17,8 @@ from pmoe.comm.ranks import Ranks
 class MeanOverRanks:
     """Sums experts' gradients over the experts' copies and divides them by the number of all ranks.
 
-    Before this reduction, an expert's gradient is already a sum over the tokens of all ranks that share its
-    copy, because these ranks send their tokens to it. So only the sum over copies is missing.
+    Before this reduction, the gradient of one copy of an expert is already a sum over the tokens of all ranks
+    that send tokens to this copy. So only the sum over the copies is missing.
 
     num_ranks: number of all ranks of the mesh, the divisor.
     copies: the ranks that hold copies of this rank's experts.

@@ -191,9 +191,10 @@ def find_partition(
 ) -> Partition:
     """Returns how many bytes of gradients to send beside each dense part and each MoE layer.
 
-    A dense part is all modules between two MoE layers. This is FSMoE's partition (Section 5.2). FSMoE's
-    generalized layer is a dense part and an MoE layer together. Here each of them is a generalized layer of
-    its own, so that gradients of a dense part can be sent during the MoE layer after it.
+    A dense part is all modules between two MoE layers. The result is FSMoE's partition (Section 5.2), with
+    one difference. FSMoE's generalized layer is a dense part and an MoE layer together. Here a dense part is
+    one generalized layer and an MoE layer another one, so that gradients of a dense part can be sent during
+    the MoE layer after it.
 
     seen: a record of each backward pass of an MoE layer in the first training step.
     last_seconds: seconds of the dense part that backward runs after the last MoE layer.
@@ -222,7 +223,7 @@ def find_partition(
 def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
     """Returns a generalized layer of FSMoE that consists of dense modules only, without an MoE layer.
 
-    Otherwise a generalized layer is a dense part and an MoE layer together.
+    In FSMoE, a generalized layer is a dense part and an MoE layer together.
 
     seconds: seconds of the backward pass of these modules.
     gradient_bytes: bytes of the gradients that this backward pass makes.
@@ -264,9 +265,9 @@ def _last_peak(layer: MoELayer) -> float:
 def backward_degrees(layer: MoELayer, most_bytes: float | None = None) -> tuple[DegreeSeconds, ...]:
     """Returns the predicted seconds of a layer's backward pass for each pipeline degree (number of chunks).
 
-    Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. They
-    follow from the same costs as those of ``pipeline="solve"`` (`pmoe.choose.solve.step_costs`), also if
-    experts are a user's modules.
+    Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. The
+    seconds follow from the costs by which ``pipeline="solve"`` chooses (`pmoe.choose.solve.step_costs`), also
+    if experts are a user's modules.
 
     The prediction is for the dtype and the restore pair (how backward gets the rows and the hidden
     activation) of the layer's last call, and for the number of tokens of the rank that had most tokens. The

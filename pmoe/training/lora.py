@@ -161,12 +161,12 @@ class MergedLora:
 def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     """Adds an adapter to the weights of the experts, and removes it: W[e] += scale * B[e] @ A[e].
 
-    W[e] is a weight of expert e; A and B are the matrices of the adapter, scale its factor. A layer without
-    further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. The weights
-    stay frozen. A sum is rounded to the dtype of the weights.
+    W[e] is a weight of expert e; A and B are the matrices of the adapter, and scale is its factor. A layer
+    without further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. The
+    weights stay frozen. The sums are rounded to the dtype of the weights.
 
-    The adapter's gradients are set to None, so that an optimizer that has its parameters no longer changes
-    them. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
+    The gradients of the adapter's parameters are set to None, so that an optimizer no longer changes these
+    parameters. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
     optimizer.
 
     name: the name of the adapter; None merges the one that calls use.
@@ -313,7 +313,7 @@ def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
     layer_name, layer: the layer, and its name for the message.
     name: the name of the adapter.
 
-    Raises TypeError if the name is no text, ValueError if they have no such adapter.
+    Raises TypeError if the name is no text, ValueError if the experts have no such adapter.
     """
     check_kind(str, "the name of an adapter", name=name)
     experts = _lora_experts(layer)
@@ -456,10 +456,10 @@ def _add(layer: MoELayer, rank: int, alpha: float, targets: tuple[str, ...], sha
 
 
 def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) -> None:
-    """Puts an adapter that has its values into experts, and makes calls use it. Collective.
+    """Puts an adapter, which must have its values already, into experts, and makes calls use it. Collective.
 
-    Its copies on other ranks get equal values. If `pmoe.parallelize` has made the weights DTensors, the
-    adapter's parameters become DTensors on the same mesh.
+    The adapter's copies on other ranks get equal values. If `pmoe.parallelize` has made the weights DTensors,
+    the adapter's parameters become DTensors on the same mesh.
 
     layer: the layer.
     experts: the layer's experts.

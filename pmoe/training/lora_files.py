@@ -8,8 +8,8 @@ The layout of the model's experts says what a matrix is called and how it is sto
 
     layout             matrix    name                                     shape
     a tensor for       A of w1   experts.3.gate_proj.lora_A.weight        (R, I)
-    each expert        B of w1   experts.3.gate_proj.lora_B.weight        (H, R), rows of the gate
-                                 experts.3.up_proj.lora_B.weight          (H, R), the other rows
+    each expert        B of w1   experts.3.gate_proj.lora_B.weight        (H, R), rows of the gate projection
+                                 experts.3.up_proj.lora_B.weight          (H, R), rows of the up projection
     a tensor for all   A of w1   experts.base_layer.lora_A.weight         (E R, I), expert after expert
     ("...-stacked")    B of w1   experts.base_layer.lora_B.weight         (O, R E), column r E + e of expert e
                        A of w2   experts.lora_A.weight                    (E R, I)
@@ -112,8 +112,8 @@ class _Form:
     def modules(self, weight: str) -> list[str]:
         """Returns the names of PEFT's modules that hold the matrices of the weight "w1" or "w2".
 
-        If every expert has its own tensor, w1 has two modules for each expert: all of the gate's rows come
-        first, then all of the other rows.
+        If every expert has its own tensor, w1 has two modules for each expert. The list has first the modules
+        of all gate projections, then those of all up projections.
         """
         if self.is_stacked:
             owner = self.layout.names[f"experts.{weight}"].rpartition(".")[0]
@@ -127,7 +127,10 @@ class _Form:
         return [PREFIX + _renamed(name, rename) for name in names]
 
     def interleaves(self, weight: str) -> bool:
-        """Returns whether the output features of a weight alternate between the gate and the other factor."""
+        """Returns whether rows of the gate and up projections alternate in a weight of gated experts.
+
+        Otherwise all rows of the gate projection come first.
+        """
         _, dims = self.layout.order(f"experts.{weight}")
         return "Hf" in dims
 
@@ -153,8 +156,9 @@ class _Form:
     ) -> tuple[Tensor, Tensor]:
         """Returns A and B of all experts, (E, r, I) and (E, O, r), from the stored matrices.
 
-        r is the rank, or twice the rank if the two halves of w1 have an A each and these differ: B then has
-        zeros for the other half's A.
+        In the files, the gate and the up projection (the two halves of w1) may have a matrix A each. If the
+        two matrices differ, r is twice the rank: the result has both, and each half of B has zeros in the
+        columns of the other half's A. Otherwise r is the rank.
 
         down, up: the stored matrices, in the order of `keys`.
         rank: the rank of the stored adapter.
@@ -196,8 +200,8 @@ def save_lora(
         model: the model, with adapters of `pmoe.add_lora`. Its experts may be spread over ranks.
         folder: the folder, which must not exist. It gets its name when both files are complete.
         layout: how the experts are stored in the model that will get the adapters. With a layout whose name
-            ends with "-stacked", or "gpt-oss", the files are those of PEFT's ``target_parameters``; with the
-            others each expert has its own matrices, as vLLM takes them for most models.
+            ends with "-stacked", or "gpt-oss", the files are those of PEFT's ``target_parameters``. With
+            other layouts each expert has its own matrices, as vLLM takes them for most models.
         name: the name of the adapter; None saves the one that calls use.
         base_model: the name or path of the model without adapters, for the configuration.
         rename: a function from the name of a matrix in the model, such as
@@ -303,18 +307,19 @@ def load_lora(
     name: str = DEFAULT,
     rename: Rename | None = None,
 ) -> nn.Module:
-    """Loads adapters of experts from PEFT's files, such as `save_lora`, PEFT or others wrote them.
+    """Loads adapters of experts from PEFT's files, which `save_lora`, PEFT or another tool wrote.
 
     Args:
         model: the model. Its experts may be spread over ranks. If its layers have no adapter of this name,
             `pmoe.add_lora` makes one with the rank, alpha and targets of the files.
         folder: the folder with the two files, which every rank reads.
         layout: how the experts are stored in the model of the files.
-        name: the name that the adapter gets, or of an adapter that the layers have.
+        name: the name of the adapter. The layers may already have an adapter of this name.
         rename: as in `save_lora`.
 
-    Matrices of modules outside of experts are left to PEFT. In a layout with a tensor for each expert, the
-    two halves of w1 (gate_proj, up_proj) may have different A; the adapter then has twice the rank.
+    Matrices of modules outside of experts are ignored: PEFT loads those. In a layout with a tensor for each
+    expert, the two halves of w1 (gate_proj, up_proj) may have different matrices A. The adapter then has
+    twice the rank.
 
     Returns `lora_adapters` of the model. Collective: every rank must call it.
 
@@ -355,7 +360,7 @@ class _Stored:
     """The adapters in PEFT's files, of all layers.
 
     rank: the rank, twice that of the files if the halves of w1 have different A.
-    alpha: so that alpha / rank is the factor of B @ A.
+    alpha: the number with which alpha / rank is the factor of B @ A.
     targets: the adapted weights, some of "w1" and "w2".
     of_layer: by the name of the layer in the model and by weight, A (E, rank, I) and B (E, O, rank).
     """
@@ -450,9 +455,9 @@ def _read(
 def _targets(
     form: _Form, layer_name: str, names: Container[str], config: Mapping[str, Any], rename: Rename | None
 ) -> tuple[str, ...]:
-    """Returns which of the weights "w1" and "w2" the files have matrices of. Raises ValueError if of none.
+    """Returns which of the weights "w1" and "w2" have matrices in the files. Raises ValueError if none has.
 
-    form: the form of an adapter of both.
+    form: the form of an adapter of both weights.
     layer_name: the name of the first layer.
     names: the names of all matrices.
     """
@@ -520,9 +525,10 @@ def _check_shapes(
 def _is_of_old_peft(
     form: _Form, layer: MoELayer, weight: str, down: Tensor, config: Mapping[str, Any]
 ) -> bool:
-    """Returns whether a stacked adapter was written before `PEFT_VERSION`, with A for the output features.
+    """Returns whether a release of PEFT before `PEFT_VERSION` wrote a stacked adapter.
 
-    If a weight is square, the shapes do not say it, and the version in the configuration does.
+    Such a release exchanged the features of a weight: A has the columns O, not I, and B has the rows I. If
+    O = I, the shapes do not show the release, and the version in the configuration is read instead.
     """
     _, out_features, in_features = _shapes(layer)[weight]
     if not form.is_stacked or form.begins_with_inputs(weight):
@@ -535,9 +541,10 @@ def _is_of_old_peft(
 
 
 def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns stacked matrices that PEFT wrote before `PEFT_VERSION` in the form in which it writes now.
+    """Converts stacked matrices of a PEFT before `PEFT_VERSION` to those that PEFT writes since then.
 
-    down: (E R, O).  up: (I, R E).  The change of expert e was the transpose of B[e] @ A[e].
+    down, up: (E R, O) and (I, R E), the old matrices A and B. The change of expert e was the transpose of
+        B[e] @ A[e].
     """
     new_down = up.unflatten(1, (rank, num_experts)).permute(2, 1, 0).flatten(0, 1)
     new_up = down.unflatten(0, (num_experts, rank)).permute(2, 1, 0).flatten(1, 2)
@@ -545,9 +552,9 @@ def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple
 
 
 def _padded(down_ERI: Tensor, up_EOR: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns A, (E, rank, I), and B, (E, O, rank), with zeros that change nothing of B @ A.
+    """Returns A, (E, rank, I), and B, (E, O, rank), padded with zeros, so that B @ A does not change.
 
-    down_ERI, up_EOR: A and B of a rank of at most ``rank``.
+    down_ERI, up_EOR: A and B, with a rank of at most ``rank``.
     """
     missing = rank - down_ERI.shape[1]
     if not missing:
@@ -584,7 +591,7 @@ def _renamed(name: str, rename: Rename | None) -> str:
 
 
 def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> None:
-    """Raises ValueError if the experts of a layer are not gated: all layouts of PEFT's models are."""
+    """Raises ValueError if the experts of a layer are not gated, because all layouts are of gated experts."""
     experts = layer.layer_modules.experts
     if not isinstance(experts, StackedExperts) or experts.hidden_factor != 2:
         raise ValueError(f"layout ({layout!r}) must fit {layer_name}: its experts are not gated (swiglu)")

@@ -54,19 +54,18 @@ class ExpertMuon(Optimizer):
 
     adjust(W) is a factor that depends on the shape of W, by the rule adjust_lr_fn.
 
-    It trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1 (the gate
-    projection and the up projection) count as two matrices. Biases are not trained: give them to another
-    optimizer. If several ranks hold the same experts, their parameters stay equal, because their gradients
-    are equal.
+    The optimizer trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1
+    (the gate projection and the up projection) count as two matrices. Biases are not trained: give them to
+    another optimizer. Copies of an expert on several ranks stay equal, because their gradients are equal.
 
     Args:
         model: a model with MoE layers, after `pmoe.parallelize`, or a single layer.
         lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: the arguments of `torch.optim.Muon`.
         dtype: the dtype of the Newton-Schulz steps. torch's Muon uses bfloat16.
 
-    Raises ValueError for numbers out of range, for a model without stacked experts, and for experts whose
-    hidden columns are split over ranks ("esp"), because a part of a matrix cannot be orthogonalized alone. So
-    too for experts that ``shard_experts`` cuts inside of matrices.
+    Raises ValueError for numbers out of range, and for a model without stacked experts. Raises ValueError
+    also if a rank has only parts of matrices, which cannot be orthogonalized alone: if hidden columns are
+    split over ranks ("esp"), or if ``shard_experts`` cuts inside of matrices.
     Raises TypeError for experts that are modules or parametrized.
     """
 

@@ -72,11 +72,13 @@ class GradientReducer:
             finds a partition after the first step, from costs that are measured then. False sends everything
             after backward.
 
-    After the first `finish`, the attribute ``partition`` is the partition in use, with predicted seconds. It
-    stays None, and everything is sent after backward, if ranks make gradients in different orders or
-    gradients have several dtypes. It also stays None for layers in a graph of ``torch.compile(model,
-    backend="pmoe")``: the plan of the graph says when gradients are sent. A ``partition`` of the caller is
-    then not used, and a warning says so.
+    After the first `finish`, the attribute ``partition`` is the partition in use, with predicted seconds. In
+    two cases the attribute stays None:
+
+    - Ranks make gradients in different orders, or gradients have several dtypes. Everything is then sent
+      after backward.
+    - The layers are in a graph of ``torch.compile(model, backend="pmoe")``. The plan of the graph then says
+      when gradients are sent, and a ``partition`` of the caller is ignored with a warning.
 
     Raises ValueError if the model has no dense parameter, or has a dense parameter that is a DTensor. Raises
     TypeError if ``partition`` is not a `Partition`, None or False.
@@ -263,10 +265,10 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
 
 
 class BackwardStep:
-    """Base class of one training step of a `GradientReducer`: methods that hooks call during backward.
+    """Base class of the object with which a `GradientReducer` follows one backward pass of the model.
 
-    Hooks on parameters call them, and the layers' backward passes, by way of `CarriedGradients`. In this
-    class the methods do nothing.
+    Hooks on parameters call `gradient_is_ready`. The backward passes of MoE layers call the other methods,
+    through `CarriedGradients`. In this class the methods do nothing.
     """
 
     def gradient_is_ready(self, at: int) -> None:

@@ -1,18 +1,18 @@
 """Experts sharded over the ranks that hold copies of them: ``shard_experts`` of `pmoe.parallelize`.
 
-The work is that of FSDP2 (`torch.distributed.fsdp.fully_shard`), which manages the experts of each layer as a
-group of its own. Take a mesh ("dp", "ep") and an expert's weight, of which "dp" ranks hold a copy:
+FSDP2 (`torch.distributed.fsdp.fully_shard`) shards the experts. For each layer it is called on
+``layer.experts``. With a mesh ("dp", "ep"), dp ranks share each expert's weight:
 
-    between steps      each of these ranks keeps 1 / dp of the weight, its gradient and its optimizer state
-    before a forward   an all-gather over "dp" makes the whole weight; it is freed after the forward pass
-    before a backward  again
-    after a backward   a reduce-scatter over "dp" gives each rank the mean of its part of the gradient
+    between steps       each of these ranks keeps 1 / dp of the weight, the gradient and the optimizer state
+    before forward      an all-gather over "dp" makes the whole weight, which is freed after forward
+    before backward     another all-gather makes the whole weight again
+    after backward      a reduce-scatter over "dp" gives each rank its part of the gradient's mean over "dp"
 
-FSDP2 issues the all-gathers in the forward pre-hook and before the backward pass of ``layer.experts``, so
-pmoe's call reads whole weights. `DividedByOwnRanks` does the rest of the mean.
+So pmoe's call always reads whole weights. Gradients must be means over all ranks of the mesh. FSDP2 computes
+the mean over "dp"; `DividedByOwnRanks` divides by the number of the other ranks.
 
-With two dimensions of copies, such as ("nodes", "dp", "ep"), experts are sharded over the inner one and
-replicated over the outer one, as FSDP2 does with a mesh of two dimensions (HSDP).
+With two dimensions of copies, such as ("nodes", "dp", "ep"), experts are sharded over the inner dimension
+("dp") and replicated over the outer one ("nodes"), as FSDP2 does with a mesh of two dimensions (HSDP).
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy")
 
 @dataclass(frozen=True)
 class DividedByOwnRanks:
-    """Divides experts' gradients by the number of ranks that share a copy of the experts.
+    """Divides experts' gradients by the number of ranks over which one copy of the experts is spread.
 
-    FSDP2 then takes the mean over the copies. Both together are the mean over all ranks of the mesh.
+    Afterwards FSDP2 averages the gradients over the copies. The result is the mean over all ranks of the
+    mesh.
 
-    num_ranks: number of ranks that share one copy of the experts, the divisor.
-    over_copies: for each dimension of copies what `compare` compares along it.
+    num_ranks: the divisor.
+    over_copies: one object for each mesh dimension of copies. Its ``compare`` checks that the copies along
+        this dimension train the same parameters.
     """
 
     num_ranks: int
@@ -74,12 +76,12 @@ class DividedByOwnRanks:
 
 
 def sharding_options(shard_experts: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments for fully_shard that ``shard_experts`` of `pmoe.parallelize` stands for.
+    """Turns the argument ``shard_experts`` of `pmoe.parallelize` into arguments for FSDP2's fully_shard.
 
-    None stands for experts that are not sharded. Experts are gathered again in backward
-    (``reshard_after_forward=True``) unless the argument says otherwise.
+    Returns None if experts are not sharded. Otherwise the result has ``reshard_after_forward=True`` (experts
+    are freed after forward and gathered again in backward), unless the mapping has another value.
 
-    shard_experts: True, False, or a mapping with some of `OPTIONS`, which stands for True.
+    shard_experts: False; True; or a mapping with some of `OPTIONS`, which means True with these arguments.
 
     Raises TypeError or ValueError for anything else.
     """
@@ -166,7 +168,7 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
 
 @torch.no_grad()
 def whole_parameter(experts: Experts, name: str) -> Tensor:
-    """Returns the whole of a parameter that FSDP2 shards over copies, (E_local, ...). Collective over copies.
+    """Gathers a parameter that FSDP2 shards over copies: returns (E_local, ...). Collective over copies.
 
     E_local is the number of this rank's experts. The result has the parameter's own dtype, also if FSDP2
     computes with another one.
@@ -211,8 +213,8 @@ def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, 
 def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: int, num_parts: int) -> int:
     """Returns the first dimension of a parameter that can be cut into ``count`` equal parts.
 
-    Dimension 0 counts experts. It comes first because a rank then has whole experts, and because FSDP2 copies
-    once more for any other dimension.
+    Dimension 0 counts experts. It is tried first for two reasons: each rank then has whole experts, and for
+    any other dimension FSDP2 makes one more copy of the parameter.
 
     experts: this rank's experts.
     name: name of the parameter.

@@ -5,8 +5,8 @@ them as a plugin, in one of two ways:
 
 - ``python -m pmoe.integrations.fairseq train ...`` runs fairseq's commands with this plugin (`__main__`).
 - fairseq's own commands take ``--user-dir FOLDER``, where FOLDER is what ``python -m
-  pmoe.integrations.fairseq user-dir`` prints. This works where ``import fairseq`` does: with Python 3.10, or
-  with the fork fairseq-fixed.
+  pmoe.integrations.fairseq user-dir`` prints. For this, ``import fairseq`` must work: it works with Python
+  3.10, or with the fork fairseq-fixed.
 
 Modules:
 

@@ -1,7 +1,7 @@
 """fairseq checkpoints of models with experts: one file holds the experts of all ranks.
 
-The file is the same that a single process with all experts would save: their parameters and their optimiser
-state. So any number of ranks can load it, and fairseq's generate and eval-lm can, too.
+A single process with all experts would save the same file: it has the parameters and the optimiser state of
+all experts. So any number of ranks can load it, and fairseq's generate and eval-lm can, too.
 
 Every parameter of experts has one entry for each expert along dimension 0. So has each tensor that an
 optimiser stores for the parameter, if its dimension 0 has the same length.

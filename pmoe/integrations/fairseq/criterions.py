@@ -61,7 +61,7 @@ class WithAuxiliaryLoss:
     def with_experts(self, model: Any, loss: Tensor, sample_size: Any, logged: dict[str, Any]) -> Tensor:
         """Returns ``loss`` plus the weighted load-balance loss, and adds numbers about experts to ``logged``.
 
-        In validation, or if the weight is 0, ``loss`` is returned as it is.
+        In validation, or if the weight is 0, ``loss`` is returned unchanged.
 
         model: the model with the MoE layers.
         loss: a scalar, or one element for each token, of any shape.

@@ -76,9 +76,10 @@ PLACES = (
 
 
 def layer_options() -> tuple[CommandOption, ...]:
-    """Returns an option for each argument of MoELayer, except those in `NOT_OPTIONS`.
+    """Returns an option of the command line for each argument of MoELayer that is not in `NOT_OPTIONS`.
 
-    Defaults are MoELayer's, except "none" for arguments that default to an option of fairseq.
+    The default of an option is that of MoELayer, with one exception: it is "none" if fairseq has an option
+    that gives the argument's value.
     """
     described = _descriptions(inspect.getdoc(MoELayer) or "")
     parameters = inspect.signature(MoELayer).parameters

@@ -5,8 +5,8 @@ gradients over ranks. If experts are spread over the data-parallel ranks, three 
 `MoETrainer`:
 
 - Scale the gradients. An expert's gradient is a sum over the tokens of all ranks, but those of other
-  parameters are means over ranks. fairseq multiplies all of them by the number of ranks, so gradients of
-  experts are divided by it first.
+  parameters are means over ranks. fairseq multiplies all gradients by the number of ranks, so `MoETrainer`
+  first divides the gradients of experts by this number.
 - Include the experts of all ranks in the norm that --clip-norm limits.
 - Send all experts to rank 0, which alone writes checkpoints.
 
@@ -210,7 +210,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return state
 
     def load_checkpoint(self, filename: str, *args: Any, **options: Any) -> Any:
-        """Loads a checkpoint as fairseq does, with results of earlier trials (``--moe-pipeline true``).
+        """Loads a checkpoint as fairseq does, and the results of earlier trials (``--moe-pipeline true``).
 
         A trial tries numbers of chunks for batches of one size. Batches of a size with results take the
         number of chunks that was found, without new trials. Every rank must call this method.

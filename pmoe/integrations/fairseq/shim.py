@@ -25,7 +25,8 @@ def allow_fairseq_defaults() -> None:
     def get_field_of_fairseq(cls: type, name: str, *rest: Any) -> Any:
         """Gives the default of a dataclass field a hash if its class is fairseq's, then reads the field.
 
-        It replaces dataclasses._get_field, and calls it with the same arguments.
+        This function takes the place of dataclasses._get_field, and calls the original with the same
+        arguments.
 
         cls: the dataclass.
         name: the name of the field.

@@ -180,7 +180,7 @@ def line_chart(
     There are at most as many lines as the theme has colours; further ones are left out. A line goes through
     the averages of neighbouring points, and a band around it shows their smallest and largest values. Values
     that are not finite are left out and marked at the top of the chart. If a few values are so large that the
-    others could not be told apart, the axis ends below them, and the note says so.
+    others could not be told apart, the axis ends below them, and the note gives the largest value.
 
     title: title of the chart.
     curves: the values of each line, by name.

@@ -61,7 +61,7 @@ class History:
     def loss(self) -> tuple[str, Curve] | None:
         """Name and values of the run's main loss; None if there is no loss.
 
-        It is the scalar "loss", or else the first scalar with "loss" in its name.
+        The main loss is the scalar "loss", or else the first scalar with "loss" in its name.
         """
         return min(self.losses.items(), key=lambda named: named[0] != "loss", default=None)
 

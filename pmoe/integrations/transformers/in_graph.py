@@ -15,7 +15,7 @@ from pmoe.integrations.transformers import layers
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands for `run_experts_module` where torch.compile traces it: the experts become one operator."""
+    """The function that torch.compile traces in place of `run_experts_module`, to get one operator."""
     return _run_in_graph(*args, **kwargs)
 
 
@@ -34,10 +34,11 @@ def run_experts_module(
 def _run_in_graph(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Computes `run_experts_module`, with the same arguments, by an operator. torch.compile traces it.
+    """Runs an experts module by an operator, which torch.compile keeps as a whole in its graph.
 
-    The graph breaks at experts that are spread over ranks: transformers replaces their parameters for the
-    time of a call, and when the operator runs, this time is over.
+    Arguments and result are those of `run_experts_module`. If experts are spread over ranks, the graph breaks
+    here, because the operator would run too late: transformers replaces the parameters of such experts only
+    during their call, and a compiled graph runs the operator after it.
     """
     from pmoe.graph.one_operator import run_in_graph
 

@@ -123,7 +123,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _Known:
-    """The layout of an experts module, which `borrow` has checked, to read its tensors without a new check.
+    """The checked layout of an experts module, by which later calls read the tensors without a new check.
 
     tensors: for each of the names w1, w2, b1 and b2 that the module has: (the tensor's name in the module,
         weak reference to the tensor).

@@ -73,7 +73,7 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
 def check(module: nn.Module) -> None:
     """Raises ValueError if pmoe cannot run an experts module. Its weights need not be loaded yet.
 
-    It checks the module's class, its flags, and the names, dtypes and dimensions of its parameters.
+    The function checks the module's class and flags, and the names, dtypes and dimensions of its parameters.
 
     module: an experts module of transformers.
     """

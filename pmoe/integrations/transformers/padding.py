@@ -331,7 +331,7 @@ def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
 
 
 def _wrap_checkpoints(module: nn.Module) -> None:
-    """Wraps checkpoint functions by `Carrying`: the model's, its layers' and those of the layers' children.
+    """Wraps checkpoint functions by `Carrying`: of the model, its layers and the layers' children.
 
     This runs at each call of the model, because a checkpoint function may be set at any time. To look at all
     modules would take too long.

@@ -349,7 +349,7 @@ def figure2() -> list[dict[str, Any]]:
         all-to-all / experts                  their ratio; in the paper it is up to 3.36
         Orig. ms                              a step if all parts run one after another
         Curr. ms                              a step if the shorter of all-to-alls and experts is hidden
-        Opt. ms                               a step if either all-to-alls or all computation take no time
+        Opt. ms                               a step if the shorter of all-to-alls and computation is hidden
     """
     rows = []
     for model, gpus in itertools.product((SMALL, LARGE), NUMBERS):

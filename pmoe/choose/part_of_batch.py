@@ -447,8 +447,7 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
 
         rows      seconds of the matrix products and messages of all tokens
         chunk     the result: fixed seconds of a chunk
-        filling   seconds of messages during which nothing is computed, if the whole batch is one chunk: those of
-                  the first and the last chunk
+        filling   seconds of messages during which nothing is computed, if the whole batch is one chunk
 
     With two trials ``filling`` is left out, because a fit needs at least as many trials as unknown numbers.
     If all trials have the same share and number of chunks, the result is 0.

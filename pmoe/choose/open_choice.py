@@ -4,7 +4,7 @@ A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_D
 activation (T_M) are kept, offloaded or made again for backward.
 
 With a memory budget, n and the pair are chosen together. The result is the fastest choice whose memory stays
-within the budget, whatever the routing. Without a budget, the pair is chosen first, then n:
+within the budget for any routing. Without a budget, the pair is chosen first, then n:
 
     option               value     how the pair or n is chosen
     memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)
@@ -181,7 +181,7 @@ def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int
     """Returns the most copies of busy experts that a rank may host within the memory budget.
 
     A number of copies is within the budget under this condition: with some number of chunks and some restore
-    pair (how backward gets the rows and the hidden activation), memory stays within the budget, whatever the
+    pair (how backward gets the rows and the hidden activation), memory stays within the budget for any
     routing. Pairs that offload the dispatched rows (T_DI) do not count, because the host may have no memory
     for them. The number of tokens is rounded up, so that batches of similar sizes share one cached result.
 
@@ -285,7 +285,7 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
 
 
 def _within_budget(batch: TrialBatch) -> Choice:
-    """Returns the fastest n and restore pair whose memory stays within the budget, whatever the routing.
+    """Returns the fastest n and restore pair whose memory stays within the budget for any routing.
 
     The budget is the layer's option ``memory_budget``, in bytes of each rank. n is the number of chunks. The
     restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made again

@@ -589,7 +589,7 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     A step is simulated for every allowed pair (n, m) (`LayerModules.degree_pairs`). Of equally fast pairs,
     the one with fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is
     fastest in the forward pass. On a single rank the result is the pair with the fewest chunks. With a memory
-    budget, a pair is allowed only if memory stays within the budget, whatever the routing.
+    budget, a pair is allowed only if memory stays within the budget for any routing.
 
     The seconds are predicted for the number of tokens of the rank that has most, rounded up to three
     significant binary digits, so that batches of similar size have the same n and m. The layer remembers the
@@ -642,8 +642,8 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
     """Returns the pairs of numbers of chunks that are allowed, and for how many tokens they are allowed.
 
     The first result is a list of pairs (chunks in forward, chunks in backward), those with the fewest chunks
-    first. With a memory budget, a pair is in the list only if memory stays within the budget, whatever the
-    routing. The layer remembers the list.
+    first. With a memory budget, a pair is in the list only if memory stays within the budget for any routing.
+    The layer remembers the list.
 
     The second result is the number of tokens of the rank that has most. It is rounded up, so that batches of
     similar sizes share a list. If the budget allows no pair for the rounded number, the exact number is used.

@@ -157,8 +157,8 @@ def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
 def rule(sizes: FusedKernelSizes) -> Division:
     """Returns the division of a kernel's thread blocks that is used if nothing was measured.
 
-    One of 12 blocks communicates, and at least one. The combining kernel sends its results 512 columns at a
-    time.
+    Of every 12 blocks one communicates. With fewer than 12 blocks, one communicates. The combining kernel
+    sends its results 512 columns at a time.
 
     sizes: sizes of the kernel.
     """

@@ -92,7 +92,9 @@ class CopyWork:
         return replace(stages, copies=fate, relays_copies=self.relayed > 0, frozen_copies=not self.learned)
 
     def experts_sent(self, direction: PassDirection, restore: Restore) -> float:
-        """Returns the number of experts whose weights or gradients the busiest rank sends or receives.
+        """Returns the number of experts' weights plus gradients that the busiest rank sends or receives.
+
+        Numbers may be fractions: a rank may send or receive a part of an expert's weights.
 
         direction: the pass, "forward" or "backward".
         restore: the restore pair (`in_stages`).

@@ -1,7 +1,7 @@
 """The simulator: predicts when each task of a schedule starts and ends, from the seconds of each task.
 
 The schedule is the list of tasks that the engine runs. The simulator relies only on rules that the engine
-guarantees: A lane is a queue, such as a CUDA stream: it runs its tasks one after another, in list order. A
+guarantees. A lane is a queue, such as a CUDA stream: it runs its tasks one after another, in list order. A
 task starts when its lane is free and all tasks that it waits for have ended.
 """
 

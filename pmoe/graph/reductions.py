@@ -93,8 +93,9 @@ def _in_order(
     """Returns a pass with the instructions that hand gradients over to autograd, at the best places.
 
     The place of a gradient is the number of all-to-alls that begin before it is handed over. If ranks have
-    agreed on places, these are used. Otherwise several ways to place the gradients are compared, and the pass
-    with the fewest predicted seconds is returned.
+    agreed on places, these are used. Otherwise several ways to place the gradients are compared. Of the
+    passes with nearly the fewest predicted seconds (`TIE`), the one that delays all-to-alls least is
+    returned.
 
     order: the instructions of the pass, in the order to keep.
     gradients: the gradients that the pass returns.

@@ -30,7 +30,7 @@ class Failing:
 
     def patches(self) -> list[Any]:
         new = DevicePool.new
-        runs = {name: getattr(trials.Trial, name) for name in ("run", "has_room")}
+        runs = {name: getattr(trials.Trial, name) for name in ("run", "has_memory")}
 
         def failing_new(pool: DevicePool, like: torch.Tensor, *shape: int) -> torch.Tensor:
             if self.is_in_trial:

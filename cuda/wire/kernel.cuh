@@ -72,7 +72,7 @@ struct Pack {
   int32_t choices;
   uint32_t num_messages;  // a choice whose position is not below it has no message
 
-  PMOE_HD int64_t message_of(int32_t token, int32_t choice) const {
+  __device__ __forceinline__ int64_t message_of(int32_t token, int32_t choice) const {
     if (position == nullptr) return token;
     const int32_t found = read(position + int64_t{token} * choices + choice);
     return static_cast<uint32_t>(found) < num_messages ? found : -1;
@@ -180,7 +180,7 @@ struct Unpack {
   int64_t num_messages;
 
   // Returns the message of a row; -1 if there is none, which makes the row zeros.
-  PMOE_HD int64_t message_of(int32_t row) const {
+  __device__ __forceinline__ int64_t message_of(int32_t row) const {
     int64_t found = row;
     if (index != nullptr)
       found = wide ? read(static_cast<const int64_t*>(index) + row)

@@ -182,7 +182,7 @@ class LayerOptions:
         return min(MOST_COPIES if self.balance is True else self.balance, others)
 
     @functools.cached_property
-    def has_own_source(self) -> bool:
+    def needs_special_source(self) -> bool:
         """Whether getting a call's row counts may take more than one plain exchange among the ranks.
 
         This is so with three options:

@@ -109,7 +109,7 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     if restore is None and options.budget is not None:
         choice = _within_budget(batch)
         if not options.solves:
-            return _compared_with_steps(batch, choice)
+            return _check_profile_with_a_step(batch, choice)
         restore = choice.restore  # the solver takes the numbers of chunks
     if restore is None:
         has_several_pairs = len(modules.pairs) > 1 and counts.needs_grad
@@ -127,7 +127,7 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
         degrees_of_passes = degrees_by_solver(batch, restore, tried)
     else:
         degrees_of_passes = degrees_by_search(batch, restore)
-    return _compared_with_steps(batch, Choice(**vars(degrees_of_passes), restore=restore))
+    return _check_profile_with_a_step(batch, Choice(**vars(degrees_of_passes), restore=restore))
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
@@ -226,7 +226,7 @@ def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_
     return 0
 
 
-def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
+def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     """Measures a step with the choice. Warns if the prediction was wrong. Returns the choice.
 
     The prediction uses a profile: the measured rates of this machine. If the measured and the predicted

@@ -248,14 +248,14 @@ def _measure_part(
         may still take.
     most_rounds: largest number of timed rounds.
     """
-    part = _part_with_room(batch, choices, share, allowed)
+    part = _part_with_memory(batch, choices, share, allowed)
     if part is None:
         return None
     share, tokens = part
     return TrialsOfPart(share, measure_trials(tokens, choices, most_rounds))
 
 
-def _part_with_room(
+def _part_with_memory(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
 ) -> tuple[float, TrialBatch] | None:
     """Returns the largest batch of first tokens that fits into the allowed memory. Collective.
@@ -306,7 +306,7 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     return share_of_tokens(batch, max(peaks), min(peaks)) * batch.counts.max_tokens >= MIN_TOKENS
 
 
-def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
+def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
     """Removes the fastest choices for which some rank lacks memory, and returns the others. Collective.
 
     A trial (a timed run of both passes) on a part of the batch does not show whether the memory is enough for
@@ -322,10 +322,10 @@ def with_room(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[C
     Raises OutOfMemoryError on every rank if no choice has enough memory.
     """
     ordered = sorted(measured, key=lambda choice: measured[choice].step)
-    return {choice: measured[choice] for choice in from_first_with_room(batch, ordered)}
+    return {choice: measured[choice] for choice in from_first_with_enough_memory(batch, ordered)}
 
 
-def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
+def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
     """Returns the choices from the first one on for which every rank has enough memory. Collective.
 
     The choices are tested in order: the memory of a step with a choice is allocated and freed again. The test
@@ -342,7 +342,7 @@ def from_first_with_room(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequen
     without_room: list[Trial] = []
     for choice, peak in zip(ordered, predicted_peaks(batch, ordered), strict=True):
         trial = Trial(batch, choice)
-        if trial.has_room(ROOM * (peak - output)):
+        if trial.has_memory(ROOM * (peak - output)):
             break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))
@@ -538,7 +538,7 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     [peak] = predicted_peaks(batch, [choice])
     allowed = smallest_peak(batch, [choice])
     share = share_of_tokens(batch, peak, allowed)
-    part = _part_with_room(batch, [choice], share, allowed)
+    part = _part_with_memory(batch, [choice], share, allowed)
     return None if part is None else part[1]
 
 

@@ -21,12 +21,12 @@ from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
 from pmoe.choose.part_of_batch import (
-    from_first_with_room,
+    from_first_with_enough_memory,
     has_enough_tokens,
     measure_in_stages,
-    with_room,
+    with_enough_memory,
 )
-from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_room
+from pmoe.choose.trials import TrialBatch, adaptive_degree, smallest_with_enough_memory
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
@@ -49,7 +49,7 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
     1. If earlier trials found the fastest n for about this number of tokens, this n is tested: a step of this
        batch may need more memory than those trials. If the memory is enough, n is returned, else a larger n
-       (`n_with_room`).
+       (`n_with_enough_memory`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and written to a file if $PMOE_CACHE is set.
     3. If no trials run, `adaptive_degree` computes one n for both passes from the number of rows. If the
@@ -77,17 +77,17 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
         )
         if degrees is not None:
             learned.keep()
-            learned.with_room[(*tested, degrees)] = degrees
+            learned.with_enough_memory[(*tested, degrees)] = degrees
             return degrees
         degrees = degrees_by_rule(batch)
         table.remember(batch.counts.max_tokens, degrees)
     key = (*tested, degrees)
-    if key not in learned.with_room:
-        learned.with_room[key] = n_with_room(batch, restore, degrees)
-    return learned.with_room[key]
+    if key not in learned.with_enough_memory:
+        learned.with_enough_memory[key] = n_with_enough_memory(batch, restore, degrees)
+    return learned.with_enough_memory[key]
 
 
-def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
+def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
     """Returns ``degrees`` if every rank has enough memory for them, else larger numbers. Collective.
 
     More chunks need less memory. To test whether a rank has enough memory, the predicted peak of a step is
@@ -106,10 +106,10 @@ def n_with_room(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> Pa
     numbers = [(degrees.forward, degrees.backward), *((n, n) for n in larger)]
     choices = all_choices(numbers, [restore])
     try:
-        chosen = from_first_with_room(batch, choices)[0]
+        chosen = from_first_with_enough_memory(batch, choices)[0]
     except torch.OutOfMemoryError:
         every_choice = all_choices([(n, n) for n in batch.modules.options.degrees], [restore])
-        chosen = smallest_with_room(batch, every_choice)
+        chosen = smallest_with_enough_memory(batch, every_choice)
     return PassDegrees(chosen.forward, chosen.backward)
 
 
@@ -179,7 +179,7 @@ def search(
     def where_there_is_room(times: Mapping[PassDegrees, PassTimes]) -> dict[PassDegrees, PassTimes]:
         measured = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
         try:
-            return by_degrees(with_room(batch, measured))
+            return by_degrees(with_enough_memory(batch, measured))
         except torch.OutOfMemoryError:
             too_large.extend(times)
             return {}
@@ -192,7 +192,7 @@ def search(
         larger = [PassDegrees(n, n) for n in numbers if n > most]
         times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
         if not times:
-            least = smallest_with_room(batch, every_choice)
+            least = smallest_with_enough_memory(batch, every_choice)
             return PassDegrees(least.forward, least.backward)
     if not times:
         return None
@@ -489,16 +489,16 @@ class LearnedDegrees:
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
-    with_room: results of earlier memory tests (`n_with_room`), so that none is repeated. A key of this dict
-        is (dtype of the rows, copies on a rank, rounded number of tokens, restore pair, n of both passes from
-        the table). The value is the n to use: the same n if every rank had enough memory for it, otherwise a
-        larger n. The restore pair says how backward gets the rows and the hidden activation.
+    with_enough_memory: results of earlier memory tests (`n_with_enough_memory`), so that none is repeated. A
+        key of this dict is (dtype of the rows, copies on a rank, rounded number of tokens, restore pair, n of
+        both passes from the table). The value is the n to use: the same n if every rank had enough memory for
+        it, otherwise a larger n. The restore pair says how backward gets the rows and the hidden activation.
     """
 
     key: Mapping[str, Any]
     tables: Tables = field(default_factory=dict)
     path: Path | None = None
-    with_room: dict[tuple[object, ...], PassDegrees] = field(default_factory=dict)
+    with_enough_memory: dict[tuple[object, ...], PassDegrees] = field(default_factory=dict)
 
     def table(self, dtype: torch.dtype, hosted_copies: int = 0) -> GranularityTable:
         """Returns the table for a dtype of the rows: the fastest number of chunks n by number of tokens.

@@ -202,7 +202,7 @@ def module_lines(
             restore=restore,
             sort=sort,
             gate=(gate_forward, gate_backward),
-            expert=black_box(experts[0], rows_TM, modules.grid, rows) if experts else None,
+            expert=measure_expert_module(experts[0], rows_TM, modules.grid, rows) if experts else None,
         )
         # If the largest number of rows of the measurement fits into the limit, a higher limit would change
         # nothing. So no limit is recorded.
@@ -301,7 +301,7 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> 
         return FREE.line, FREE.line
 
 
-def black_box(
+def measure_expert_module(
     module: nn.Module, rows_TM: Tensor, grid: Grid, rows: Sequence[int] = ROWS
 ) -> tuple[LineCost, LineCost]:
     """Measures the seconds of the forward and backward pass of an expert that is a user's own module.

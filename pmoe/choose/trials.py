@@ -399,7 +399,7 @@ class Trial:
         return forward_seconds, backward_seconds
 
     @torch.no_grad()
-    def has_room(self, num_bytes: float) -> bool:
+    def has_memory(self, num_bytes: float) -> bool:
         """Returns whether every rank has enough memory for a step with the choice. Collective.
 
         ``num_bytes`` bytes are allocated and freed again; no pass runs. First the buffers of the forward pass
@@ -497,7 +497,7 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
         ) from own
 
 
-def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
+def smallest_with_enough_memory(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
     """Returns the choice with the lowest predicted peak, after testing that every rank has memory for it.
 
     The test allocates the memory of a step and frees it again. The function is for a batch for which all
@@ -513,7 +513,7 @@ def smallest_with_room(batch: TrialBatch, choices: Sequence[Choice]) -> Choice:
     peaks = predicted_peaks(batch, choices)
     least, num_bytes = min(zip(choices, peaks, strict=True), key=lambda pair: pair[1])
     trial = Trial(batch, least)
-    if not trial.has_room(num_bytes):
+    if not trial.has_memory(num_bytes):
         raise torch.OutOfMemoryError(
             "some rank has too little memory for these tokens, with every number of chunks. The least is of "
             f"n={least.forward} with {least.restore}: about {num_bytes / 2**20:.1f} MiB beside the model "

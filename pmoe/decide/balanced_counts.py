@@ -222,7 +222,7 @@ class BalancedCounts(ExactCounts):
         self.copies = copies
         orders = self.orders
         self.rows_E = orders.count(1)[0]
-        host_TK = numbered(copies, orders.expert_TK, orders.keep_TK, self.rows_E)
+        host_TK = indices_of_rows(copies, orders.expert_TK, orders.keep_TK, self.rows_E)
         slots = DeduplicatedSlotsOfHosts if modules.options.send_once else SlotsOfHosts
         self.orders = slots(replace(modules, copies=copies), host_TK, orders.keep_TK, orders.tokens)
 
@@ -480,7 +480,9 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
     return replace(copies, fate="communicate")
 
 
-def numbered(copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor) -> Tensor:
+def indices_of_rows(
+    copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor
+) -> Tensor:
     """Returns for each (token, choice) slot the index of the expert or copy that computes its row, (T, K).
 
     Experts and copies have common indices (`HostedCopies`). The ranks that compute rows of an expert are its

@@ -112,7 +112,9 @@ class FusedCounts(ExactCounts):
         self.orders.modules = modules
         counts = agreed.counts
         chosen = RoutingInput(expert_TK=self.orders.expert_TK, keep_TK=self.orders.keep_TK)
-        by_kernels = kernels_runner(self.call.modules, agreed.steps, chosen, lambda: self._journey(counts))
+        by_kernels = kernels_runner(
+            self.call.modules, agreed.steps, chosen, lambda: self._fused_routing(counts)
+        )
         runner: Runner = by_kernels
         plan = None
         if agreed.choice is not None:  # the pipeline engine computes the backward pass
@@ -129,7 +131,7 @@ class FusedCounts(ExactCounts):
             restore=by_kernels.restore,
         )
 
-    def _journey(self, shared: RankCounts) -> FusedRouting:
+    def _fused_routing(self, shared: RankCounts) -> FusedRouting:
         """Returns where this rank's rows are sent, and which rows it receives, for COMET's kernels.
 
         shared: the exchanged row counts.

@@ -125,7 +125,7 @@ class OneRankCounts:
         runner: Runner = OneRankRunner(routes, stacked(own_modules).activation)
         if agreed.steps is not None:
             chosen = RoutingInput(expert_TK=routes.expert_TK, deferred=self._deferred)
-            runner = kernels_runner(own_modules, agreed.steps, chosen, self._journey)
+            runner = kernels_runner(own_modules, agreed.steps, chosen, self._fused_routing)
         return Decision(
             call=self.call,
             routed=self.routed,
@@ -135,7 +135,7 @@ class OneRankCounts:
             restore=None if agreed.steps is None else fused_pair(own_modules),
         )
 
-    def _journey(self) -> FusedRouting:
+    def _fused_routing(self) -> FusedRouting:
         """Returns the routing and the row counts in the form that COMET's fused kernels need."""
         routes = self._routes
         return FusedRouting(

@@ -68,7 +68,7 @@ class PaddedCounts:
         self._solves = modules.options.solves
         self.routed = route_batch(call, self._ask_gate)
         self._device = self.routed.x_TM.device
-        self._kind = PaddedCallKey(
+        self._key = PaddedCallKey(
             num_tokens=self.routed.num_tokens,
             needs_grad=needs_gradients(call, self.routed.x_TM, *modules.gate.parameters()),
             dtype=self.routed.dtype,
@@ -100,9 +100,9 @@ class PaddedCounts:
         Raises ValueError on every rank if the ranks have different numbers of tokens.
         """
         own_modules = self.call.modules
-        _compare(self.call, self.routed, self._kind)
+        _compare(self.call, self.routed, self._key)
         if may_fuse(own_modules, self._device, self.routed.dtype):
-            cells = replace(self._host_counts, max_tokens=self._kind.num_tokens, max_rows=0)
+            cells = replace(self._host_counts, max_tokens=self._key.num_tokens, max_rows=0)
             steps = find_steps(own_modules, inputs, cells)
             if steps is not None:
                 return AgreedChoice(steps=steps)
@@ -135,7 +135,7 @@ class PaddedCounts:
             orders,
             self._device_counts,
             agreed.choice,
-            max_tokens=self._kind.num_tokens,
+            max_tokens=self._key.num_tokens,
             kept_device_E=kept_E,
         )
 
@@ -160,7 +160,7 @@ class PaddedCounts:
             routed=self.routed,
             inputs=inputs,
             runner=runner,
-            counts=HostRowCounts(self._host_counts, self._kind.num_tokens, kept_E),
+            counts=HostRowCounts(self._host_counts, self._key.num_tokens, kept_E),
             restore=runner.restore,
         )
 
@@ -185,7 +185,7 @@ class PaddedCounts:
         num_rows = splits.num_experts * splits.capacity if self._solves else splits.num_rows
         max_tokens = -(-num_rows // self.routed.routing.expert.shape[1])
         num_ranks = self.call.modules.ranks.size
-        return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
+        return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._key.needs_grad)
 
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
         """Computes how many padded rows each part of the batch has, so that the batch can be cut into chunks.
@@ -200,7 +200,7 @@ class PaddedCounts:
             return
         self._degrees = degrees
         top_k = self.routed.routing.expert.shape[1]
-        self._splits = splits_of(modules, self._kind.num_tokens, top_k, degrees)
+        self._splits = splits_of(modules, self._key.num_tokens, top_k, degrees)
         self._padded_rows = None
         for counts in ("_host_counts", "_device_counts"):
             vars(self).pop(counts, None)
@@ -228,35 +228,35 @@ class PaddedCounts:
         return self._padded_rows
 
 
-def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
+def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
     """Checks that the ranks' calls agree, and exchanges faults, unless earlier calls have done so.
 
     The check is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host
     waits for the exchange, so ranks compare only two kinds of calls: the first call with the values of
-    ``kind``, and a call in which a checkpoint routes the same tokens a second time.
+    ``key``, and a call in which a checkpoint routes the same tokens a second time.
 
     call: the call.
     routed: the call's tokens with their routing, and the fault of this rank.
-    kind: the number of tokens and dtype of this rank's call, and whether it needs gradients.
+    key: the number of tokens and dtype of this rank's call, and whether it needs gradients.
 
     Raises ValueError on every rank if ranks have different numbers of tokens, or if only some ranks need
     gradients. Raises FaultError on every rank if any rank reports a fault.
     """
     modules = call.modules
-    known_kinds = modules.cache.padded_kinds
+    known_keys = modules.cache.padded_kinds
     device = routed.x_TM.device
     is_again = routed.gated.is_again
     compares = compares_always(device)
-    if routed.failure is not None and known_kinds and not compares:
+    if routed.failure is not None and known_keys and not compares:
         # On CUDA this rank may be the only one to start an exchange: the other ranks skip the exchange if
         # they have compared a call with their number of tokens before. So this rank raises by itself.
         raise routed.failure
-    if kind in known_kinds and not (compares or is_again):
+    if key in known_keys and not (compares or is_again):
         return
     if modules.ranks.size > 1 or is_again:
 
         def begin(fault: Tensor | Fault) -> CountsExchange:
-            return kind.exchange(
+            return key.exchange(
                 modules.grid,
                 modules.options.num_experts,
                 device,
@@ -266,9 +266,9 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
             )
 
         check_same_calls(LoadedExchange(modules, routed, begin).finish())
-    if len(known_kinds) >= 256:  # all ranks know the same kinds, so all ranks forget them at the same call
-        known_kinds.clear()
-    known_kinds.add(kind)
+    if len(known_keys) >= 256:  # all ranks know the same keys, so all ranks forget them at the same call
+        known_keys.clear()
+    known_keys.add(key)
 
 
 def compares_always(device: torch.device) -> bool:

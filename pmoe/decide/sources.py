@@ -33,7 +33,7 @@ def counts_source(call: Call) -> CountsSource:
         from pmoe.decide.padded_counts import PaddedCounts
 
         return PaddedCounts(call)
-    if modules.options.has_own_source:
+    if modules.options.needs_special_source:
         return _special_source(call)
     from pmoe.decide.exact_counts import ExactCounts
 

@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """The functions of the activations that pmoe knows by name."""
 
 
-def is_short(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> bool:
+def has_few_rows(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> bool:
     """Returns whether `few_rows_output` may compute a call on one rank: few rows, no gradients, on the CPU.
 
     The result is also False if the shapes or dtypes do not fit together. The layer, which then runs the call,

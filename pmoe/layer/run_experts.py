@@ -33,7 +33,7 @@ from pmoe.experts.borrowed import (
     NormedExperts,
     Stacks,
 )
-from pmoe.experts.few_rows import few_rows_output, is_short
+from pmoe.experts.few_rows import few_rows_output, has_few_rows
 from pmoe.gates.external import ExternalGate
 from pmoe.layer.last_few_rows import last_call
 from pmoe.layer.moe_layer import MoELayer
@@ -312,7 +312,7 @@ def run_borrowed(
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """
-    if group is None and is_short(x, index, weights, experts.stacks):
+    if group is None and has_few_rows(x, index, weights, experts.stacks):
         y = run_few_rows(owner, x, index, weights, experts.stacks)
         if y is not None:
             return y
@@ -345,7 +345,7 @@ def run_few_rows(
     owner: the module to which the E experts belong.
     x: (T, M), the T tokens with M = d_model columns.
     index, weights: (T, K), the K experts of each token, and their weights.
-    stacks: the experts' weights, for which `is_short` has returned True.
+    stacks: the experts' weights, for which `has_few_rows` has returned True.
     """
     entry = _layers.get(owner)
     # In training, a reentrant checkpoint runs first without gradients. Both of its passes need the layer,

@@ -284,7 +284,7 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
     restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
         between the passes.
     """
-    across = (sizes.num_ranks - 1) / sizes.num_ranks if sizes.bypass_local else float(sizes.travels)
+    across = (sizes.num_ranks - 1) / sizes.num_ranks if sizes.bypass_local else float(sizes.sends_rows)
     passes = []
     for direction in get_args(PassDirection):
         computing, communicating, copying = lane_seconds(

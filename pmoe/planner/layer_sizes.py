@@ -212,7 +212,7 @@ class LayerSizes:
         return self.num_ranks // self.esp_size
 
     @property
-    def travels(self) -> bool:
+    def sends_rows(self) -> bool:
         """Whether rows go through an all-to-all: among several ranks, or from a rank to itself."""
         return self.num_ranks > 1 or not self.bypass_local
 
@@ -227,7 +227,7 @@ class LayerSizes:
     @property
     def stages(self) -> Stages:
         """The optional stages of the layer's schedules, such as tasks for rows that stay on their rank."""
-        return Stages(local=self.bypass_local, remote=self.travels, sharded=self.esp_size > 1)
+        return Stages(local=self.bypass_local, remote=self.sends_rows, sharded=self.esp_size > 1)
 
 
 # ---- sizes from options, without building a layer: for `pmoe plan` and `pmoe memory`

@@ -659,7 +659,7 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
     """
-    additions = backward.num_chunks * (sizes.bypass_local + sizes.travels)
+    additions = backward.num_chunks * (sizes.bypass_local + sizes.sends_rows)
     additions += bool(sizes.copies.sent)
     is_wide = sizes.element_size >= WIDE or additions < 2
     return sizes.trained_parameters * (sizes.element_size if is_wide else WIDE)
@@ -854,7 +854,7 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     """
     n = rows.num_chunks
     local = rows.extent.local
-    m = local_pieces(n, local=sizes.bypass_local, remote=sizes.travels)
+    m = local_pieces(n, local=sizes.bypass_local, remote=sizes.sends_rows)
     if not m:
         return rows
     joined = n - m + 1

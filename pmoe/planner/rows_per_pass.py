@@ -133,7 +133,7 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         local = min(local, max(slot_rows, _most_of_chunk(call, finest)))
     apart = sizes.esp_size > 1 or sizes.merges
     extent = ChunkRows(
-        send=(own * sizes.travels,) * chunks,
+        send=(own * sizes.sends_rows,) * chunks,
         received=(received,) * chunks,
         local=(local,) * chunks,
         home=(own + (sizes.has_drops or sizes.merges),) * chunks,
@@ -146,7 +146,7 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         extent=extent,
         received=sources * call.slots,
         local=call.slots if sizes.bypass_local else 0,
-        sent=call.slots * sizes.travels,
+        sent=call.slots * sizes.sends_rows,
         exact=False,
         relayed=sizes.relays * own,
         merged=sizes.merges,

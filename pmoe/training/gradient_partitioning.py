@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.choose.solve import operations_of, step_costs
-from pmoe.comm.agreement import from_first
+from pmoe.choose.trials import MEASURING_SHARE
+from pmoe.comm.agreement import from_first, largest
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
+from pmoe.layer.predict_memory import predict_memory
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import simulated_degrees
@@ -199,14 +201,18 @@ def find_partition(
     buffers: the flat memory of all gradients.
     ranks: the ranks over which gradients are reduced.
 
-    Collective: costs may be measured, and all ranks take the first rank's partition.
+    Collective: costs may be measured, and all ranks take the first rank's partition. A measurement needs less
+    memory than the step that ends now (`measuring_bytes`).
     """
-    line = all_reduce_line(ranks, buffers.memories[0])
+    like = buffers.memories[0]
+    used = [layers[index] for index in sorted({record.layer for record in seen})]
+    most_bytes = measuring_bytes(used, ranks, like.device)
+    line = all_reduce_line(ranks, like, most_bytes)
     made_bytes = [buffers.ends[record.num_made] for record in seen]
     sizes = [end - begin for begin, end in pairwise([0, *made_bytes, buffers.ends[-1]])]
     parts = []
     for record, size in zip(seen, sizes, strict=False):
-        degrees = backward_degrees(layers[record.layer])
+        degrees = backward_degrees(layers[record.layer], most_bytes)
         parts.append(_dense_part(record.dense_seconds, size))
         parts.append(GeneralizedLayer(degrees=degrees, dense_seconds=0.0, gradient_bytes=0))
     parts.append(_dense_part(last_seconds, sizes[-1]))
@@ -225,7 +231,37 @@ def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
     return GeneralizedLayer(degrees=nothing, dense_seconds=seconds, gradient_bytes=gradient_bytes)
 
 
-def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
+def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.device) -> float | None:
+    """Returns how many bytes measuring costs may allocate, the same on every rank.
+
+    The number is `MEASURING_SHARE` times the smallest peak of a layer in its last step. The peak is predicted
+    from the row counts of that step, on the rank that needs most. None means that there is no limit: there is
+    no layer, or the memory of a layer is not predicted.
+
+    layers: MoE layers that have been called.
+    ranks: the ranks over which gradients are reduced.
+    device: the device of the gradients.
+
+    Collective.
+    """
+    if not layers or any(layer.layer_modules.refusal("memory") is not None for layer in layers):
+        return None
+    peaks = [_last_peak(layer) for layer in layers]
+    peaks = largest(ranks, device, peaks, stage="comparing the predicted memory of layers")
+    return MEASURING_SHARE * min(peaks)
+
+
+def _last_peak(layer: MoELayer) -> float:
+    """Returns the predicted peak of a layer's last step on this rank, in bytes."""
+    modules = layer.layer_modules
+    ran = layer.ran
+    assert ran is not None
+    restore = None if modules.options.memory_reuse is False else ran.restore
+    memory = predict_memory(modules, ran.num_tokens, layer.row_counts, ran.forward, ran.backward, restore)
+    return memory.peak
+
+
+def backward_degrees(layer: MoELayer, most_bytes: float | None = None) -> tuple[DegreeSeconds, ...]:
     """Returns the predicted seconds of a layer's backward pass for each pipeline degree (number of chunks).
 
     Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. They
@@ -235,6 +271,9 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     The prediction is for the dtype and the restore pair (how backward gets the rows and the hidden
     activation) of the layer's last call, and for the number of tokens of the rank that had most tokens. The
     first call of this function is collective, because it may measure costs.
+
+    layer: an MoE layer that has been called.
+    most_bytes: how many bytes a measurement may allocate, the same on every rank; None if there is no limit.
     """
     modules = layer.layer_modules
     options = modules.options
@@ -245,7 +284,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     restore = ran.restore or KEEP
     # A module as expert computes rows of another dtype than its parameters only under autocast.
     with torch.autocast(rows_TM.device.type, dtype=ran.dtype, enabled=ran.dtype != parameter.dtype):
-        costs = step_costs(modules, rows_TM, layer.max_tokens, restore)
+        costs = step_costs(modules, rows_TM, layer.max_tokens, restore, most_bytes)
     n = options.fixed_degree
     if n is not None:
         pairs = [(n, options.pipeline_backward or n)]
@@ -260,7 +299,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     return tuple(simulated_degrees(*costs.backward_pass(n, m), (m,))[0] for n, m in pairs)
 
 
-def all_reduce_line(ranks: Ranks, like: Tensor) -> LineCost:
+def all_reduce_line(ranks: Ranks, like: Tensor, most_bytes: float | None = None) -> LineCost:
     """Returns the coefficients alpha and beta of the time of an all-reduce on the slowest rank.
 
         seconds = alpha + beta * bytes
@@ -269,5 +308,7 @@ def all_reduce_line(ranks: Ranks, like: Tensor) -> LineCost:
 
     ranks: the ranks that take part in the all-reduce.
     like: a tensor, of any shape, with the device and dtype of the gradients.
+    most_bytes: how many bytes a measurement may allocate, the same on every rank; None if there is no limit.
     """
-    return operations_of(Grid.of_group(ranks), like.device, like.dtype).all_reduce.line
+    grid = Grid.of_group(ranks)
+    return operations_of(grid, like.device, like.dtype, most_bytes=most_bytes).all_reduce.line

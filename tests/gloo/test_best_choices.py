@@ -187,7 +187,7 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),
         mock.patch.object(search, "measure_in_stages", measure),
-        mock.patch.object(open_choice, "_compared_with_steps", lambda _, choice: choice),
+        mock.patch.object(open_choice, "_check_profile_with_a_step", lambda _, choice: choice),
     ):
         for name in ("S1", "S4"):
             with mock.patch.object(open_choice, "_cheapest_pair", lambda _, name=name: STRATEGIES[name]):

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -415,17 +415,26 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     return peaks
 
 
-def peaks_of_steps(layer: pmoe.MoELayer, num_tokens: int, rank: int, trains: bool = True) -> list[float]:
-    """Returns the peaks in bytes of three steps with the same batch; of forward passes if not ``trains``."""
-    columns = layer.options.d_model
-    x = torch.randn(num_tokens, columns, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+def peaks_of_steps(
+    model: torch.nn.Module,
+    num_tokens: int,
+    rank: int,
+    trains: bool = True,
+    after: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Returns the peaks in bytes of three steps with the same batch; of forward passes if not ``trains``.
+
+    ``after`` is called after each backward pass.
+    """
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
     def step(_: Any) -> None:
-        layer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         x.grad = None
-        y = layer(x)
+        y = model(x)
         if trains:
             y.sum().backward()
+            after()
 
     with freed_here(), torch.set_grad_enabled(trains):
         return [float(Allocated(step).peak) for _ in range(3)]
@@ -474,4 +483,32 @@ def test_the_step_that_measures_costs_for_the_solver_takes_no_more_memory_than_l
     trains: bool, reuse: Any, tokens: int, tmp_path: Path
 ) -> None:
     for first, *later in ranks(2).run(solving_job, str(tmp_path), tokens, {"memory_reuse": reuse}, trains):
+        assert first <= 1.10 * max(later)
+
+
+def reducing_job(rank: int, world: int, folder: str, tokens: int, options: dict[str, Any]) -> list[float]:
+    """Returns the peaks of the first step, after which the reducer measures costs, and of two later ones."""
+    os.environ["PMOE_CACHE"] = folder
+    forget()
+    layer = pmoe.MoELayer(64, 256, 4, **options)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), layer, torch.nn.Linear(64, 64))
+    reducer = pmoe.GradientReducer(model)
+    peaks = peaks_of_steps(model, tokens, rank, after=reducer.finish)
+    assert reducer.partition is not None
+    reducer.remove()
+    forget()
+    return peaks
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize(
+    "options",
+    [{"pipeline": 2, "memory_reuse": "S4"}, {"pipeline": 1}, {"pipeline": "solve", "memory_reuse": "S4"}],
+    ids=["fixed", "plain", "solve"],
+)
+def test_the_step_after_which_a_reducer_measures_costs_takes_no_more_memory_than_later_ones(
+    options: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    for first, *later in ranks(2).run(reducing_job, str(tmp_path), tokens, options):
         assert first <= 1.10 * max(later)

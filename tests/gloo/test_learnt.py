@@ -220,7 +220,7 @@ def changing_job(rank: int, world: int, folder: str, reuse: bool) -> dict[str, A
                 held.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
                 known.append(len(layer.layer_modules.cache.choosers))
                 kept.append(pmoe.pool("cpu").device.kept_bytes)
-                rooms.append(len(search.learned_degrees(layer.layer_modules).with_room))
+                rooms.append(len(search.learned_degrees(layer.layer_modules).with_enough_memory))
     [table] = search.learned_degrees(layer.layer_modules).tables.values()
     tried = [line for line in told.lines if line.startswith("pipeline=True takes")]
     return {

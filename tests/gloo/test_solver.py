@@ -429,13 +429,13 @@ def partition_job(rank: int, world: int, pipeline: Any) -> list[tuple[int, float
     x = tokens(20, rank).requires_grad_()
     timed: list[nn.Module] = []
 
-    def black_box(module: nn.Module, *_: Any) -> Any:
+    def measure_expert_module(module: nn.Module, *_: Any) -> Any:
         timed.append(module)
         return EXPERT
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: lines(0.0, 0.0, 0.0)),
-        mock.patch.object(solve, "black_box", black_box),
+        mock.patch.object(solve, "measure_expert_module", measure_expert_module),
     ):
         layer(x).sum().backward()
         found = [(each.degree, each.alone) for each in backward_degrees(layer)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.decide.balanced_counts import numbered
+from pmoe.decide.balanced_counts import indices_of_rows
 from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.experts import FFNExperts, make_stacked
 from pmoe.experts.base import ExpertRows
@@ -61,7 +61,7 @@ def test_a_copy_that_stays_without_rows_gets_none() -> None:
     [copies, *_] = of_ranks(unused, 4, 2)
     loads = torch.tensor([0, 3, 50, 50, 0, 0, 0, 0])  # some rows of expert 1, though none were planned
     expert_TK = torch.arange(8).repeat_interleave(loads).view(-1, 1)
-    numbers = numbered(copies, expert_TK, None, loads).view(-1)
+    numbers = indices_of_rows(copies, expert_TK, None, loads).view(-1)
     width = 2 + copies.per_rank
     ranks_of_rows = [Counter((numbers[expert_TK[:, 0] == expert] // width).tolist()) for expert in (1, 2, 3)]
     assert ranks_of_rows[0] == {0: 3} and ranks_of_rows[1] == {1: 50}
@@ -109,7 +109,7 @@ def test_rows_of_an_expert_are_divided_by_its_shares(drops: bool) -> None:
     counts_E = torch.bincount(expert_TK[kept], minlength=8)
     total: Counter[int] = Counter()
     for of in of_ranks(PLAN, 4, 2):
-        number_TK = numbered(of, expert_TK, keep_TK, counts_E)
+        number_TK = indices_of_rows(of, expert_TK, keep_TK, counts_E)
         rows = Counter(zip(expert_TK[kept].tolist(), number_TK[kept].tolist(), strict=True))
         for (expert, number), count in rows.items():
             of_expert = int(counts_E[expert])

@@ -319,7 +319,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         message_slot = (
             _by_destination(slots.slot, sizes) if numbers is None else numbers[: int(counts.send.sum())]
         )
-        weights = _weight_journey(message_slot, counts.send, come_by_source, message_regroup, modules)
+        weights = _weight_message(message_slot, counts.send, come_by_source, message_regroup, modules)
         once = None if fine is None else orders.number_rows(n, weights, shared, fine)
     chunks = []
     pieces = []
@@ -452,7 +452,7 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     return slot[torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)]
 
 
-def _weight_journey(
+def _weight_message(
     slot: Tensor, send: Tensor, come_W: Tensor, regroup: Tensor | None, modules: PassModules
 ) -> WeightMessage:
     """Plans the all-to-all that carries the routing weights of all chunks: which weights go to which rank.

@@ -350,10 +350,10 @@ class PassModules(abc.ABC):
     @functools.cached_property
     def num_experts(self) -> int:
         """E, the number of experts of all ranks together. Copies of busy experts count as experts, too."""
-        return self.grid.ep.size * self.num_numbers
+        return self.grid.ep.size * self.num_indices
 
     @property
-    def num_numbers(self) -> int:
+    def num_indices(self) -> int:
         """The number of indices that each rank has for its experts and for copies of other ranks' experts.
 
         Without copies these are the rank's E_local experts. In a call with copies of busy experts, experts
@@ -370,7 +370,7 @@ class PassModules(abc.ABC):
         the range, because copies compute received rows only: a row for a copy is sent even if both are on the
         same rank.
         """
-        first_expert = self.grid.ep.rank * self.num_numbers
+        first_expert = self.grid.ep.rank * self.num_indices
         return range(first_expert, first_expert + self.experts.num_local_experts * self.stages.local)
 
 

@@ -68,7 +68,7 @@ class DeduplicatedSlots(SortedSlots):
     ) -> None:
         super().__init__(modules, expert_TK, keep_TK, tokens)
         self._num_ranks = modules.grid.ep.size
-        self._rank_TK = expert_TK.long() // modules.num_numbers
+        self._rank_TK = expert_TK.long() // modules.num_indices
         self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
         self._sent: dict[int, SortedRows] = {}
 

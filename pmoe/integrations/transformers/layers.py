@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.borrowed import BorrowedSwiGLU, Stacks
-from pmoe.experts.few_rows import is_short
+from pmoe.experts.few_rows import has_few_rows
 from pmoe.gates.external import ExternalGate
 from pmoe.integrations.transformers.layout import borrow, check_same_place
 from pmoe.integrations.transformers.padding import run_tokens
@@ -175,6 +175,6 @@ def _run_few(
     """
     known = None if torch.is_grad_enabled() else _known.get(module)
     stacks = None if known is None else known.stacks(module)
-    if stacks is None or not is_short(hidden_states, top_k_index, top_k_weights, stacks):
+    if stacks is None or not has_few_rows(hidden_states, top_k_index, top_k_weights, stacks):
         return None
     return run_few_rows(module, hidden_states, top_k_index, top_k_weights, stacks)

@@ -1,7 +1,7 @@
 """Chooses how a call runs: the number of chunks (micro-batches) of each pass, and the restore pair.
 
 The restore pair says how backward gets the experts' inputs (the dispatched rows, T_DI) and their hidden
-activations (T_M): kept, offloaded to the host, or computed or sent again.
+activations (T_M): kept, offloaded to the host, or made again (sent or computed a second time).
 
 The choice depends only on numbers that are equal on all ranks, so all ranks choose the same.
 """
@@ -28,13 +28,13 @@ def choose(
     """Returns the numbers of chunks of both passes and the restore pair of a call.
 
     The restore pair says how backward gets the experts' inputs (T_DI, the dispatched rows) and their hidden
-    activations (T_M): kept, offloaded to the host, or computed or sent again.
+    activations (T_M): kept, offloaded to the host, or made again (sent or computed a second time).
 
     If the layer's options fix the numbers of chunks and the pair, these are returned. Otherwise
     `pmoe.choose.open_choice.choose_among` chooses, for example by trials: timed runs of both passes.
 
-    On a GPU, the kernels that can compute the experts' matrix products are timed first, unless an earlier
-    call has timed them. Collective if anything is timed.
+    On a GPU, several kernels can compute the experts' matrix products. The first call times them. Collective
+    if kernels or trials are timed.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.

@@ -33,10 +33,11 @@ def fastest_dispatch(
 ) -> ExchangeName:
     """Returns the name of the fastest all-to-all (flat or hierarchical), the same on every rank. Collective.
 
-    A flat all-to-all sends each row directly to its rank. A hierarchical one sends rows between nodes by way
-    of other ranks of the node. The ranks exchange the names of their nodes. Rank 0 then compares the
-    all-to-alls by its stored profile, the link speeds that `pmoe profile` measured, and logs the reason of
-    its choice. The flat all-to-all is taken without a comparison in these cases:
+    A flat all-to-all sends each row directly to its rank. A hierarchical all-to-all sends a row first to
+    another rank of the same node, which sends it to the other node. The ranks exchange the names of their
+    nodes. Rank 0 then compares the all-to-alls by its stored profile (link speeds that `pmoe profile`
+    measured), and logs the reason of its choice. The flat all-to-all is taken without a comparison in these
+    cases:
 
     - there is one node, or each node has one rank, or nodes have different numbers of ranks;
     - an option of the layer works with the flat all-to-all only (`ONLY_FLAT`);
@@ -64,8 +65,8 @@ def _by_profile(
     """Returns the name of the all-to-all that is fastest by this rank's stored profile, and the reason.
 
     The profile has the link speeds that `pmoe profile` measured. If there is no profile, or no comparison is
-    possible, the name is that of the flat all-to-all, in which each row is sent directly to its rank
-    (`fastest_dispatch` lists the cases).
+    possible (`fastest_dispatch` lists the cases), the result is the flat all-to-all, which sends each row
+    directly to its rank.
 
     spec: the options of the layer.
     grid: the ranks of the layer.

@@ -3,8 +3,8 @@
 A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_DI) and the experts' hidden
 activation (T_M) are kept, offloaded or made again for backward.
 
-With a memory budget, n and the pair are chosen together. The result is the fastest choice with which memory
-stays within the budget for any routing. Without a budget, the pair is chosen first, then n:
+With a memory budget, n and the pair are chosen together. The result is the fastest choice whose memory stays
+within the budget for any routing. Without a budget, the pair is chosen first, then n:
 
     option               value     how the pair or n is chosen
     memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)
@@ -73,7 +73,7 @@ A profile has the measured rates of a machine. Its name in this set is the time 
 
 
 def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
-    """Measures which kernels compute the experts' matrix products fastest, unless an earlier call did.
+    """Measures which kernels compute the experts' matrix products fastest, if that is not known yet.
 
     Nothing is measured on the CPU, which has only one implementation. Collective if something is measured.
 
@@ -133,9 +133,9 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 def _chooser_of(batch: TrialBatch) -> Chooser:
     """Returns the layer's `Chooser`, which chooses the number of chunks n and the restore pair.
 
-    The restore pair says how backward gets the rows and the hidden activation. The object chooses by
-    predicted seconds, and remembers its choices by number of tokens, so that it chooses only once for batches
-    of about the same size. The layer keeps one chooser for each set of options and dtype of rows.
+    The restore pair says how backward gets the rows and the hidden activation. The chooser compares predicted
+    seconds. It remembers its choices by number of tokens, so it chooses only once for batches of about the
+    same size. The layer keeps one chooser for each set of options and each dtype of rows.
 
     batch: the routed batch.
     """
@@ -154,7 +154,8 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """Returns the measured seconds of each choice; None if nothing could be measured.
 
-    The entry is `OUT_OF_MEMORY` for a choice for which any rank has too little memory. The result is None if
+    If any rank has too little memory for a choice, the entry of the choice is `OUT_OF_MEMORY`. The result is
+    None if
 
     - trials (timed runs of both passes) may not run on this batch (`TrialBatch.may_try`);
     - too few tokens fit into the memory that trials may take (`measure_in_little_memory`);
@@ -179,10 +180,10 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int, per_rank: int) -> int:
     """Returns the most copies of busy experts that a rank may host within the memory budget.
 
-    A number of copies is within the budget if some number of chunks and some restore pair (how backward gets
-    the rows and the hidden activation) keep memory within the budget for any routing, even if no host memory
-    is left to offload the dispatched rows (T_DI). The number of tokens is rounded up, so that batches of
-    similar sizes share one cached result.
+    A number of copies is within the budget under this condition: with some number of chunks and some restore
+    pair (how backward gets the rows and the hidden activation), memory stays within the budget for any
+    routing. Pairs that offload the dispatched rows (T_DI) do not count, because the host may have no memory
+    for them. The number of tokens is rounded up, so that batches of similar sizes share one cached result.
 
     modules: the modules and options of the layer, which has a budget.
     rows_TM: (T, M), T rows with M = d_model columns, of which only the dtype and the device are used.
@@ -201,7 +202,7 @@ def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int
 def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_rank: int) -> int:
     """Returns the most copies of busy experts that a rank may host within the memory budget.
 
-    It computes the number for `copies_within_budget`, which remembers it.
+    `copies_within_budget` calls this function, and remembers its result.
 
     modules: the modules and options of the layer, which has a budget.
     sizes: sizes of the layer.
@@ -226,7 +227,7 @@ def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_
 
 
 def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
-    """Measures a step with the choice, warns if the predicted seconds differ much, and returns the choice.
+    """Measures a step with the choice. Warns if the prediction was wrong. Returns the choice.
 
     The prediction uses a profile: the measured rates of this machine. If the measured and the predicted
     seconds differ by more than the factor `WRONG`, rank 0 warns that the profile may be wrong. Nothing is
@@ -264,9 +265,9 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
 def _cheapest_pair(batch: TrialBatch) -> Restore:
     """Returns the restore pair with which a step takes the fewest predicted seconds (MPipeMoE, Eq. 10).
 
-    By Eq. 10 a pass takes as long as the slowest of its computation, communication and copies to the host.
-    The rates of all three are measured on this machine. If several pairs are predicted to take nearly the
-    fewest seconds, trials (timed runs of both passes) decide among them (`Chooser.pair`).
+    By Eq. 10 a pass takes as long as the slowest of three things: computation, communication, and copies to
+    or from the host. The rates of all three are measured on this machine. If the predictions of several pairs
+    are close to the fastest, trials (timed runs of both passes) decide among these pairs (`Chooser.pair`).
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.
@@ -284,15 +285,15 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
 
 
 def _within_budget(batch: TrialBatch) -> Choice:
-    """Returns the fastest n and restore pair with which any routing stays within ``memory_budget``.
+    """Returns the fastest n and restore pair whose memory stays within the budget for any routing.
 
-    ``memory_budget`` is the layer's option, in bytes of each rank. n is the number of chunks. The restore
-    pair says whether the dispatched rows and the hidden activation are kept, offloaded or made again for
-    backward.
+    The budget is the layer's option ``memory_budget``, in bytes of each rank. n is the number of chunks. The
+    restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made again
+    for backward.
 
     The choices that are predicted to be fast are compared by trials, timed runs of both passes. With
-    ``pipeline="solve"`` there are no such trials: the pair is that of the fastest prediction, and the solver
-    will choose n.
+    ``pipeline="solve"`` no trials compare choices: the pair with the fastest prediction is taken, and the
+    solver chooses n later.
 
     batch: the routed batch, on which trials run.
 

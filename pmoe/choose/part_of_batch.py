@@ -4,14 +4,14 @@ A chunk is a micro-batch, n the number of chunks. In a layer that reuses memory,
 each as large as one chunk. So a step with n = 1 needs the most memory, and a step with the largest n needs
 the least.
 
-A trial must not need more memory than the layer's steps will need with the n that is chosen in the end, and
-this n is not known yet. A trial on fewer tokens needs less memory. So trials run in stages. Each stage is
-allowed a certain memory, and runs on as many tokens (the first of the batch) as fit into it. It tries at most
-three n: the fastest so far, and the next smaller ones.
+A trial must not need more memory than the layer's later steps. How much these need depends on the n that is
+chosen in the end, which is not known yet. A trial on fewer tokens needs less memory. So trials run in stages.
+Each stage may take a certain memory, and runs on the first tokens of the batch, as many as fit into this
+memory. A stage tries at most three n: the fastest so far, and the next smaller ones.
 
-If a stage finds that n = 4 is faster than all larger n, later steps will have at most 4 chunks. They will
-need at least the memory of a step with n = 4. So the next stage is allowed this memory, and more tokens fit
-into it. The stages end when the fastest n of a stage is also the one that needs the least memory:
+If a stage finds that n = 4 is faster than all larger n, the layer's later steps will have at most 4 chunks.
+So they will need at least the memory of a step with n = 4. The next stage may take this memory, into which
+more tokens fit. The stages end when the fastest n of a stage is also the one that needs the least memory:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  16, 8, 4             4
@@ -79,14 +79,14 @@ def measure_in_stages(
     how backward gets the rows and the hidden activation. The result is a dict {choice: seconds}. The caller
     takes one of the choices for the layer's steps.
 
-    A trial must not need more memory than the steps of the choice that is taken in the end. If all choices
-    need about as much memory as the layer's smallest step (the step with the lowest predicted peak), all are
-    tried together (`measure_in_little_memory`). Otherwise trials run in stages, on the first tokens of the
-    batch:
+    A trial must not need more memory than the layer's later steps, with the choice that is taken in the end.
+    The layer's smallest step is the one with the lowest predicted peak. If all choices need about as much
+    memory as the smallest step, all are tried together (`measure_in_little_memory`). Otherwise trials run in
+    stages, on the first tokens of the batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
-       least memory, on as many tokens as fit. Among them is the next larger number of chunks after those in
-       ``choices``, if the layer allows one: it shows whether still more chunks would be faster.
+       least memory, on as many tokens as fit. It also tries the next larger number of chunks after those in
+       ``choices``, if the layer allows one, to find out whether still more chunks are faster.
     2. If a choice is faster than the choices that need less memory, the layer's steps will need at least the
        memory of this fastest choice. So the next stage may take this much memory. The next stage tries the
        fastest choice again, and choices that need more memory.
@@ -184,9 +184,10 @@ def measure_in_little_memory(
 ) -> dict[Choice, PassTimes]:
     """Measures choices by trials on the first tokens of the batch. Returns the seconds of all tokens.
 
-    A trial is a timed run of both passes. Trials run on the first tokens of the batch, as many as fit into a
-    certain memory, so that a trial never needs more memory than the layer's steps will. The seconds of the
-    whole batch are computed from those of its part (`times_of_whole`). The memory is
+    A trial is a timed run of both passes. Trials run on the first tokens of the batch, as many as fit into
+    the allowed memory. The seconds of the whole batch are computed from the seconds of these tokens
+    (`times_of_whole`). A trial must not need more memory than the layer's later steps, so the allowed memory
+    is
 
     - without a memory budget: the lowest predicted peak of a step with any choice, because this choice may be
       taken in the end;
@@ -262,8 +263,8 @@ def _part_with_memory(
     A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
     is None if ``share`` of the tokens are fewer than `MIN_TOKENS`.
 
-    The first tokens may be routed less evenly than all tokens, and then need more memory than in proportion
-    to their number. So the peak of ``share`` of the tokens is predicted from their own row counts. If it is
+    The first tokens may be routed less evenly than the whole batch. Half of the tokens then need more than
+    half of the memory. So the peak is predicted from the row counts of these first tokens. If the peak is
     above the allowed memory, fewer tokens are taken, at most `SHRINKS` times.
 
     batch: the routed batch of all tokens.
@@ -292,10 +293,10 @@ def _part_with_memory(
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     """Returns whether trials of all choices can run on enough tokens (`MIN_TOKENS`). Collective.
 
-    A trial, a timed run of both passes, may take as much memory as a step with the choice that needs the
-    least memory, so it may have to run on a part of the batch. If the result is False, the caller should not
-    search by trials. Only choices with many chunks, which need less memory, could be tried, and one of these
-    would be taken even if fewer chunks are faster.
+    A trial (a timed run of both passes) may take only the memory of a step with the choice that needs the
+    least. So it may have to run on a part of the batch. If the result is False, the caller should not search
+    by trials: only choices with many chunks, which need less memory, could be tried. One of these would be
+    taken even if fewer chunks are faster.
 
     batch: the routed batch.
     choices: all choices that may be taken, with one restore pair, which says how backward gets the rows and
@@ -318,23 +319,24 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
     measured: the seconds of each choice (numbers of chunks, and how backward gets the rows and the hidden
         activation).
 
-    Raises OutOfMemoryError on every rank if no choice is left.
+    Raises OutOfMemoryError on every rank if no choice has enough memory.
     """
     ordered = sorted(measured, key=lambda choice: measured[choice].step)
     return {choice: measured[choice] for choice in from_first_with_enough_memory(batch, ordered)}
 
 
 def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
-    """Tests choices in order until every rank has memory for one; returns it and those after it. Collective.
+    """Returns the choices from the first one on for which every rank has enough memory. Collective.
 
-    To test a choice, the memory of a step with it is allocated and freed again. The choices after the first
-    one with enough memory are returned without a test. Rank 0 warns once of the choices that are left out.
+    The choices are tested in order: the memory of a step with a choice is allocated and freed again. The test
+    ends at the first choice with enough memory. The choices after it are returned untested. Rank 0 warns once
+    about the choices before it, which are not returned.
 
     batch: the routed batch of all tokens.
     ordered: the choices (numbers of chunks, and how backward gets the rows and the hidden activation), in the
         order in which they are tested.
 
-    Raises OutOfMemoryError on every rank if no choice is left.
+    Raises OutOfMemoryError on every rank if no choice has enough memory.
     """
     output = _output_bytes(batch)
     without_room: list[Trial] = []
@@ -351,16 +353,17 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
     """Computes the seconds of the whole batch with each choice, from trials on parts of the batch.
 
     A trial is a timed run of both passes. A choice is a number of chunks of each pass and a restore pair: how
-    backward gets the rows and the hidden activation. If a pass takes ``seconds`` for a share s of the tokens
-    in n chunks:
+    backward gets the rows and the hidden activation. If a pass over the fraction s of the tokens, in n
+    chunks, takes ``seconds``:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
-    ``chunk`` is the seconds that each chunk takes in addition, for any number of rows (`seconds_of_chunk`).
-    It is computed from all trials with the same restore pair on this part and on earlier parts.
+    ``chunk`` is the fixed cost of a chunk: its seconds that do not depend on the number of rows
+    (`seconds_of_chunk`). It is computed from the trials with this restore pair, on this part and on earlier
+    parts.
 
-    The machine may become faster or slower from part to part. So each part after the first tries one choice
-    of an earlier part again, and all earlier results are multiplied by
+    The machine may become faster or slower between the trials of two parts. So each part after the first
+    tries one choice of an earlier part again. All earlier results are then multiplied by
 
         new result of this choice / its earlier result
 
@@ -437,15 +440,14 @@ def _of_whole(
 def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
     """Returns the seconds of a chunk that do not depend on its number of rows: kernel launches, host work.
 
-    They are found by a fit. A trial runs a pass in n chunks on a share s of the tokens. Its seconds are
-    described by a formula with three unknown numbers, none of them negative:
+    The result is found by a fit. A trial runs a pass in n chunks on the fraction s of the tokens. Three
+    unknown numbers, none of them negative, are fitted to the seconds of the trials:
 
         seconds = s * rows + chunk * n + s * filling / n
 
         rows      seconds of the matrix products and messages of all tokens
         chunk     the result: fixed seconds of a chunk
-        filling   seconds during which nothing is computed, if the whole batch is one chunk: the messages of
-                  the first and the last chunk
+        filling   seconds of messages during which nothing is computed, if the whole batch is one chunk
 
     With two trials ``filling`` is left out, because a fit needs at least as many trials as unknown numbers.
     If all trials have the same share and number of chunks, the result is 0.
@@ -469,14 +471,14 @@ def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     restore pair says how backward gets the rows and the hidden activation.
 
     batch: the routed batch.
-    choices: choices, of which only the restore pairs are used and not the numbers of chunks.
+    choices: gives the restore pairs. The numbers of chunks in it are not used.
     """
     pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
     return min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
 
 
 def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
-    """Returns the fraction of the tokens on which trials may run, so that the allowed memory is enough.
+    """Returns the fraction of the tokens on which trials can run within the allowed memory.
 
     A trial is a timed run of both passes.
 
@@ -492,10 +494,11 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
 
 
 def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
-    """Returns the fraction of a batch's tokens with which the peak of a step is ``most`` bytes.
+    """Returns the fraction of a batch's tokens for which a step has a peak of ``most`` bytes.
 
-    The gradients of the experts' parameters do not depend on the number of tokens; all other memory is taken
-    to be proportional to this number. The result is 0 if the gradients alone need more than ``most`` bytes.
+    The gradients of the experts' parameters do not depend on the number of tokens; all other memory is
+    assumed to be proportional to this number. The result is 0 if the gradients alone need more than ``most``
+    bytes.
 
     batch: the routed batch of all tokens.
     peak: the predicted peak in bytes with all tokens of the batch.
@@ -508,9 +511,9 @@ def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
 def _output_bytes(batch: TrialBatch) -> int:
     """Returns the bytes of the layer's output on the rank that has most tokens.
 
-    A trial, a timed run of both passes, keeps the output until its end, but a model may free the output
-    before backward. So callers subtract these bytes from the predicted peak of a step, to get the memory that
-    a step needs at least.
+    A trial (a timed run of both passes) keeps the output until its end, and the predicted peak includes it.
+    But a model may free the output before backward. So callers subtract these bytes from the predicted peak,
+    to get the least memory that a step needs.
 
     batch: the routed batch.
     """
@@ -519,10 +522,10 @@ def _output_bytes(batch: TrialBatch) -> int:
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
-    """Returns a batch of only as many first tokens as a trial with this choice may use. Collective.
+    """Returns a batch of the first tokens, as many as a trial with this choice may use. Collective.
 
-    The trial, a timed run of both passes, may take no more memory than the step with the lowest predicted
-    peak that the layer may choose (`smallest_peak`).
+    The trial is a timed run of both passes. Of all steps that the layer may choose, it may take no more
+    memory than the one with the lowest predicted peak (`smallest_peak`).
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

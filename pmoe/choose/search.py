@@ -1,7 +1,7 @@
 """Chooses the number of chunks n for ``pipeline=True`` by trials: timed runs (MPipeMoE, Algorithm 1).
 
-A chunk is a micro-batch. The results of trials are kept in tables: the fastest n by number of tokens. Layers
-on one process group share a table if everything that changes the seconds of a step is equal
+A chunk is a micro-batch. Tables keep the results of trials: the fastest n for each number of tokens. Layers
+on one process group share a table if they are equal in everything that changes the seconds of a step
 (`key_of_degrees`). If $PMOE_CACHE is set, rank 0 also keeps the tables in a file for later runs.
 """
 
@@ -47,20 +47,20 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
     Trials are timed runs of both passes with several n.
 
-    1. If earlier trials found the fastest n for this number of tokens, this n is returned. But those trials
-       may have run on batches of other sizes, so a step of this batch with n might need too much memory. So
-       the memory is tested first, and if it is not enough, a larger n is returned (`n_with_enough_memory`).
+    1. If earlier trials found the fastest n for about this number of tokens, this n is tested: a step of this
+       batch may need more memory than those trials. If the memory is enough, n is returned, else a larger n
+       (`n_with_enough_memory`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
-       for later batches, and kept in a file if $PMOE_CACHE is set.
-    3. If no trials run, `adaptive_degree` computes n from the number of rows, the same for both passes. If
-       trials are allowed but too little memory was free for them, this n is recorded too, so that no trials
-       are attempted for later batches of this size.
+       for later batches, and written to a file if $PMOE_CACHE is set.
+    3. If no trials run, `adaptive_degree` computes one n for both passes from the number of rows. If the
+       reason was too little memory, this n is recorded too, so that later batches of this size attempt no
+       trials.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
 
-    Collective if trials run or memory is tested, and the first time for a layer that allows trials.
+    Collective if trials run or memory is tested, and at the first call for a layer that allows trials.
     """
     modules = batch.modules
     options = batch.modules.options
@@ -88,11 +88,11 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
 
 def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
-    """Returns the given numbers of chunks if every rank has memory for them, else larger numbers. Collective.
+    """Returns ``degrees`` if every rank has enough memory for them, else larger numbers. Collective.
 
     More chunks need less memory. To test whether a rank has enough memory, the predicted peak of a step is
-    allocated and freed again. Without this test, a step could run out of memory on one rank while the other
-    ranks wait for this rank.
+    allocated and freed again. Without this test, one rank could run out of memory in a step, and the other
+    ranks would wait for it.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -114,11 +114,11 @@ def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegre
 
 
 def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
-    """Returns the numbers of chunks by a rule of thumb, without timed runs: at least 1024 rows in each.
+    """Returns numbers of chunks by a rule of thumb, without timed runs: at least 1024 rows in each chunk.
 
-    The result is the largest of `DEGREES` (1, 2, 4, 8, 16) that leaves at least 1024 rows in each chunk,
-    equal in both passes (`adaptive_degree`). It is 1 if there are too few rows for two chunks. On a single
-    rank it is also 1, because no rows are sent, unless the layer reuses memory.
+    Both passes get the same number: the largest of `DEGREES` (1, 2, 4, 8, 16) with at least 1024 rows in each
+    chunk (`adaptive_degree`). The number is 1 if there are too few rows for two chunks. On a single rank it
+    is also 1, because no rows are sent, unless the layer reuses memory.
 
     batch: the routed batch.
     """
@@ -133,21 +133,25 @@ def search(
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
     A trial is a timed run of both passes with some numbers of chunks. It must not need more memory than the
-    layer's steps will need with the numbers that are chosen in the end. These may be the numbers that need
-    the least memory. So trials run on only as many tokens (the first of the batch) as fit into the least
-    memory of any step. Returns None if too few tokens fit for a meaningful measurement (`has_enough_tokens`).
+    layer's later steps. The numbers that are chosen may be those that need the least memory. So a trial may
+    take only the memory of the smallest step. It runs on the first tokens of the batch, as many as fit into
+    this memory.
 
     If all trials run out of memory, larger numbers of chunks are tried, because they need less memory. If
-    these run out of memory too, the number that needs the least is taken without a trial. Before that, every
-    rank has allocated and freed the memory of a step with this number. It is not recorded.
+    those trials run out of memory too, the number that needs the least memory is returned. It is not tried
+    and not recorded: every rank only allocates and frees the memory of a step with it, to test that there is
+    enough.
 
-    known: the table in which the result is recorded, for the tokens of the rank that has most.
+    known: the table in which the result is recorded. Its key is the number of tokens of the rank that has
+        most.
     batch: the routed batch, on which the trials run.
     restore: the restore pair of all trials: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
-    numbers: the numbers of chunks to choose from, in rising order. `pmoe.planner.degree_trials` says which of
-        them are tried.
+    numbers: the numbers of chunks to choose from, in rising order. `pmoe.planner.degree_trials` decides which
+        of them are tried.
     apart: whether forward and backward may have different numbers of chunks.
+
+    Returns None if too few tokens fit for a meaningful measurement (`has_enough_tokens`).
 
     Raises OutOfMemoryError on every rank if some rank has too little memory even for the number of chunks
     that needs the least.
@@ -199,15 +203,15 @@ def search(
 
 
 def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int]) -> dict[int, float] | None:
-    """Returns the simulated seconds of a step for each of ``numbers``, the number of chunks of both passes.
+    """Returns the simulated seconds of a step for each number of chunks; None without a profile.
 
-    The simulation needs a profile: the measured rates of this machine. If none is stored, the result is None.
-    A missing profile is not measured here, because that would take longer than timed runs of all ``numbers``.
+    The simulation needs a profile: the measured rates of this machine. If no profile is stored, none is
+    measured here, because that would take longer than timed runs of all ``numbers``.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
-    numbers: the numbers of chunks.
+    numbers: the numbers of chunks, each for both passes.
 
     Collective the first time for these ranks and this dtype.
     """
@@ -235,8 +239,8 @@ def learned_degrees(
     saved: results from a training checkpoint, an entry for each key (`results_for_checkpoint`). Only the
         entry with this layer's key is used. None without a checkpoint.
 
-    Collective with ``path`` or ``saved``, and the first time without them. Raises OSError or ValueError on
-    every rank if rank 0 cannot use ``path``.
+    Collective at the first call for a layer, and at each call with ``path`` or ``saved``. Raises OSError or
+    ValueError on every rank if rank 0 cannot use ``path``.
     """
     choosers = modules.cache.choosers
     name = _name(modules)
@@ -323,7 +327,7 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
-    """Writes results of trials and their key to a file. Leaves out empty tables.
+    """Writes results of trials and their key to a file, except empty tables.
 
     Trials are timed runs that find the fastest numbers of chunks. If writing fails, an older file at this
     path stays unchanged.
@@ -340,7 +344,7 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
 
 
 def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns results of trials and their key as data for JSON. Leaves out empty tables.
+    """Returns results of trials and their key as data for JSON, without empty tables.
 
     Trials are timed runs that find the fastest numbers of chunks.
 
@@ -373,7 +377,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
 def from_fields(
     fields: Mapping[str, Any], key: Mapping[str, Any], candidates: Sequence[int] | None = None
 ) -> Tables:
-    """Returns the results of trials from data that `to_fields` of this or an older pmoe has made.
+    """Reads results of trials from data that `to_fields` of this or an older version of pmoe returned.
 
     A trial is a timed run of both passes. The results are the fastest numbers of chunks by number of tokens,
     a table for each dtype of rows.
@@ -457,7 +461,7 @@ def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> T
 
 
 def _check_key(old_key: Any, current_key: Mapping[str, Any]) -> None:
-    """Raises ValueError if the key in a file of results is not the key of this layer.
+    """Raises ValueError if the key in a file of trials' results is not the key of this layer.
 
     A trial is a timed run of both passes. The message names the first two differences.
 
@@ -517,10 +521,10 @@ class LearnedDegrees:
         return self.tables.setdefault(name, GranularityTable())
 
     def keep(self) -> None:
-        """Writes the tables of the fastest numbers of chunks to the file `path`. Warns if that fails.
+        """Writes the tables of the fastest numbers of chunks to the file `path`.
 
-        Only rank 0 has a path; other ranks write nothing. An OSError is not raised, because it would stop
-        rank 0 while the other ranks go on.
+        Only rank 0 has a path; other ranks write nothing. If writing fails, it only warns: an error would
+        stop rank 0 while the other ranks go on.
         """
         if self.path is not None:
             path = self.path
@@ -543,8 +547,9 @@ def load_learned(
     """Returns rank 0's results of trials for layers with this key, the same on every rank. Collective.
 
     Trials are timed runs that find the fastest numbers of chunks. The results come from ``path`` if it is a
-    file. If ``path`` is None, they come from the first of these that has any: the memory of rank 0's process,
-    the file in $PMOE_CACHE (`stored_path`), ``saved``. If none has any, the tables are empty.
+    file. If ``path`` is None, they come from the first of these sources that has results: the memory of rank
+    0's process, the file in $PMOE_CACHE (`stored_path`), ``saved``. If no source has results, the tables are
+    empty.
 
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
@@ -582,8 +587,8 @@ def load_learned(
 def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
     """Returns this process's results of trials for layers with this key. Not collective.
 
-    Trials are timed runs that find the fastest numbers of chunks. If the process has none, an object without
-    results is made, and returned by later calls too.
+    Trials are timed runs that find the fastest numbers of chunks. If the process has no results for the key,
+    an empty object is made. Later calls return the same object.
 
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`).
@@ -631,12 +636,12 @@ def results_for_checkpoint(layers: Iterable[LayerModules]) -> list[dict[str, Any
 
 
 def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives layers the results of trials from a training checkpoint, so that they need no trials. Collective.
+    """Gives layers the results of trials from a checkpoint, so that they need no trials. Collective.
 
     Trials are timed runs that find the fastest numbers of chunks. A layer takes the entry with its own key
     (`key_of_degrees`). If the checkpoint has no such entry, for example because it is from another machine or
-    number of ranks, the layer's next steps run trials. If this process or the file in $PMOE_CACHE has results
-    already, those stay, because they are at least as new as the checkpoint's.
+    number of ranks, the layer's next steps run trials. If this process or the file in $PMOE_CACHE already has
+    results, the layer uses them, because they are at least as new as those of the checkpoint.
 
     layers: the modules and options of each layer, the same layers on every rank.
     saved: the data that `results_for_checkpoint` returned. All ranks use the data of rank 0.
@@ -649,7 +654,7 @@ def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, An
 def _saved_tables(
     saved: Sequence[Mapping[str, Any]], key: Mapping[str, Any], candidates: Sequence[int]
 ) -> Tables:
-    """Returns the results of trials with this key from a checkpoint; an empty dict if it has none.
+    """Returns the results of trials with this key from a checkpoint; an empty dict if there are none.
 
     Trials are timed runs that find the fastest numbers of chunks.
 

@@ -24,7 +24,8 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
 
     - The rows of a chunk must fit into a ring slot, a buffer of fixed size that several chunks use one after
       the other. If a chunk does not fit on some rank, all ranks cut the batch into more chunks. If busy
-      experts may have copies, slots are smaller (`slack_with_copies`), and also limit the rows that stay.
+      experts may have copies, slots are smaller (`slack_with_copies`), and the rows that stay on their rank
+      must fit, too.
     - If a restore pair offloads the dispatched rows (T_DI), they must fit into the free host memory. If they
       do not fit on some rank, no rank offloads them (`without_host_offload`).
 
@@ -58,12 +59,12 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
     """Returns a restore pair for which the host memory of all ranks is enough.
 
-    If ``restore`` offloads the dispatched rows (T_DI) and any rank lacks host memory for them, the result is
-    the pair in which backward sends T_DI again, with the same fate of the hidden activation (T_M) as in
-    ``restore``. A warning says so. In all other cases ``restore`` is returned unchanged.
+    If ``restore`` offloads the dispatched rows (T_DI) and any rank lacks host memory for them, a warning is
+    issued, and backward sends T_DI again. Backward gets the hidden activation (T_M) as in ``restore``. In all
+    other cases ``restore`` is returned unchanged.
 
     restore: the restore pair that was chosen.
-    counts: the row counts after the ranks have exchanged them; they also say whether any rank lacks host
+    counts: the row counts after the ranks have exchanged them, with a flag: whether any rank lacks host
         memory.
     """
     if not counts.host_shortage or restore.dispatched != "offload":

@@ -119,7 +119,7 @@ def _is_enough(limit: float, most_bytes: float | None) -> bool:
 
     limit: how many bytes the earlier measurement was allowed to allocate; 0 if there was none.
     most_bytes: how many bytes a new measurement may allocate. The earlier costs are used if ``most_bytes`` is
-        at most `WIDER` times ``limit``. If it is None, the costs of any earlier measurement are used.
+        at most `WIDER` times ``limit``. With None, the costs of any earlier measurement are used.
     """
     return limit > 0 if most_bytes is None else most_bytes <= WIDER * limit
 
@@ -418,11 +418,11 @@ def step_costs(
     """Returns the costs from which the seconds of a layer's forward and backward pass are predicted.
 
     The costs are the seconds of the stages (gate, all-to-alls, experts and so on) for a batch of this size.
-    If `measure_chunk_cost` has measured the fixed cost of a chunk for batches of this size (its seconds that
-    do not depend on its number of rows), the result includes the fixed cost.
+    The fixed cost of a chunk is its seconds that do not depend on its number of rows. The result includes it
+    if `measure_chunk_cost` has measured it for batches of this size.
 
     FSMoE's solver uses the costs. `pmoe.GradientReducer` uses them too, to decide how many bytes of gradients
-    are all-reduced beside each layer's backward pass. Collective the first time for a layer and a dtype of
+    are all-reduced beside each layer's backward pass. Collective at the first call for a layer and a dtype of
     rows.
 
     modules: the modules and options of the layer.
@@ -493,13 +493,13 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
     The fixed cost stands for launches of small kernels and for work of the host. FSMoE's model leaves these
     out, so on a fast link it always prefers more chunks. The fixed cost is the same for chunks of any size,
-    and is added to the seconds of the experts' computation. It is chosen so that for the two numbers of
-    chunks that trials (timed runs of both passes) have measured (`TRIED`)
+    and is added to the seconds of the experts' computation. Trials (timed runs of both passes) have measured
+    two numbers of chunks (`TRIED`). The fixed cost is chosen so that
 
         predicted seconds of the larger number - predicted seconds of the smaller number = measured
 
-    costs: costs of one pass. They are returned unchanged if the difference that they predict is ``measured``
-        or more already.
+    costs: costs of one pass. If the difference that they predict is at least ``measured``, they are returned
+        unchanged.
     options: the schedule of this pass.
     measured: the difference between the seconds of the two trials. It may be negative.
     """
@@ -528,10 +528,10 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
     seconds of two trials (timed runs), one for each of the numbers of chunks in `TRIED` (`with_chunk_cost`).
     The layer remembers the fixed cost for batches of this size, and `step_costs` includes it.
 
-    Returns whether the layer has a fixed cost for this size of batch now:
+    Returns whether the layer now has a fixed cost for batches of this size:
 
-        True    it was measured, now or earlier. It is 0 s if a trial ran out of memory, or if ``tried`` could
-                not run any
+        True    this call or an earlier call found it. It is 0 s if a trial ran out of memory, or if no trial
+                could run
         False   trials may not run on this batch (`TrialBatch.may_try`); nothing is remembered
 
     batch: the routed batch, on which trials run.
@@ -589,7 +589,7 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     A step is simulated for every allowed pair (n, m) (`LayerModules.degree_pairs`). Of equally fast pairs,
     the one with fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is
     fastest in the forward pass. On a single rank the result is the pair with the fewest chunks. With a memory
-    budget, only pairs are allowed with which memory stays within the budget for any routing.
+    budget, a pair is allowed only if memory stays within the budget for any routing.
 
     The seconds are predicted for the number of tokens of the rank that has most, rounded up to three
     significant binary digits, so that batches of similar size have the same n and m. The layer remembers the
@@ -639,19 +639,20 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
 
 
 def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tuple[int, int]], int]:
-    """Returns the numbers of chunks that may be taken, and the number of tokens for which they are allowed.
+    """Returns the pairs of numbers of chunks that are allowed, and for how many tokens they are allowed.
 
-    The first result is a list of pairs (forward, backward), those with the fewest chunks first. With a memory
-    budget, only pairs are left with which memory stays within the budget for any routing. The layer remembers
-    them.
+    The first result is a list of pairs (chunks in forward, chunks in backward), those with the fewest chunks
+    first. With a memory budget, a pair is in the list only if memory stays within the budget for any routing.
+    The layer remembers the list.
 
-    The second result is the number of tokens of the rank that has most, rounded up so that similar batches
-    share a result. It is not rounded if the budget allows pairs only for the exact number.
+    The second result is the number of tokens of the rank that has most. It is rounded up, so that batches of
+    similar sizes share a list. If the budget allows no pair for the rounded number, the exact number is used.
 
     batch: the routed batch.
     restore: the restore pair of the call: how backward gets the rows and the hidden activation.
 
-    Raises ValueError, with the smallest budget that would be enough, if the budget allows no pair.
+    Raises ValueError if the budget allows no pair. The message names the smallest budget that would be
+    enough.
     """
     modules = batch.modules
     options = modules.options

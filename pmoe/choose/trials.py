@@ -2,8 +2,8 @@
 
 A choice is a number of chunks (micro-batches) for each pass and a restore pair, which says whether the
 dispatched rows and the hidden activation are kept, offloaded or made again for backward. A trial cuts the
-batch and runs it as the layer itself would with this choice. The layer's parameters, gradients and statistics
-stay unchanged.
+batch into chunks and runs both passes, as the layer itself would with this choice. The layer's parameters,
+gradients and statistics stay unchanged.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ T = TypeVar("T")
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     """Returns the largest number of chunks with at least `MIN_ROWS` rows in each chunk, or 1.
 
-    The result is one of `DEGREES` (1, 2, 4, 8, 16). It is 1 if there are too few rows for two chunks, and
-    with one rank, because no rows are sent.
+    The result is one of `DEGREES` (1, 2, 4, 8, 16). It is 1 if there are too few rows for two chunks. It is
+    also 1 with one rank, because no rows are sent.
 
     max_rows: number of rows (tokens times choices) of the rank that has most, so that all ranks get the same
         result.
@@ -148,9 +148,9 @@ class TrialBatch:
         """Bytes that measuring the speed of products and messages may allocate, the same on every rank.
 
         The number is `MEASURING_SHARE` times the lowest predicted peak of a step, so that measuring never
-        needs more memory than a step. The step with the most chunks has the lowest peak. With
-        ``pipeline="solve"``, rows are counted for this step first, because the prediction needs its row
-        counts. Collective the first time.
+        needs more memory than a step. The step with the most chunks has the lowest peak. The prediction needs
+        the row counts of that step. With ``pipeline="solve"`` they are counted first. Collective the first
+        time.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
@@ -170,11 +170,12 @@ class TrialBatch:
     def trials_allowed(self) -> bool:
         """Whether trials on this batch are worth their time, and safe: they change nothing in the model.
 
-        They are worth their time if there are several ranks, gradients are needed, there are enough rows for
-        two chunks, and communication may overlap with computation (the layer is not ``sequential``).
+        Trials are worth their time if all of these are true: there are several ranks, gradients are needed,
+        there are enough rows for two chunks, and communication may overlap with computation (the layer is not
+        ``sequential``).
 
-        They are not safe if the layer has callbacks, or if experts are a user's modules, because a trial runs
-        these too. A user's module may, for example, count the rows that it computes.
+        Trials are not safe if the layer has callbacks, or if experts are a user's modules, because a trial
+        runs callbacks and modules too. A user's module may, for example, count the rows that it computes.
         """
         modules = self.modules
         shared = modules.shared_expert
@@ -206,10 +207,10 @@ class TrialBatch:
         return tuple(n for n in options.degrees if bins % n == 0 and n in (self.counts.depth or {n}))
 
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
-        """Returns this batch, with its rows counted again if needed to cut it into given numbers of chunks.
+        """Returns this batch, with rows counted so that it can be cut into all given numbers of chunks.
 
-        Only with ``pipeline="solve"`` rows are counted again, which is a collective (`degrees` says why).
-        Otherwise the batch is returned unchanged.
+        Only with ``pipeline="solve"`` rows may have to be counted again, which is collective (`degrees` has
+        the reason). Otherwise the batch is returned unchanged.
 
         If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks. The step
         with that many chunks needs the least memory, and trials (timed runs of both passes) must know this
@@ -353,8 +354,8 @@ class Trial:
 
     batch: the routed batch.
     choice: the numbers of chunks and the restore pair: how backward gets the rows and the hidden activation.
-    has_failed: whether any rank ran out of memory, equal on all ranks. If so, this choice is not run again.
-    failure: the out-of-memory error of this rank; None if this rank has none.
+    has_failed: whether any rank ran out of memory, equal on all ranks. If True, this choice is not run again.
+    failure: the out-of-memory error of this rank; None if this rank had enough memory.
     """
 
     def __init__(self, batch: TrialBatch, choice: Choice) -> None:
@@ -370,9 +371,10 @@ class Trial:
         The seconds are infinite (`DROPPED`) if any rank runs out of memory, now or in an earlier run.
 
         Each pass first allocates its buffers. Then the ranks exchange whether any of them ran out of memory.
-        If one did, no rank begins to send, so none waits for that rank. A rank that runs out of memory later
-        still takes part in all messages of the pass (`pmoe.engine.variants.trial`). The layer's output serves
-        as the gradient with which the backward pass begins, because only the time matters.
+        If one rank did, no rank begins to send, so that no rank waits for messages that never come. A rank
+        that runs out of memory later still takes part in all messages of the pass
+        (`pmoe.engine.variants.trial`). The layer's output serves as the gradient with which the backward pass
+        begins, because only the time matters.
         """
         if self.has_failed:
             return DROPPED
@@ -400,9 +402,9 @@ class Trial:
     def has_memory(self, num_bytes: float) -> bool:
         """Returns whether every rank has enough memory for a step with the choice. Collective.
 
-        ``num_bytes`` bytes are allocated and freed again; no pass runs. The buffers of the forward pass are
-        allocated as in a step, and the rest in blocks as large as the layer's input (at least `MIN_ROWS`
-        rows).
+        ``num_bytes`` bytes are allocated and freed again; no pass runs. First the buffers of the forward pass
+        are allocated as in a step. The remaining bytes are allocated in blocks as large as the layer's input
+        (at least `MIN_ROWS` rows).
 
         num_bytes: the predicted bytes of the step.
         """
@@ -438,7 +440,7 @@ class Trial:
 
         - This rank ran out of memory in an earlier call (`failure` is set): the function is not called.
           Returns (None, 0).
-        - It runs out of memory in this call: the error is stored in `failure`. Returns (None, 0).
+        - The rank runs out of memory in this call: the error is stored in `failure`. Returns (None, 0).
         - Otherwise: returns (result of the function, seconds). Any other error is raised.
         """
         if self.failure is not None:
@@ -472,7 +474,7 @@ def _some(value: T | None) -> T:
 
 
 def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:
-    """Warns on rank 0 that some choices are not used, because some rank has too little memory for them.
+    """Warns on rank 0 of choices that are not used because some rank has too little memory for them.
 
     A trial is a timed run of both passes.
 
@@ -480,7 +482,7 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
     dropped: the trials with these choices, the same on every rank. If the list is empty, nothing is done.
     num_trials: the number of all choices that were tried.
 
-    Raises OutOfMemoryError on every rank if no choice is left: all that were tried are in ``dropped``.
+    Raises OutOfMemoryError on every rank if ``dropped`` holds all choices that were tried.
     """
     if not dropped:
         return

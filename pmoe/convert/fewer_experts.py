@@ -1,7 +1,8 @@
 """Functions that prune or merge the experts in a layer's state dict, for example those with few rows.
 
-The state dict is that of a whole `MoELayer`, with all its E experts. Tensors under ``gate.`` and ``experts.``
-with E entries in dimension 0 have one entry for each expert. All other tensors stay unchanged.
+The state dict must hold all E experts of a `MoELayer`. If a tensor's name begins with ``gate.`` or
+``experts.`` and its dimension 0 has size E, its entry i belongs to expert i. All other tensors stay
+unchanged.
 
     busiest_experts   finds the experts with the most rows
     prune_experts     removes experts; `restore_experts` puts them back, bit for bit
@@ -33,7 +34,7 @@ KEPT = "kept_experts"
 def busiest_experts(rows: Sequence[float], count: int) -> list[int]:
     """Returns the indices of the ``count`` experts with the most rows, in ascending order.
 
-    Of experts with equally many rows, those with the lowest indices are taken.
+    If experts have equally many rows, the lower index comes first.
 
     rows: for each expert its number of rows, such as ``pmoe.stats(model).layers[0].tokens_per_expert`` over a
         representative set of tokens.
@@ -51,15 +52,20 @@ def busiest_experts(rows: Sequence[float], count: int) -> list[int]:
 
 
 def prune_experts(state: State, keep: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Removes experts from a layer's state dict. Returns the new state dict, and one of the removed experts.
+    """Removes experts from a layer's state dict.
 
-    The first result is for a `MoELayer` with ``len(keep)`` experts. `restore_experts` makes the original
-    state dict from both results. The results share no memory with ``state``.
+    Returns two state dicts, which share no memory with ``state``:
+
+    1. The kept experts: the state dict of a `MoELayer` with ``len(keep)`` experts.
+    2. The removed experts' tensors, and the indices of the kept experts.
+
+    `restore_experts` makes the original state dict from both.
 
     state: the state dict of a layer with E experts; w1 is (E, ...), for example.
     keep: the indices of the experts to keep, in their new order.
 
-    Raises ValueError or TypeError for numbers out of range, and for a state dict without experts.
+    Raises ValueError if an index in ``keep`` is out of range or occurs twice, or if ``state`` has no experts.
+    Raises TypeError for values of a wrong type.
     """
     num_experts = _num_experts(state)
     kept = _checked_experts("keep", keep, num_experts)
@@ -75,14 +81,14 @@ def prune_experts(state: State, keep: Sequence[int]) -> tuple[dict[str, Tensor],
 def restore_experts(pruned: State, removed: State) -> dict[str, Tensor]:
     """Puts removed experts back into a layer's state dict: the inverse of `prune_experts`.
 
-    Returns the state dict of the layer with all E experts. If the kept experts were trained since, the result
-    has their new values.
+    Returns the state dict of the layer with all E experts. If the kept experts were trained after they were
+    pruned, the result has their new values.
 
     pruned: the state dict of the layer with P experts; w1 is (P, ...), for example.
-    removed: the second result of `prune_experts`: the tensors of the E - P removed experts, and the numbers
-        of the kept ones.
+    removed: the second result of `prune_experts`: the tensors of the E - P removed experts, and the indices
+        of the kept experts.
 
-    Raises ValueError or TypeError if the two do not belong together.
+    Raises ValueError or TypeError if ``pruned`` and ``removed`` do not belong together.
     """
     check_kind(Mapping, "a state dict", pruned=pruned, removed=removed)
     if KEPT not in removed:
@@ -107,7 +113,7 @@ def restore_experts(pruned: State, removed: State) -> dict[str, Tensor]:
 
 
 def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[int]]:
-    """Groups experts around the ``count`` busiest ones, each with the experts that are most similar to it.
+    """Groups experts around the ``count`` busiest experts, by the similarity of their router rows.
 
     This is the grouping of M-SMoE (arXiv 2310.01334). The ``count`` experts with the most rows are leaders.
     Each other expert joins the group of the leader whose router row has the largest cosine with its own
@@ -120,7 +126,8 @@ def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[
     rows: for each expert its number of rows.
     count: the number of groups.
 
-    Raises ValueError or TypeError for a state dict without router, or numbers out of range.
+    Raises ValueError or TypeError if ``state`` has no ``gate.weight``, or if ``rows`` or ``count`` is out of
+    range.
     """
     num_experts = _num_experts(state)
     leaders = busiest_experts(rows, count)
@@ -141,19 +148,20 @@ def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[
 def merge_experts(
     state: State, groups: Sequence[Sequence[int]], rows: Sequence[float] | None = None
 ) -> dict[str, Tensor]:
-    """Replaces each group of experts by one expert, their weighted mean. Returns the new state dict.
+    """Returns a layer's state dict in which one expert, a weighted mean, replaces each group of experts.
 
-    Router rows are averaged like weights. Integer tensors, such as counters, are summed. If all experts of a
-    group have the same bits, or there is only one, the result has these bits. The result shares no memory
-    with ``state``.
+    The rows of the router are averaged in the same way. Integer tensors, such as counters, are summed. If all
+    experts of a group have the same bits, the new expert has these bits too. The result shares no memory with
+    ``state``.
 
     state: the state dict of a layer with E experts; w1 is (E, ...), for example.
-    groups: for each new expert the numbers of the old experts that it replaces. Each old expert must be in
+    groups: for each new expert the indices of the old experts that it replaces. Each old expert must be in
         exactly one group.
     rows: for each old expert its weight in the mean, usually its number of rows. All members of a group have
         the same weight if ``rows`` is None, or if all of them have 0 rows.
 
-    Raises ValueError or TypeError for groups that do not have every expert once, or numbers out of range.
+    Raises ValueError or TypeError if an expert is in no group or in several, if a group is empty, or if
+    ``rows`` is out of range.
     """
     num_experts = _num_experts(state)
     members = [
@@ -175,10 +183,10 @@ def merge_experts(
 
 
 def _mean(value: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tensor:
-    """Returns the weighted mean of some experts' values; their sum if they are integers.
+    """Returns the weighted mean of the entries of a group of experts; the sum for an integer tensor.
 
-    value: (E, ...), a tensor of all E experts.
-    group: the indices of the experts whose values are averaged.
+    value: (E, ...), a tensor with one entry for each expert.
+    group: the indices of the experts in the group.
     weights: the weight of each of the E experts.
     """
     parts = value[list(group)]
@@ -218,7 +226,8 @@ def _num_experts(state: State) -> int:
 def _of_experts(state: State, num_experts: int) -> list[str]:
     """Returns the names of the tensors that have an entry for each expert in dimension 0.
 
-    Raises ValueError if a tensor under ``experts.`` has another size than ``num_experts`` in dimension 0.
+    Raises ValueError if the name of a tensor begins with ``experts.`` and its dimension 0 is not of size
+    ``num_experts``.
     """
     names = [name for name in state if name.startswith(("experts.", "gate."))]
     for name in names:
@@ -231,9 +240,12 @@ def _of_experts(state: State, num_experts: int) -> list[str]:
 
 
 def _ints(what: str, values: Any) -> list[int]:
-    """Returns values as a list, after a check that all are integers.
+    """Returns values as a list of integers.
 
     what: the name of the values, for errors.
+    values: what a caller of pmoe passed.
+
+    Raises TypeError if ``values`` is no sequence of integers.
     """
     numbers = list_of(what, values)
     for number in numbers:
@@ -242,11 +254,12 @@ def _ints(what: str, values: Any) -> list[int]:
 
 
 def _checked_experts(what: str, experts: Any, num_experts: int) -> list[int]:
-    """Returns the indices of some experts as a list, after checks.
+    """Returns a caller's indices of experts as a list, after checking them.
 
-    Raises ValueError or TypeError unless they are one or more different integers in 0 ... num_experts - 1.
+    Raises ValueError or TypeError unless ``experts`` holds one or more different integers from 0 to
+    num_experts - 1.
 
-    what: the name of the numbers, for errors.
+    what: the name of the indices, for errors.
     """
     numbers = [int(number) for number in _ints(what, experts)]
     if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(num_experts)}:
@@ -255,11 +268,13 @@ def _checked_experts(what: str, experts: Any, num_experts: int) -> list[int]:
 
 
 def _numbers_of(what: str, values: Any) -> list[float]:
-    """Returns one number for each expert as a list, after a check that none is negative.
-
-    Raises ValueError or TypeError if there are no numbers, or for other values.
+    """Returns a caller's numbers, one for each expert, as a list, after checking them.
 
     what: the name of the numbers, for errors.
+    values: a sequence of numbers, or a tensor of shape (E,) for E experts.
+
+    Raises ValueError if ``values`` is empty or a number is negative. Raises TypeError if a value is no
+    number.
     """
     numbers = list_of(what, values.tolist() if isinstance(values, Tensor) and values.dim() == 1 else values)
     for number in numbers:

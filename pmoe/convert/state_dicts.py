@@ -1,8 +1,9 @@
 """Converts state dicts of other systems' MoE layers to pmoe's and back, bit for bit.
 
-`to_pmoe` reads another system's layer, `from_pmoe` writes one. Names, stacking and the order of axes change;
-values do not. A `Layout` describes where a system keeps the tensors of a layer; all layouts are in
-layouts.json. For each layout, docs/weights.md gives the source and the tests.
+`to_pmoe` reads another system's state dict, `from_pmoe` writes one. Both change the names of tensors, the
+order of their axes, and whether all experts are stacked in one tensor. They change no value. A `Layout`
+describes a system's state dicts. All layouts are in layouts.json. For each layout, docs/weights.md gives the
+source and the tests.
 """
 
 from __future__ import annotations
@@ -36,22 +37,26 @@ AXES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Names and shapes of the tensors of one MoE layer in another system.
+    """Names and shapes of the tensors of one MoE layer in another system's state dicts.
 
-    The letters of axes are those of `AXES`: X experts in a state dict, M = d_model, H = d_hidden, f = 2 for
-    gated experts and else 1.
+    A letter stands for an axis, as in `AXES`: X experts in a state dict, M = d_model, H = d_hidden. f is 2
+    for gated experts (gate projection, then up projection), and 1 for other experts.
 
-    names: the system's name of a tensor, by pmoe's name. {e} stands for an expert's number, if every expert
-        has its own tensor. Two names, separated by a space, are those of the gate's rows and of the other
-        factor's rows.
-    axes: the axes of a tensor's dimensions, by pmoe's name, if they are not those of `AXES`. If the values
-        lie in memory in another order, "|" and this order of axes follow.
-    gated: whether experts are gated; None if both occur.
+    names: maps pmoe's name of a tensor to the system's name. If every expert has a tensor of its own, the
+        name contains {e}, which stands for the expert's number. If the gate projection and the up projection
+        are two tensors, the value has their two names, separated by a space.
+    axes: maps pmoe's name of a tensor to the axes of the system's tensor, one word for each dimension.
+        Tensors with the axes of `AXES` have no entry. If the values lie in memory in another order than these
+        words say, "|" and the order in memory follow.
+    gated: whether the system's experts are gated; None if it has both gated and other experts.
     local: whether each rank numbers its experts from 0.
     count: name of a tensor that holds the number of experts of all ranks; "" if there is none.
 
-    Example, pmoe's "experts.w1" (X, fH, M): Mixtral has two tensors (H, M) for each expert. gpt-oss has one
-    tensor for all experts, "X M Hf": in-features first, columns of the gate and of the other factor in turn.
+    Examples for pmoe's "experts.w1" (X, fH, M):
+
+    - Mixtral has two tensors (H, M) for each expert.
+    - gpt-oss has one tensor for all experts, with the axes "X M Hf". Its last dimension has a column of the
+      gate projection, then one of the up projection, in turn.
     """
 
     names: Mapping[str, str]
@@ -66,18 +71,19 @@ class Layout:
         name: pmoe's name.
         experts: the indices of the experts, which replace {e} in the system's names.
 
-        Example, Mixtral's "experts.w1" for experts 0 and 1: four names, "w1" of both experts, then "w3" of
-        both.
+        Example: for Mixtral's "experts.w1" and experts 0 and 1, four names are returned: "w1" of both
+        experts, then "w3" of both.
         """
         numbers = [*experts] if "{e}" in self.names[name] else [0]
         return [part.replace("{e}", str(e)) for part in self.names[name].split() for e in numbers]
 
     def order(self, name: str) -> tuple[str, list[str]]:
-        """Returns how to read the tensors that make up one of pmoe's: (axes of all together, axes of each).
+        """Returns the axes of the tensors that make up one of pmoe's: (stacked together, each alone).
 
-        The first result lists one letter for each axis (see `AXES`), in the order in which the values lie in
-        memory if the tensors are stacked. Axes over which the values are spread as several tensors come
-        first: f over two names, X over experts. The second result has the dimensions of each tensor.
+        The first result is for all tensors stacked into one. It has one letter for each axis (see `AXES`), in
+        the order in which the values lie in memory. The new axes of the stack come first: f if there are two
+        names, X if every expert has a tensor. The second result has the letters of each dimension of one
+        tensor.
 
         name: pmoe's name.
 
@@ -155,19 +161,23 @@ def to_pmoe(
         state: the other system's state dict. Tensors whose names do not begin with ``prefix`` are ignored.
         layout: a key of `LAYOUTS`.
         prefix: beginning of the names of the layer's tensors in its model, for example "model.layers.0.mlp.".
-        experts: the numbers of the X experts that the result has, out of all E; None for all. ``state`` holds
-            either these alone, as the state dict of one rank does, or all E. In "megatron-grouped" and
-            "tutel-llama" it must hold these alone.
-        names: replacements in the layout's names, because DeepSpeed's experts are modules of your own:
-            {"dense_h_to_4h": "fc1", "dense_4h_to_h": "fc2"}, for example.
+        experts: the indices of the X experts in the result, out of E experts of all ranks; None for all E.
+            ``state`` may hold only these X experts, as the state dict of one rank does, or all E. With the
+            layouts "megatron-grouped" and "tutel-llama", it must hold only these X experts.
+        names: texts to replace in the layout's names, for example {"dense_h_to_4h": "fc1", "dense_4h_to_h":
+            "fc2"}. DeepSpeed's layout needs this, because its experts are modules whose parameters a user has
+            named.
 
-    With M = d_model and H = d_hidden, the result has ``gate.weight`` (E, M), ``experts.w1`` (X, H, M) or, if
-    experts are gated, (X, 2H, M), ``experts.w2`` (X, M, H), and if ``state`` has them biases, the router's
-    bias and a shared expert. They share no memory with ``state``.
+    The result has these tensors, where M = d_model and H = d_hidden. They share no memory with ``state``.
 
-    Raises ValueError if a tensor is missing, has no place in the layout, or does not fit the others in shape,
-    dtype or device; the message names the tensor, its shape and the rule. Raises TypeError for a value that
-    is no tensor.
+    - ``gate.weight`` (E, M)
+    - ``experts.w1`` (X, H, M); for gated experts (X, 2H, M)
+    - ``experts.w2`` (X, M, H)
+    - biases of experts, the router's bias and a shared expert, if ``state`` has them
+
+    Raises ValueError if a tensor is missing, has a name that the layout does not know, or does not fit the
+    other tensors in shape, dtype or device. The message names the tensor, its shape and the rule. Raises
+    TypeError if a value of ``state`` is no tensor.
     """
     return _read(state, experts, _place(layout, prefix, names))[0]
 
@@ -184,16 +194,16 @@ def from_pmoe(
     """Returns another system's state dict with the weights of a `MoELayer`, bit for bit.
 
     Args:
-        state: the state dict of a `MoELayer`: ``gate.weight`` (E, M) for E experts and M = d_model, and so
-            on.
+        state: the state dict of a `MoELayer`: ``gate.weight`` (E, M) and so on, for E experts and M =
+            d_model.
         layout: a key of `LAYOUTS`.
         prefix: put in front of the layout's names.
-        experts: the numbers of the experts that the result has; None for all. ``state`` holds either these
-            alone, as the state dict of one rank does, or all.
-        names: replacements in the layout's names, as in {"dense_h_to_4h": "fc1"}.
+        experts: the indices of the experts in the result; None for all. ``state`` may hold only these
+            experts, as the state dict of one rank does, or all.
+        names: texts to replace in the layout's names, such as {"dense_h_to_4h": "fc1"}.
 
     The result shares no memory with ``state``. Raises the errors of `to_pmoe`, and ValueError if the layout
-    has no place for one of the layer's tensors.
+    has no name for one of the layer's tensors.
     """
     place = _place(layout, prefix, names)
     return _written(_read(state, experts, PMOE), place)
@@ -228,15 +238,16 @@ def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> 
 def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place) -> Found:
     """Reads the tensors of a layer from a state dict, and returns them in pmoe's layout.
 
-    1. The router's shape gives E (experts of all ranks) and d_model, and the tensors' names give the experts.
-    2. Every tensor that is needed must be there, and no other.
-    3. w2 gives the hidden size; then all shapes, dtypes and devices are known, and are checked.
-    4. Only then are tensors stacked and permuted.
+    1. E (experts of all ranks) and d_model are read from the router's shape, the experts from the tensors'
+       names.
+    2. No tensor may be missing, and no other tensor may be there.
+    3. d_hidden is read from the shape of w2. Then the shape, dtype and device of every tensor are checked.
+    4. Tensors are stacked and permuted.
 
-    experts: the numbers of the experts in the result; None for all.
+    experts: the indices of the experts in the result; None for all.
     place: the state dict's layout, the layout's name for errors, and the prefix of names.
 
-    Raises ValueError or TypeError if tensors are missing, too many or do not fit.
+    Raises ValueError or TypeError if a tensor is missing, unknown or of a wrong shape, dtype or device.
     """
     layout, layout_in_words, prefix = place
     check_kind(Mapping, "a state dict", state=state)
@@ -298,11 +309,13 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
 
 
 def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
-    """Returns the numbers of the experts in the result; all numbers if ``experts`` is None.
+    """Returns the indices of the experts in the result, after checking them.
 
+    experts: the caller's indices; None for all.
     num_experts: E, the number of experts of all ranks.
 
-    Raises ValueError if they are not different numbers from 0 to E - 1, and TypeError if one is no integer.
+    Raises ValueError unless the indices are one or more different numbers from 0 to E - 1. Raises TypeError
+    if an index is no integer.
     """
     numbers = [*range(num_experts)] if experts is None else list_of("experts", experts)
     for number in numbers:
@@ -313,9 +326,10 @@ def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
 
 
 def _has_all(state: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bool:
-    """Returns whether a state dict holds all experts, or only those that the caller asked for.
+    """Returns True if a state dict holds all experts, False if only those that the caller asked for.
 
-    False for a layout in which a tensor's shape and name do not show the experts.
+    The answer is read from tensors' names and shapes. If a layout's names and shapes do not show the number
+    of experts, the result is False.
 
     state: the state dict, without a prefix.
     num_experts: number of experts of all ranks.
@@ -333,8 +347,8 @@ def _written(read: Found, place: Place) -> dict[str, Tensor]:
     read: the layer in pmoe's layout: its tensors, the indices of its experts, the size of each axis.
     place: the layout, its name for errors, and the prefix of names.
 
-    Raises ValueError if the layout has no place for a tensor, or if it is for gated experts only and these
-    are not gated, or the reverse.
+    Raises ValueError if the layout has no name for a tensor, or if it does not allow the layer's kind of
+    experts (gated or not).
     """
     tensors, experts, sizes = read
     layout, layout_in_words, prefix = place
@@ -360,12 +374,14 @@ def _written(read: Found, place: Place) -> dict[str, Tensor]:
 def parts_of(
     layout: Layout, name: str, tensor: Tensor, experts: Iterable[int], sizes: Mapping[str, int]
 ) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of a layout that together hold one of pmoe's: (name without prefix, view or copy).
+    """Returns the tensors in another system's layout that together hold one of pmoe's tensors.
+
+    Each is a pair (name without prefix, tensor). The tensor may be a view of pmoe's tensor.
 
     name: pmoe's name.
     tensor: pmoe's tensor, in the shape that `AXES` says.
-    experts: the indices of its experts, for the layout's names.
-    sizes: the size of each axis; that of X is the number of experts in ``tensor``.
+    experts: the indices of the experts in ``tensor``, for the layout's names.
+    sizes: the size of each axis; X is the number of experts in ``tensor``.
     """
     axes, dims = layout.order(name)
     own_axes = AXES[name].replace(" ", "")

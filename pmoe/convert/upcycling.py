@@ -1,8 +1,8 @@
-"""Upcycling: initializes every expert of a layer as a copy of one trained dense network.
+"""Initializes every expert of a layer as a copy of one trained dense network (upcycling).
 
-Sparse upcycling (arXiv 2212.05055) makes equal copies. Noise can make them differ a little. Drop-Upcycling
-(arXiv 2502.19261, section 3) replaces some hidden columns of each copy by random values with the mean and the
-standard deviation of the values that they replace.
+Sparse upcycling (arXiv 2212.05055) makes equal copies. Noise can make the copies differ a little.
+Drop-Upcycling (arXiv 2502.19261, section 3) replaces some hidden columns of each copy by random values. These
+have the mean and the standard deviation of the replaced values.
 """
 
 from __future__ import annotations
@@ -42,38 +42,39 @@ def copy_into_experts(
     """Initializes every expert of a layer with the weights of one dense network (upcycling).
 
     Args:
-        layer: a layer on one rank or several, parallelized or not. Every rank must call it with the same
-            values, under the same torch seed.
-        dense: the network, or its tensors by name. What it must have depends on the layer's experts, M =
-            d_model and H = d_hidden:
+        layer: a layer on one rank or several, parallelized or not. Every rank must call the function with the
+            same values, under the same torch seed.
+        dense: the network, or its tensors by name. Its form depends on the class of the layer's experts (M =
+            d_model, H = d_hidden):
 
-            - "ffn": a module with two `torch.nn.Linear`, from M to H columns and back; or the tensors w1 (H,
-              M), w2 (M, H), b1 (H,), b2 (M,).
+            - "ffn": a module with two `torch.nn.Linear`, from M to H columns and from H to M; or the tensors
+              w1 (H, M), w2 (M, H), b1 (H,), b2 (M,).
             - "swiglu": a module with linear layers gate_proj, up_proj and down_proj; or the tensors w1 (2H,
-              M) with gate rows first, w2 (M, H), b1 (2H,), b2 (M,).
+              M) with the rows of gate_proj first, w2 (M, H), b1 (2H,), b2 (M,).
             - experts that are a user's modules: a module of the same class, or its state dict.
-        noise: the standard deviation of normal noise on each weight matrix, as a part of the matrix's own
+        noise: the standard deviation of normal noise on each weight matrix, as a fraction of the matrix's own
             standard deviation.
         drop: the fraction of hidden columns that are replaced by random values in each expert, from 0 to 1
-            (Drop-Upcycling); 0.5 is usual. The columns are the same in all matrices of an expert, and differ
-            from expert to expert. The values of a matrix are drawn from a normal distribution with the mean
-            and the standard deviation of the values that they replace.
-        router_std: the standard deviation of random values for the gate's weight; 0.02 is usual. None leaves
-            the gate unchanged.
+            (Drop-Upcycling); 0.5 is usual. All matrices of an expert have the same columns replaced; each
+            expert has other ones. The random values are normal, with the mean and the standard deviation of
+            the values that they replace.
+        router_std: the standard deviation of random values for the router's weight; 0.02 is usual. None
+            leaves the router unchanged.
 
-    Values are cast to the layer's dtype. If the experts' hidden columns are split over ranks ("esp"), each
-    rank takes its columns. Random values depend only on torch's seed and the expert's number, not on the
+    Values are cast to the layer's dtype. If the hidden columns of an expert are split over ranks ("esp"),
+    each rank copies its own columns. Random values depend on torch's seed and the expert's number, not on the
     number of ranks.
 
-    If the routing weights of a token sum to 1 (top_k above 1, or normalize_gate=True), a layer whose experts
-    are copies without noise and drop computes the same as the dense network.
+    Without noise and drop, the layer computes the same as the dense network if each token's routing weights
+    sum to 1 (top_k above 1, or normalize_gate=True).
 
-    Such copies are also marked as equal on purpose. Without the mark the next call would raise ValueError,
-    because experts that are equal on all ranks are usually a mistake: all ranks have loaded one rank's file.
+    A layer normally raises ValueError if its experts are equal on all ranks, because usually all ranks have
+    loaded one rank's file by mistake. This function switches that check off for equal copies.
 
     Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, if a
-    number is out of range, if the layer is on the meta device, or if the gate has no weight to draw. Raises
-    TypeError for experts of another class, and for noise or drop with experts that are modules.
+    number is out of range, if the layer is on the meta device, or if ``router_std`` is set and the router has
+    no weight. Raises TypeError for experts of another class, and if ``noise`` or ``drop`` is above 0 for
+    experts that are modules.
     """
     check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
     check_kind((nn.Module, Mapping), "a module, or tensors by name", dense=dense)
@@ -121,9 +122,9 @@ def _into_stacked(
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns pairs (target, value): the values to copy into the parameters of stacked experts.
 
-    Stacked experts have one tensor for a weight of all experts of the rank. A target is this rank's part of
-    such a tensor, (E_local, ...) for E_local experts. A value has the shape of its target. Or it has the
-    shape of one expert's part, and is then copied to every expert.
+    Stacked experts keep each weight of all experts in one tensor. A target is this rank's part of such a
+    tensor, of shape (E_local, ...) for E_local experts. A value has the shape of its target, or the shape
+    (...) of one expert, and is then copied to every expert.
 
     experts: the experts of this rank.
     dense: the dense network, or its tensors by name.
@@ -156,7 +157,10 @@ def _into_stacked(
 
 
 def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
-    """Returns this rank's hidden columns of a tensor of one expert; all columns without expert sharding.
+    """Returns this rank's hidden columns of one expert's tensor.
+
+    Without sharding of experts ("esp"), the rank has all columns. The result for b2, which has no hidden
+    columns, is the whole tensor.
 
     experts: the experts of this rank.
     name: the name of the tensor: "w1", "w2", "b1" or "b2".
@@ -174,13 +178,13 @@ def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
 def _varied(
     experts: StackedExperts, values: Mapping[str, Tensor], noise: float, drop: float
 ) -> dict[str, Tensor]:
-    """Returns the dense network's values for one expert, with noise and with random hidden columns.
+    """Returns the weights of one expert: the dense network's, with noise and some random hidden columns.
 
-    Random numbers come from the CPU's generator, and values are computed in float32 or wider.
+    Random numbers come from the CPU's generator. All values are computed in float32 or a wider dtype.
 
     experts: the experts of this rank.
-    values: the dense network's w1 (fH, M), w2 (M, H), b1 (fH,), b2 (M,), where f is 2 for gated experts and
-        else 1, H = d_hidden and M = d_model.
+    values: the dense network's w1 (fH, M), w2 (M, H), b1 (fH,), b2 (M,), where H = d_hidden, M = d_model, and
+        f is 2 for gated experts and 1 for others.
     noise: standard deviation of the noise, as a fraction of a matrix's own standard deviation.
     drop: fraction of the hidden columns that are replaced by random values.
     """
@@ -204,13 +208,13 @@ def _varied(
 
 
 def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Tensor]:
-    """Returns the weights and biases of a dense module under the names w1, w2, b1 and b2, for one expert.
+    """Returns a dense module's weights and biases under the names of one expert: w1, w2, b1 and b2.
 
-    experts: experts of the class for which the tensors are.
+    experts: the layer's experts, whose class says which linear layers ``dense`` must have.
     dense: the module.
 
-    Raises ValueError if the module has other linear layers than the experts' class needs, or if only some of
-    its linear layers have a bias.
+    Raises ValueError if the module does not have exactly the linear layers that the experts' class needs, or
+    if only some of its linear layers have a bias.
     """
     linears = {name: linear for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     wanted = LINEARS.get(experts.hidden_factor, ())
@@ -241,7 +245,7 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
 def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Returns pairs (target, value): the values to copy into one expert that is a user's module.
 
-    A target is a parameter or buffer of the expert. The value has the same shape.
+    A target is a parameter or buffer of the expert. The value has the shape of its target.
 
     expert: the user's module.
     dense: a module of the same class, or its state dict.
@@ -257,7 +261,7 @@ def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> 
 
 
 def _check_names(names: set[str], wanted: set[str]) -> None:
-    """Raises ValueError unless the tensors of the dense network have the names of one expert's tensors.
+    """Raises ValueError unless the dense network's tensors have the same names as one expert's tensors.
 
     names: the names of the dense network's tensors.
     wanted: the names of one expert's tensors.
@@ -270,10 +274,10 @@ def _check_names(names: set[str], wanted: set[str]) -> None:
 
 
 def _check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless a value of the dense network is a tensor of the shape that an expert needs.
+    """Raises ValueError unless a value of the dense network has the shape that one expert needs.
 
     name: the tensor's name, for the error.
-    value: the value.
+    value: the dense network's value.
     shape: the shape of this tensor in one whole expert.
     """
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:

@@ -4,7 +4,7 @@ It implements Lancet (paper 004) on the FX graphs that torch.compile traces. The
 parts, so that the rows of one part are sent between ranks while another part is computed. Gradients of
 weights, for which no all-to-all waits, are computed while rows are sent. A graph passes through these files:
 
-    capture           traces a MoELayer as operators (`operators`, `messages`) that can be cut and moved
+    capture           traces a MoELayer as operators that can be cut and moved (`operators`, `messages`)
     backend           receives the traced graph from torch.compile
     axes              finds along which dimension each tensor can be cut into parts of the batch
     cost              measures the seconds and the bytes of each operator
@@ -14,7 +14,7 @@ weights, for which no all-to-all waits, are computed while rows are sent. A grap
     reductions        chooses when gradients are handed over to autograd, and so reduced over ranks
     lower             makes the module that runs: it starts all-to-alls early and waits for them late
     hand_over         lets autograd take each gradient as soon as it is computed
-    run               runs all these steps in the first training steps, agreed among ranks
+    run               runs these steps in the first training steps, with decisions that all ranks share
     explain           reports what was chosen
 
 The files work on an instruction list (`instructions`): one entry for each operator call of the graph.

@@ -9,10 +9,10 @@ y = x @ w they are:
     None          1 (columns)   1
     1             0             SUM: each part gives a tensor of the whole shape, and y is their sum
 
-`infer` applies the rules to the nodes of a graph in order. It gives each tensor one axis, although its users
-may prefer different ones. A user's operator gets its rule by ``RULES[torch.ops.my.op.default] = rule``. An
-operator runs once on the whole batch if it has no rule, or if its rule does not allow the axes that its
-inputs have.
+`infer` applies the rules to the nodes of a graph in order. It gives each tensor one axis, although the
+operators that read the tensor may prefer different axes. To add a rule for an operator of your own, write
+``RULES[torch.ops.my.op.default] = rule``. If an operator has no rule, or its rule does not allow the axes of
+its inputs, the operator runs once, on the whole batch.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def _is_number(node: fx.Node) -> bool:
 def infer(
     graph: fx.Graph, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = (), sequences: Any = None
 ) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
-    """Returns the axis along which each node of the graph is cut, and why some nodes cannot be cut.
+    """Returns the axis along which each node of the graph is cut, and the nodes that cannot be cut.
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
     graph: the graph.
     known_axes: the axes of inputs of the graph. Inputs that are not in this dict, such as parameters, are not
         cut: each part uses them whole.
-    free: inputs whose axis is not known. Each gets the axis that the first operator on it needs.
+    free: inputs whose axis is not known. Each gets the axis that the first operator that reads it needs.
     sequences: number of sequences or tokens in the batch, a number or a symbol of the trace. A tensor is cut
         only along dimensions whose size is a multiple of this number. None allows all dimensions.
 
@@ -126,15 +126,15 @@ def infer(
 def follow(
     body: Iterable[fx.Node], known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any
 ) -> dict[fx.Node, Any]:
-    """Returns the axes of the instructions ``body`` and of their inputs, if the whole body can be cut.
+    """Returns the axes of some instructions and of their inputs, if all these instructions can be cut.
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
     body: calls of a graph, in order.
-    known_axes: axes of tensors that are computed before the body. Tensors that are not in this dict are not
+    known_axes: axes of tensors that are computed before ``body``. Tensors that are not in this dict are not
         cut: each part uses them whole.
-    free: tensors from before the body whose axis is not known. Each gets the axis that the first operator on
-        it needs.
+    free: tensors that are computed before ``body`` and whose axis is not known. Each gets the axis that the
+        first operator that reads it needs.
     sequences: number of sequences or tokens in the batch. A tensor is cut only along dimensions whose size is
         a multiple of this number.
 
@@ -160,8 +160,8 @@ class _Inference:
     axes: the axis of each node so far; a tuple for a node with several results.
     refused: the reason for each node that cannot be cut.
 
-    A tensor is called free while its axis is undecided. The first operator that needs a certain axis of a
-    free tensor decides it. These tensors are free:
+    A tensor is called free while its axis is undecided. The first operator that needs a free tensor to have a
+    certain axis decides the axis. These tensors are free:
 
     - inputs that the caller names,
     - results of operators that could not be cut, and of operators that take no tensor,
@@ -178,8 +178,8 @@ class _Inference:
     def add(self, node: fx.Node) -> None:
         """Finds and stores the axis of a node. All nodes that the node reads must have been added before.
 
-        If the node cannot be cut, the reason is stored in ``refused``, and the axis of its result is
-        undecided (free) for the next operators.
+        If the node cannot be cut, the reason is stored in ``refused``. The axis of its result is then
+        undecided (free): the next operators decide it.
         """
         if node.op != "call_function":
             self.axes[node] = self._known_axes.get(node)
@@ -194,10 +194,10 @@ class _Inference:
     def _behind(self, node: fx.Node) -> Any:
         """Returns the axis along which later operators may cut the result of an operator that is not cut.
 
-        An axis is the dimension along which a tensor is cut into parts of the batch. It is taken from the
-        first input of the operator that has such a dimension. A result with the same shape as this input gets
-        the same dimension, another result gets None. For an operator with several results, a tuple with one
-        axis for each result is returned.
+        An axis is the dimension along which a tensor is cut into parts of the batch. The axis is that of the
+        first input that is cut along a dimension. A result with the same shape as this input gets this axis.
+        A result with another shape gets None. For an operator with several results, a tuple with one axis for
+        each result is returned.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -212,9 +212,9 @@ class _Inference:
     def axis(self, node: fx.Node) -> Any:
         """Returns the axis along which a node's result is cut; a tuple for several results.
 
-        The axis follows from the axes of the node's inputs and the rule of its operator. Each input with an
-        undecided axis (a free one) gets the axis that the chosen combination of the rule needs. Raises
-        RefusedError if the node cannot be cut.
+        The axis follows from the axes of the node's inputs and the rule of its operator. An input whose axis
+        is undecided (free) gets the axis that the chosen combination of the rule needs. Raises RefusedError
+        if the node cannot be cut.
         """
         inputs = tensors(node)
         axes = self.axes
@@ -278,8 +278,9 @@ class _Inference:
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
-        A tensor without an axis was computed as a whole. It may get a dimension, along which it is then cut.
-        It may not get `SUM`, because that axis means that each part has computed a summand of the tensor.
+        A tensor without an axis was computed as a whole. It may get a dimension as its axis, and is then cut
+        along this dimension. It may not get `SUM`, because that axis means that each part has computed a
+        summand of the tensor.
 
         node: the node of the tensor.
         axis: the dimension along which it would be cut, `IRREGULAR`, `SUM` or None.
@@ -311,7 +312,7 @@ def _dims(node: fx.Node) -> range:
 
 
 def _number(node: fx.Node, place: int, default: Any = None) -> Any:
-    """Returns the argument of a call at position ``place``, or ``default`` if there are fewer arguments."""
+    """Returns a call's argument at position ``place``, or ``default`` if it has fewer arguments."""
     return node.args[place] if len(node.args) > place else default
 
 
@@ -330,8 +331,8 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
     There is one way for each dimension that is not in ``but``.
 
     node: the call of the operator.
-    but: dimensions along which the operator cannot be cut, because it works along them, as softmax does along
-        one. Negative numbers count from the last dimension.
+    but: dimensions along which the operator cannot be cut, because it works along them. Softmax works along
+        one dimension, for example. Negative numbers count from the last dimension.
     """
     first, *_ = inputs = tensors(node)
     rank = len(shape(first))
@@ -347,7 +348,7 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
 
 
 def _is_pointwise(target: object) -> bool:
-    """Returns whether torch marks an operator as pointwise and it draws no random numbers.
+    """Returns whether an operator is pointwise (torch marks it so) and draws no random numbers.
 
     An operator that draws random numbers cannot be cut: a dropout in parts would draw other numbers than the
     dropout of the whole batch.
@@ -359,8 +360,8 @@ def _is_pointwise(target: object) -> bool:
 def _pointwise(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a pointwise operator into parts: along each dimension of its result.
 
-    The operator broadcasts its inputs. An input that lacks the dimension, or has size 1 there, is used whole
-    by all parts.
+    The operator broadcasts its inputs. If an input lacks the dimension, or has size 1 in it, all parts use
+    the whole input.
     """
     operands = tensors(node)
     if any(isinstance(shape(operand)[0] if shape(operand) else 1, torch.SymInt) for operand in operands):
@@ -466,8 +467,8 @@ def _convolution_backward(node: fx.Node) -> Iterator[Combination]:
 def _group_norm(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut a group norm into parts: along the batch.
 
-    All parts use the whole weight and bias. The call has the size of the batch as an argument, which
-    `pmoe.graph.split_batch` replaces by that of a part.
+    All parts use the whole weight and bias. One argument of the call is the size of the batch.
+    `pmoe.graph.split_batch` replaces it by the size of a part.
     """
     _, *weights = tensors(node)
     yield Combination((0, *(None for _ in weights)), (0, 0, 0))
@@ -502,9 +503,9 @@ def _embedding(node: fx.Node) -> Iterator[Combination]:
 def _attention(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut attention into parts: along the sequences or the heads.
 
-    Yields nothing with dropout, because its random numbers depend on the cut. Yields nothing either if there
-    are more tensors than queries, keys and values, such as a mask. The first two results, the output and the
-    logsumexp of each query, are cut. The others hold states of random numbers.
+    Yields nothing in two cases: with dropout, because its random numbers would depend on the cut; and with
+    more tensors than queries, keys and values, such as a mask. The first two results are cut: the output, and
+    the logsumexp of each query. All other results hold states of random numbers.
     """
     if len(tensors(node)) == 3 and _argument(node, "dropout_p") == 0.0:
         results = len(node.meta["val"])
@@ -518,10 +519,11 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
 def _attention_backward(node: fx.Node) -> Iterator[Combination]:
-    """Yields the one way to cut the gradient of attention into parts: along the sequences; none with dropout.
+    """Yields the one way to cut the gradient of attention into parts: along the sequences.
 
-    Six tensors are cut: the output's gradient, queries, keys, values, the output, and the logsumexp of each
-    query. Two more tensors may follow. They belong to dropout, and all parts use them whole.
+    Yields nothing with dropout. Six tensors are cut: the output's gradient, queries, keys, values, the
+    output, and the logsumexp of each query. Two more tensors may follow. They belong to dropout, and all
+    parts use them whole.
     """
     count = len(tensors(node))
     if _argument(node, "dropout_p") == 0.0 and count in (6, 8):
@@ -552,10 +554,9 @@ def _flip(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.index_select.default)
 def _index_select(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a selection by indices: along dimensions that are not indexed, or along the
-    indices.
+    """Yields the ways to cut a selection by indices: along the indices, or along unindexed dimensions.
 
-    If it is cut along the indices, all parts use the whole source.
+    If the selection is cut along the indices, all parts use the whole source.
     """
     source = tensors(node)[0]
     selected = _argument(node, "dim") % len(shape(source))
@@ -567,7 +568,7 @@ def _index_select(node: fx.Node) -> Iterator[Combination]:
 def _index_add(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut the addition of slices into parts: along each dimension that is not indexed.
 
-    It is the gradient of a selection by indices. All parts use all indices.
+    The addition is the gradient of a selection by indices. All parts use all indices.
     """
     source = tensors(node)[0]
     indexed = _argument(node, "dim") % len(shape(source))
@@ -628,9 +629,9 @@ def _view(node: fx.Node) -> Iterator[Combination]:
     pairs (0, 0) and (1, 2).
 
     - A dimension of size 1 cannot be cut.
-    - ``expand`` can be cut along every dimension whose size it does not change.
-    - Any other view of a sum equals the sum of the viewed summands, so it can also be cut into summands
-      (`SUM`).
+    - ``expand`` can be cut along every dimension whose size stays the same.
+    - All other views can also be cut into summands (`SUM`), because the view of a sum equals the sum of the
+      viewed summands.
 
     node: the call of the view.
     """
@@ -685,7 +686,7 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut an operator that inserts or removes a dimension: along each other dimension.
 
-    Dimensions after the inserted or removed one have another number in the result than in the source.
+    Dimensions after the inserted or removed one have a different index in the result than in the source.
     """
     operands = tensors(node)
     before, after = len(shape(operands[0])), len(shape(node))
@@ -703,8 +704,9 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
 def _order(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut `order`, which sorts a layer's rows by expert, into parts: along the tokens.
 
-    The last input and the last result are not cut. They count the rows that each expert got in earlier parts.
-    Each part passes these counts to the next part, so that all parts together respect the experts' capacity.
+    The last input and the last result are not cut. They hold, for each expert, the number of rows that it got
+    in earlier parts. Each part passes these counts to the next part, so that all parts together respect the
+    experts' capacity.
     """
     operands = tensors(node)
     yield Combination((*(0 for _ in operands[:-1]), None), (IRREGULAR,) * 3 + (None,))
@@ -735,8 +737,8 @@ def _experts(node: fx.Node) -> Iterator[Combination]:
 def _experts_gradient(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut the experts' gradients into parts: each part has its own rows (`IRREGULAR`).
 
-    All parts use the whole parameters. Each part gives its own rows' gradients, and summands (`SUM`) of the
-    parameters' gradients.
+    All parts use the whole parameters. Each part gives the gradients of its own rows, and summands (`SUM`) of
+    the parameters' gradients.
     """
     parameters: Sequence[object] = node.args[5]  # type: ignore[assignment]
     rows = len(tensors(node)) - len(parameters)

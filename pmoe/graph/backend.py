@@ -74,7 +74,10 @@ def backend(
 
 
 def changes_inputs() -> bool:
-    """Returns whether the graph that AOTAutograd compiles changes an input that needs a gradient in place."""
+    """Returns whether a graph changes, in place, an input that needs a gradient.
+
+    The graph is the one that AOTAutograd compiles at this moment.
+    """
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fw_metadata is None:
         return True  # not known
@@ -84,8 +87,8 @@ def changes_inputs() -> bool:
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:
     """Returns the positions of the inputs of a graph that hold the batch, along their first dimension.
 
-    The first tensor that is neither a parameter nor a buffer gives the length of the batch. All other such
-    tensors with the same length hold the batch too.
+    Parameters and buffers do not count. The first of the other tensors gives the length of the batch. Every
+    other tensor whose first dimension has this length holds the batch, too.
     """
     tensor_positions = [
         position
@@ -103,8 +106,7 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 def prepare() -> None:
     """Sets options of torch._dynamo, and makes MoELayers traceable. Runs once, when this module is imported.
 
-    capture_dynamic_output_shape_ops   on: a number of rows that is known only at run time does not break the
-                                       graph
+    capture_dynamic_output_shape_ops   on: a number of rows that only a run shows does not break the graph
     optimize_ddp                       off: DDP must not cut graphs between layers that communicate
     recompile_limit                    raised to accumulated_recompile_limit, because every block of a model
                                        may be compiled by itself

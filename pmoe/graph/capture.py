@@ -54,9 +54,9 @@ class CapturedCounts:
         return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
-        """Returns the counts as a `RankCounts`, the form that a layer outside a graph keeps.
+        """Returns the counts as a `RankCounts`, which a layer outside a graph keeps.
 
-        In this form, rows that stay on their rank count as rows that the rank sends to itself.
+        In a `RankCounts`, rows that stay on their rank count as rows that the rank sends to itself.
         """
         send_WE, recv_WE = self.send_WE.clone(), self.recv_WE.clone()
         send_WE[self.rank] = recv_WE[self.rank] = self.own_1E[0]
@@ -67,9 +67,9 @@ class CapturedCounts:
         )  # fmt: skip
 
     def kept_E(self) -> Tensor:
-        """Returns (E,) int64: how many rows this rank's tokens have for each of the E experts of all ranks.
+        """Returns (E,) int64: the number of rows of this rank's tokens for each of the E experts.
 
-        Dropped rows are not counted.
+        E is the number of experts of all ranks. Dropped rows are not counted.
         """
         return self.rows().send.flatten()
 
@@ -77,8 +77,8 @@ class CapturedCounts:
 def install(backend: Any) -> None:
     """Replaces `MoELayer.forward` by a function that ``backend`` can trace.
 
-    Traced for ``backend``, the function becomes the operators of `_captured`. In all other cases it runs the
-    original forward pass.
+    If torch.compile traces the function for ``backend``, the graph gets the operators of `_captured`. In all
+    other cases the function runs the original forward pass.
     """
     BACKENDS.append(backend)
     _forward.__doc__ = _eager.__doc__

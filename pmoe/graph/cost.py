@@ -41,7 +41,7 @@ class Cost:
     seconds: time on the device; for an all-to-all, time on the link. 0 for an input.
     num_bytes: bytes that the call allocates for its result; 0 if the result is a view. For an input, its
         bytes.
-    view_of: if the result is a view, the name (`label`) of the call or input that owns the memory; else None.
+    view_of: the name (`label`) of the call or input that owns the memory, if the result is a view; else None.
     """
 
     seconds: float
@@ -52,9 +52,9 @@ class Cost:
 class Costs:
     """Measured seconds of operators on one type of device, kept in a file between runs.
 
-    The file is in the cache folder ($PMOE_CACHE). There is one for each type of device, version of torch and
-    number of threads. If the file is damaged, a warning says so, nothing is read, and the next `save`
-    replaces it.
+    The files are in the cache folder ($PMOE_CACHE). Each type of device, version of torch and number of
+    threads has its own file. If the file is damaged, a warning is issued and nothing is read. The next `save`
+    replaces the file.
 
     seconds: seconds of each operator call, by its `signature`.
     """
@@ -74,7 +74,7 @@ class Costs:
         )
 
     def save(self) -> None:
-        """Writes the seconds to the file. Warns if it cannot be written: the next run measures again."""
+        """Writes the seconds to the file. If that fails, it warns; the next run then measures again."""
         save_or_warn(
             "costs of operators could not be kept, and will be measured again",
             lambda: save_json(self._path, {"seconds": self.seconds}),
@@ -209,9 +209,9 @@ def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
     On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
-    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`. The messages of a
-    profile take only milliseconds, so one interruption would change beta, and with it the predicted seconds
-    of every long message.
+    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`. The profile's beta is
+    not used: its messages take only milliseconds, so one interruption changes its beta much, and with it the
+    predicted seconds of every long message.
 
     The first call with these ranks, device and dtype is collective. Later calls return the same result.
     """

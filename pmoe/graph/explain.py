@@ -160,8 +160,8 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
 def _moved(program: Program) -> Counter[str]:
     """Counts, for each all-to-all, the moved weight gradients that run between it and the next all-to-all.
 
-    The result has the name of each such all-to-all with its number. Weight gradients that were moved to a
-    place before the first all-to-all are counted under the name "".
+    Returns {name of the all-to-all: number of weight gradients}, without numbers of 0. The name "" has those
+    that run before the first all-to-all.
 
     program: what was decided for a graph.
     """
@@ -174,8 +174,8 @@ def _moved(program: Program) -> Counter[str]:
 def _reduced(program: Program) -> Counter[str]:
     """Counts, for each all-to-all, the gradient reductions that begin between it and the next all-to-all.
 
-    The result has the name of each such all-to-all with its number. Reductions before the first all-to-all
-    are counted under the name "".
+    Returns {name of the all-to-all: number of reductions}, without numbers of 0. The name "" has those that
+    begin before the first all-to-all.
 
     program: what was decided for a graph.
     """
@@ -219,8 +219,8 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
 def _kind(instruction: Instruction, free: Collection[str]) -> str:
     """Returns the kind of an instruction's bar in the timeline, which decides the bar's colour.
 
-    The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, "experts" or "dense"
-    for other instructions, with "free " in front if no all-to-all waits for the instruction.
+    The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, and "experts" or
+    "dense" for other instructions. "free " is put in front if no all-to-all waits for the instruction.
 
     instruction: the instruction of the bar.
     free: names of the instructions for which no all-to-all waits.

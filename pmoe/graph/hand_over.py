@@ -1,10 +1,10 @@
 """Hands each gradient to autograd as soon as its operator has run, inside the backward graph.
 
 Autograd calls a compiled backward graph as one node, which returns all gradients at once. A data-parallel
-wrapper reduces a gradient when autograd adds it to ``grad``, so it could not begin before the graph has
-ended. Here the node returns at once, with tensors that stand for the gradients (`PendingGradient`). Each
-input of the graph has one more autograd node (`HandOver`), which runs the graph until the gradient of this
-input exists:
+wrapper reduces a gradient over ranks when autograd adds the gradient to ``grad``. So no reduction could begin
+before the whole graph has run. With this file, the node returns before the graph runs. It returns tensors
+that stand for the gradients (`PendingGradient`). Each input of the graph has one more autograd node
+(`HandOver`), which runs the graph until the gradient of this input exists:
 
     node                      what it does
     backward graph            nothing: returns pending gradients
@@ -14,8 +14,8 @@ input exists:
     ...
 
 Autograd runs `HandOver` nodes in the reverse of the order in which the forward pass makes them, and
-AccumulateGrad nodes before any other. So the hooks of a parameter run between two operators of the graph, as
-soon as its gradient is computed, as in an eager backward pass.
+AccumulateGrad nodes before any other. So the hooks of a parameter run as soon as its gradient is computed,
+between two operators of the graph, as in an eager backward pass.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ It returns the number of the gradient among the results of the graph, and a `Box
 
 
 class GradientPass:
-    """A backward pass that runs on demand, up to the gradient that is asked for.
+    """A backward pass that runs step by step, each time up to the gradient that autograd needs next.
 
     steps: the pass, as an iterator over its gradients.
     """
@@ -74,9 +74,9 @@ class GradientPass:
             return self._ready[number]
 
     def finish(self) -> None:
-        """Runs the rest of the pass, also if nobody asks for the remaining gradients.
+        """Runs the rest of the pass, even if nothing reads the remaining gradients.
 
-        It may contain all-to-alls, and all ranks must send the same messages.
+        The rest may contain all-to-alls, in which all ranks must take part.
         """
         with self._lock, torch.no_grad(), torch._C._DisableAutocast():
             for _ in self._steps:
@@ -84,10 +84,11 @@ class GradientPass:
 
 
 class PendingGradient(Tensor):
-    """A tensor that stands for a gradient which is not computed yet. An operator on it first computes it.
+    """A tensor that stands for a gradient that is not computed yet. An operator that reads it computes it.
 
-    running: the pass that computes it, as a weak reference. If an autograd node fails, autograd may keep this
-        tensor after the backward pass; the pass and its memory must be freed all the same.
+    running: the pass that computes the gradient, as a weak reference. If an autograd node fails, autograd may
+        keep this tensor after the backward pass. The weak reference lets the pass and its memory be freed
+        even then.
     number: the number of the gradient among the results of the graph.
     """
 
@@ -96,9 +97,9 @@ class PendingGradient(Tensor):
 
     @staticmethod
     def of(running: GradientPass, number: int, example: Tensor, sizes: Sequence[int]) -> PendingGradient:
-        """Returns a tensor that stands for a gradient which is not computed yet.
+        """Returns a tensor that stands for a gradient that is not computed yet.
 
-        running: the pass that computes it.
+        running: the pass that computes the gradient.
         number: the number of the gradient among the results of the graph.
         example: a tensor with the dtype and the device of the gradient.
         sizes: the shape of the gradient.
@@ -130,10 +131,11 @@ class PendingGradient(Tensor):
 
 
 def computed(gradient: Any) -> Any:
-    """Returns the value of a gradient: if it is a `PendingGradient`, runs the pass until it is computed.
+    """Returns the value of a gradient. For a `PendingGradient`, runs the pass until the value exists.
 
-    The pass keeps no reference to the result, so that AccumulateGrad need not copy it. A gradient that holds
-    other tensors, as a DTensor holds a local tensor, is built again from the computed ones.
+    The pass keeps no reference to the result, so that AccumulateGrad need not copy it. A gradient may hold
+    other tensors, as a DTensor holds a local tensor. It is then built again from the computed values of these
+    tensors.
     """
     if isinstance(gradient, PendingGradient):
         return gradient.computed_box().pop()
@@ -147,9 +149,9 @@ def computed(gradient: Any) -> Any:
 
 
 class HandOver(torch.autograd.Function):
-    """An autograd function that returns its input, and in backward computes the input's gradient if needed.
+    """An autograd function that returns its input. In backward it computes a gradient that is pending.
 
-    If the gradient is still pending, the backward pass of the function runs the compiled backward graph up to
+    If the gradient is not computed yet, the function's backward pass runs the compiled backward graph up to
     this gradient.
     """
 
@@ -174,11 +176,13 @@ class GraphInputs:
     names: a name for each result of the backward graph, equal on all ranks that trace the same code.
     owners: for each result of the backward graph, the number of the input of which it is the gradient.
     may_stop: whether the backward graph may stop when a gradient is computed, to hand it over. False if the
-        graph changes an input that needs a gradient: torch forbids to change the result of a `HandOver`.
+        graph changes an input that needs a gradient, because torch does not allow changing the result of a
+        `HandOver`.
     layers: numbers of the layers in the graph that communicate; () before the backward graph is compiled.
-    order: returns the numbers of the results in the order in which they will be handed over; [] before it is
-        known.
-    group: the ranks over which the gradients of the last call are reduced; a single rank if they are not.
+    order: function that returns the numbers of the results, in the order in which these will be handed over;
+        [] before the order is known.
+    group: the ranks over which the gradients of the last call are reduced; a single rank if there is no
+        reduction.
     reduced_bytes: bytes of the gradients of all parameters but those of experts, by name.
     """
 
@@ -211,12 +215,13 @@ class GraphInputs:
     ) -> dict[int, str]:
         """Returns the names of the gradients of a backward graph, by their numbers among its results.
 
-        Returns {} if the graph must not stop at gradients, or if it is not known whose gradients they are.
+        Returns {} if the graph must not stop at gradients, or if the inputs to which the gradients belong are
+        unknown.
 
         module: the backward graph.
         layers: numbers of the layers in the graph that communicate. Stored as the attribute ``layers``.
-        order: returns the numbers of the results in the order in which they will be handed over. Stored as
-            the attribute ``order``.
+        order: function that returns the numbers of the results, in the order in which these will be handed
+            over. Stored as the attribute ``order``.
         """
         results: Any = module.graph.output_node().args[0]
         if not self.may_stop or len(results) != len(self.names):
@@ -247,10 +252,10 @@ class GraphInputs:
         return result
 
     def _see_reductions(self, inputs: Sequence[Any]) -> None:
-        """Stores over which ranks the gradients of this call are reduced, and how many bytes they have.
+        """Stores the ranks over which this call's gradients are reduced, and the bytes of the gradients.
 
-        `DistributedDataParallel` or `pmoe.GradientReducer` reduces them; experts' gradients are not among
-        them.
+        `DistributedDataParallel` or `pmoe.GradientReducer` reduces these gradients. Those of experts are not
+        among them.
 
         inputs: the inputs of the call.
         """
@@ -272,8 +277,8 @@ class GraphInputs:
 def _parts(value: object) -> list[str]:
     """Returns a suffix of a name for each value that AOTAutograd passes to a graph in place of one input.
 
-    A tensor that holds others, such as a DTensor, is passed as these tensors. A plain input has the suffix
-    "".
+    If an input is a tensor that holds other tensors, such as a DTensor, AOTAutograd passes those tensors. A
+    plain input has the suffix "".
     """
     if not is_traceable_wrapper_subclass(value):
         return [""]
@@ -287,15 +292,16 @@ def _parts(value: object) -> list[str]:
 def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSteps) -> list[Any] | None:
     """Returns stand-ins (`PendingGradient`) for the results of a backward graph that has not run yet.
 
-    Must be called in a backward pass of autograd. Steps that nobody has asked for run at the end of that
-    pass.
+    Must be called in a backward pass of autograd. The graph's pass then runs step by step: each time autograd
+    needs the next gradient, the pass runs until this gradient exists. At the end of autograd's backward pass,
+    the rest of the graph's pass runs.
 
     module: the graph.
-    arguments: its arguments. Sizes that are symbols in the graph are read from them.
-    steps: the graph's pass, as an iterator over its gradients.
+    arguments: the arguments of the graph. Sizes that are symbols in the graph are read from them.
+    steps: the graph's pass, as an iterator that yields its gradients.
 
-    Returns None if the size of a result does not follow from the arguments, or if a result is neither a
-    tensor nor one of the arguments.
+    Returns None in two cases: if the size of a result does not follow from the arguments, or if a result is
+    neither a tensor nor one of the arguments.
     """
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
     running = GradientPass(steps)
@@ -321,7 +327,7 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSte
 
 
 def _known_sizes(inputs: Mapping[fx.Node, Any]) -> dict[Any, int]:
-    """Returns the value of each symbolic size of a graph's inputs: of symbols, and of expressions of symbols.
+    """Returns the value of each symbolic size (a symbol or an expression of symbols) of a graph's inputs.
 
     inputs: the argument for each input.
     """

@@ -26,15 +26,15 @@ class Instruction:
 
     name: the call's name. Graphs with the same operators have the same names (`pmoe.graph.lower.label`).
     waits: names of the instructions whose results this one reads.
-    holds: names of the instructions and graph inputs whose memory this instruction reads. For a view, this is
-        the instruction or input that owns the view's memory.
+    holds: names of the instructions and graph inputs whose memory this instruction reads. If it reads a view,
+        the name is that of the instruction or input that owns the view's memory.
     seconds: predicted time of the call, if nothing else runs on its lane.
     lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
     num_bytes: bytes that the call allocates for its result.
     is_counts: whether the call is an exchange of row counts.
-    hands_over: True if this is no call of an operator, but hands a gradient over to autograd
-        (`pmoe.graph.hand_over`). If the gradient is reduced over ranks, its lane is `COMMUNICATE` and its
-        seconds are those of the reduction.
+    hands_over: True if the instruction calls no operator, but hands a gradient over to autograd
+        (`pmoe.graph.hand_over`). If the gradient is reduced over ranks, the instruction's lane is
+        `COMMUNICATE`, and its seconds are those of the reduction.
     """
 
     name: str
@@ -76,9 +76,10 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """Returns the predicted seconds of a pass in which nothing is computed, because all waits for messages.
+    """Returns the predicted seconds in which nothing is computed, because all work waits for messages.
 
-    The compute lane, the queue of all instructions except all-to-alls and reductions, is then idle.
+    In these seconds the compute lane is idle: the queue of all instructions except all-to-alls and
+    reductions.
     """
     busy = sum(instruction.seconds for instruction in instructions if instruction.lane == COMPUTE)
     return total_seconds(instructions) - busy

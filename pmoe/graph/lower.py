@@ -7,8 +7,8 @@
                               experts
 
 The start is put where the operator was. The wait is put before the first instruction that reads the result.
-A backward pass also stops where a gradient is handed over to autograd (`pmoe.graph.hand_over`): its code is
-that of a generator, and yields there.
+The code of a backward pass is a generator. It yields wherever a gradient is handed over to autograd
+(`pmoe.graph.hand_over`).
 
 A MoELayer's operators are called as plain Python functions, which saves the cost of torch's dispatcher. Each
 value, inputs included, is freed after its last use, as autograd does.
@@ -61,11 +61,11 @@ def communicates(node: fx.Node) -> bool:
 
 
 def label(node: fx.Node) -> str:
-    """Returns the name by which ranks share decisions about a node, such as "mm_0".
+    """Returns a node's name that is equal on all ranks, such as "mm_0".
 
-    Two graphs with the same operators have the same names, although torch gives their nodes different names
-    if shapes differ. `name_all` gives the names. Calls that compute a size have none; for them the result is
-    torch's name with the mark "unnamed".
+    Ranks use this name when they share decisions. Graphs with the same operators get the same names from
+    `name_all`, although torch's own names of their nodes may differ. Calls that compute a size get no name
+    from `name_all`. For them the result is torch's name, marked as "unnamed".
     """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else node.name
     name: str = node.meta.get("label", unnamed)
@@ -75,8 +75,8 @@ def label(node: fx.Node) -> str:
 def name_all(graph: fx.Graph) -> None:
     """Labels each call by its operator and a running number: "mm_0", "mm_1", "experts_0".
 
-    Calls that compute a size get no label. Only graphs for changing shapes have such calls, and labelling
-    them would shift the numbers of the others.
+    Calls that compute a size get no label. Only graphs for changing shapes have such calls. If they were
+    labelled, the numbers of other calls would differ between graphs.
     """
     counts: Counter[str] = Counter()
     for node in graph.nodes:
@@ -91,9 +91,9 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_result(node: fx.Node) -> bool:
-    """Returns whether a node takes one result out of the results of an all-to-all.
+    """Returns whether a node selects one of the results of an all-to-all.
 
-    Such a node counts as part of the all-to-all, and runs directly after the wait for it.
+    This node counts as part of the all-to-all. It runs directly after the wait for the all-to-all.
     """
     source: Any = node.args[0] if node.target is operator.getitem else None
     return source is not None and communicates(source)
@@ -102,8 +102,8 @@ def is_result(node: fx.Node) -> bool:
 def calls_of(module: fx.GraphModule) -> list[fx.Node]:
     """Returns the calls of a graph in order.
 
-    Nodes that take one result out of those of an all-to-all (`is_result`) are left out, because they run as
-    part of the all-to-all.
+    Nodes that select one of the results of an all-to-all (`is_result`) are left out, because they run as part
+    of the all-to-all.
     """
     return [node for node in module.graph.nodes if node.op == "call_function" and not is_result(node)]
 
@@ -142,8 +142,8 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 
     first, second: two calls of `experts_weight_gradient`.
 
-    Returns None if the calls cannot be merged: if a gradient is also used by something else than the
-    addition, or if the calls have gradients of different parameters.
+    Returns None if the calls cannot be merged: if something other than the addition also uses a gradient, or
+    if the calls have gradients of different parameters.
     """
     sums: dict[int, fx.Node] = {}
     for block in (first, second):
@@ -158,16 +158,15 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 
 
 def boxed(tensor: Tensor) -> list[Tensor]:
-    """Returns a list that holds a tensor. Taking the tensor out of the list leaves no other reference to
-    it.
-    """
+    """Returns a list that holds a tensor, so that its reader can take the only reference to the tensor."""
     return [tensor]
 
 
 def hand_over(number: int, box: list[Tensor]) -> None:
-    """Marks the place in a graph at which a gradient is handed over to autograd. It is never called.
+    """Marks the position in a graph at which a gradient is handed over. The function is never called.
 
-    `lowered` replaces the call by a ``yield`` in the generated code.
+    `lowered` replaces the call by a ``yield`` in the generated code, which hands the gradient over to
+    autograd.
 
     number: position of the gradient among the results of the graph.
     box: a list that holds the gradient.
@@ -187,13 +186,12 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
 
     module: the graph.
     order: the calls of the graph (`calls_of`) in the new order. Each must come after the calls whose results
-        it reads. A `Gradient` in the list is a result of the graph that is handed over to autograd at this
-        place.
+        it reads. At the position of a `Gradient` in the list, this gradient is handed over to autograd.
 
     The new module takes its arguments in one list and empties the list, so that each argument can be freed
     after its last use. If gradients are handed over, the module returns a generator. For each gradient, it
-    yields the gradient's number and a list that holds the gradient. Its return value has all results,
-    gradients in these lists.
+    yields the gradient's number and a list that holds the gradient. Its return value has all results.
+    Gradients are in the same lists.
     """
     graph = fx.Graph()
     new = {}
@@ -205,8 +203,8 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
     def value(node: fx.Node) -> fx.Node:
         """Returns the node of the new graph that computes the value of a node of the old graph.
 
-        If the value is the result of an all-to-all that has only been started, the wait for it is added here,
-        directly before its first reader.
+        If the value is the result of an all-to-all that is started but not waited for, the wait is added
+        here: directly before the first call that reads the value.
         """
         if node not in new:
             if node in started:
@@ -247,7 +245,7 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
 
 
 def handed_over(module: fx.GraphModule) -> list[int]:
-    """Returns the numbers of the gradients that a lowered module hands over, in this order."""
+    """Returns the numbers of the gradients that a lowered module hands over, in the order of doing so."""
     calls = module.graph.find_nodes(op="call_function", target=hand_over)
     return [node.args[0] for node in calls]
 

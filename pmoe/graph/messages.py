@@ -26,8 +26,8 @@ from pmoe.graph.operators import modules_of
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
     """Starts the exchange of row counts, without waiting for it. Returns the exchange, for `wait_counts`.
 
-    counts: (E + 1,), this rank's rows for each of the E experts of all ranks, then the code of a fault in its
-        routing.
+    counts: (E + 1,), this rank's numbers of rows for each of the E experts of all ranks, then the code of a
+        fault in its routing.
     slot: (S,), the sorted slots (a slot is one choice of one token). Only their number S is read.
     dtype: dtype of the rows that will be sent.
     layer: the number that stands for the layer (`number_of`).
@@ -69,8 +69,8 @@ def exchange_counts(
     E is the number of experts of all ranks, E_local of one rank, and W the number of ranks. S is the number
     of slots (a slot is one choice of one token).
 
-    counts: (E + 1,), this rank's rows for each expert, then the code of a fault in its routing, as `order`
-        returns them.
+    counts: (E + 1,), this rank's number of rows for each expert, then the code of a fault in its routing, as
+        `order` returns them.
     slot: (S,), the sorted slots, as `order` returns them. Only the length is read: it gives the number of
         tokens.
     dtype: dtype of the rows that will be sent.
@@ -102,8 +102,8 @@ def _(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> tuple[Ten
 def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[Tensor]:
     """Sorts rows from the order (rank, expert) into the order (expert, rank), or back.
 
-    Rows arrive from an all-to-all by rank, and experts compute them by expert. N is the number of rows, W the
-    number of ranks, E_local the number of experts of one rank.
+    Rows arrive from an all-to-all sorted by rank. Experts need them sorted by expert. N is the number of
+    rows, W the number of ranks, E_local the number of experts of one rank.
 
     rows: tensors (N, ...), all in the same order.
     counts_WE: (W, E_local), number of rows of each rank and expert.

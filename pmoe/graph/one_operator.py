@@ -1,16 +1,16 @@
 """A layer as one operator of a compiled graph, for every backend of torch.compile but pmoe's own.
 
-torch.compile cannot trace a MoE layer, because the host decides each call by row counts. So in a graph, the
-layer is one operator, `run_and_keep`, which runs the layer as it runs without torch.compile: with all its
-options, on any number of ranks. The graph does not break at the layer (``fullgraph=True``). The backward pass
-is one operator too, `run_backward`.
+torch.compile cannot trace a MoE layer, because the host reads row counts to decide how a call runs. So in a
+graph, the layer is one operator, `run_and_keep`. It runs the layer exactly as without torch.compile: with all
+its options, on any number of ranks. The graph does not break at the layer (``fullgraph=True``). The backward
+pass is one operator too, `run_backward`.
 
 `run_and_keep` keeps the autograd graph of what it ran, for `run_backward`. A number connects the two. The
 first operator returns the number in a tensor, the *ticket*. A kept graph is freed by its backward pass, or
 together with the ticket if there is no backward pass.
 
-Two kinds of modules run like this (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and the
-experts of a transformers model, in `pmoe.integrations.transformers.in_graph`.
+Two kinds of modules are such operators (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and
+the experts of a transformers model, in `pmoe.integrations.transformers.in_graph`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _number(module: nn.Module) -> int:
-    """Returns the number that stands for a module in the graph, where it is a constant."""
+    """Returns the number that stands for a module in the graph. In the graph it is a constant."""
     return number_of(module)
 
 
@@ -98,16 +98,16 @@ def run_and_keep(
     needs_grad: Sequence[bool],
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
-    """Runs a module. Returns its results, and behind them the ticket of the kept autograd graph.
+    """Runs a module. Returns its results and, as the last one, the ticket of the kept autograd graph.
 
     kind: the name of the module's `OperatorKind`.
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
     inputs: the module's inputs that are not None.
     is_given: for each of the module's inputs, whether it is not None.
-    parameters: the parameters that need gradients; empty if gradients are disabled. They say to the graph
-        that the results depend on them. The module reads its own.
+    parameters: the parameters that need gradients; empty if gradients are disabled. They are arguments only
+        so that the graph knows that the results depend on them. The module itself reads its own attributes.
     needs_grad: for each of ``inputs``, whether it needs a gradient.
-    autocast: the dtype of autocast, which is on if this is not None.
+    autocast: the dtype of autocast; None if autocast is off.
 
     The ticket is an int64 scalar on the host. It is 0 if no autograd graph was kept.
     """
@@ -156,12 +156,12 @@ def run_backward(
     parameters: Sequence[Tensor],
     needs_grad: Sequence[bool],
 ) -> list[Tensor]:
-    """Runs the backward pass of what `run_and_keep` ran. Returns the gradients of its inputs and parameters.
+    """Runs the backward pass for a call of `run_and_keep`. Returns gradients of inputs and parameters.
 
     gradients: the gradients of the results.
     ticket: the last result of `run_and_keep`.
-    inputs, parameters, needs_grad: the arguments of `run_and_keep`. The result has gradients of the inputs
-        that need one, and of all these parameters.
+    inputs, parameters, needs_grad: the arguments of `run_and_keep`. The result has the gradients of the
+        inputs that need one, and of all ``parameters``.
 
     Raises RuntimeError if this backward pass has run before.
     """
@@ -226,7 +226,8 @@ def _with_autograd() -> Any:
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Runs the block without the tensors' own hooks (`torch.Tensor.register_hook`).
 
-    Autograd calls them with the gradients that the operator returns. The kept graph must not call them too.
+    Autograd calls these hooks with the gradients that the operator returns. The kept graph must not call them
+    a second time.
     """
     hooks = [tensor._backward_hooks or {} for tensor in tensors]
     before = [dict(own) for own in hooks]
@@ -240,9 +241,10 @@ def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _laid_out(gradient: Tensor | None, source: Tensor) -> Tensor:
-    """Returns a gradient with the strides for which the graph was compiled; zeros if there is no gradient.
+    """Returns a gradient with the strides that the compiled graph expects; zeros if it is None.
 
-    gradient, source: a gradient and its tensor. Both may be DTensors.
+    gradient: the gradient, or None.
+    source: the tensor whose gradient it is. Both may be DTensors.
     """
     like = local_part(source)
     if gradient is None:

@@ -79,7 +79,7 @@ def order(
 
     expert_TK: (T, K) int64, the expert of each slot.
     keep_TK: (T, K) bool, slots that the gate keeps; None if it keeps all.
-    logits: the router's logits, of any shape, which are checked to be finite; None checks nothing.
+    logits: the router's logits, of any shape. Logits that are not finite are a fault. None checks nothing.
     used_E: (E,) int64, rows that each expert got in earlier parts of the batch.
     capacity: largest number of rows of an expert; -1 for no limit. Ignored if keep_TK is not None.
     layer: the number that stands for the layer (`number_of`).
@@ -88,7 +88,7 @@ def order(
 
         slot      (S,) slots in sorted order: | sent, by expert | stay on this rank, by expert | dropped |
         position  (S,) the inverse: the position of each slot in the sorted order
-        counts    (E + 1,) int64, rows of each expert without dropped ones; then 0, or the code of a `Fault`
+        counts    (E + 1,) int64, rows of each expert, without dropped ones; then 0 or the code of a `Fault`
         used_E    (E,) used_E plus the rows of this part, for the next part of the batch (Lancet, section 2.3)
     """
     modules = modules_of(layer)
@@ -117,7 +117,7 @@ def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> 
 def pack(
     values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Copies each token to the rows that its experts get. Returns (rows to be sent, rows that stay).
+    """Copies each token to one row for each of its experts. Returns (rows to be sent, rows that stay).
 
     Rows stay on this rank if their expert is on it. Both results are (N, ...), each with its own number of
     rows N. A slot is one choice of one token. S is the number of slots, W the number of ranks, E_local the
@@ -169,10 +169,10 @@ def join(
     top_k: int,
     num_values: int,
 ) -> Tensor:
-    """Returns for each token the sum of its rows, (num_values, ...), after experts have computed them.
+    """Returns the sum of each token's rows, (num_values, ...), after experts have computed the rows.
 
-    It is the reverse of `pack`, which copies each token to its rows. A slot is one choice of one token, and S
-    the number of slots. N is a number of rows.
+    The function is the reverse of `pack`, which copies each token to its rows. A slot is one choice of one
+    token, and S the number of slots. N is a number of rows.
 
     travelled, stayed: (N, ...) each, rows that came back from other ranks, and rows that never left this
         rank. A dropped slot has no row and counts as zeros.
@@ -202,7 +202,7 @@ def _join_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _join_backward(ctx: Any, grad: Tensor) -> Any:
-    """Returns the gradients of the rows: each row gets the gradient of the sum that it is part of."""
+    """Returns the gradients of the rows: each row gets the gradient of its token's sum."""
     travelled, stayed = pack(grad, *ctx.saved_tensors, ctx.top_k)
     return travelled, stayed, None, None, None, None, None, None
 
@@ -228,7 +228,7 @@ def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
 def experts(
     rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
 ) -> tuple[Tensor, Tensor]:
-    """Computes rows with their experts. Returns the outputs T_DO (N, M), and T_M, which backward needs.
+    """Computes rows with their experts. Returns the outputs T_DO (N, M), and T_M for backward.
 
     N is the number of rows, M = d_model. T_M is the hidden activation of the experts before the nonlinearity.
 
@@ -269,8 +269,8 @@ def experts_input_gradient(
     rows, weight_N, counts_RE, parameters, layer: the arguments of `experts` in the forward pass.
     hidden: the hidden activation T_M, which `experts` returned.
 
-    `experts_weight_gradient` needs the three tensors: the gradient of T_M, the activated T_M, and ``grad``
-    times the routing weight.
+    The three tensors are for `experts_weight_gradient`: the gradient of T_M, T_M after the nonlinearity, and
+    ``grad`` times the routing weight.
     """
     expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
     out, grad_weight_N, (_, grad_hidden, active, grad_out) = modules_of(layer).experts.input_gradient(

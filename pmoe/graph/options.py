@@ -19,9 +19,9 @@ class Options:
 
     parts: the largest number of parts into which the batch is cut, so that all-to-alls of one part run while
         another part is computed; 1 cuts nothing.
-    weight_gradients: whether gradients of weights are moved to where all-to-alls run.
+    weight_gradients: whether gradients of weights are computed while all-to-alls run.
     memory_limit: most memory that the inputs and results of a pass may take at one time, in bytes or as a
-        string such as "2GiB". None allows `SLACK` times the bytes that they take in the order of the trace.
+        string such as "2GiB". None allows `SLACK` times the bytes of the pass in the order of the trace.
 
     Raises ValueError or TypeError for a bad value.
     """
@@ -54,8 +54,8 @@ class Options:
     def limit(self, traced: int) -> float:
         """Returns the memory limit of a pass in bytes.
 
-        traced: peak bytes of the graph in the order of its trace. The limit is never lower than this, because
-            it may be that no other order of the operators needs less.
+        traced: peak bytes of the graph in the order of its trace. The limit is at least this number, because
+            perhaps no other order of the operators needs less.
         """
         memory_limit = self.memory_limit
         return (

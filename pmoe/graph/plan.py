@@ -1,12 +1,11 @@
-"""The ranges that ranks agreed on for a program, and how each graph of the program is cut accordingly.
+"""Cuts each graph of a program into parts of the batch, by ranges on which all ranks agreed.
 
 A range is a run of consecutive instructions (operator calls) that is cut into parts of the batch. A program
-is all graphs of some layers in one direction, forward or backward; graphs for other input shapes belong to
-the same program. Ranges are chosen on the first graph of rank 0. Each other graph of the program is compared
-with that first graph:
+is the set of all graphs of some layers in one direction, forward or backward, for any input shapes. Ranges
+are chosen on the first graph of rank 0. Each other graph of the program is compared with that first graph:
 
     its instructions and batch                     how it is cut
-    the same instructions, several sequences       the ranges are cut as they are
+    the same instructions, several sequences       the same ranges are cut, along the sequences
     other instructions, or 0 or 1 sequence         each layer of a range is cut by itself, along its tokens
 
 In both cases each layer has the same number of parts, so all ranks send the same messages in the same order.
@@ -70,10 +69,10 @@ class GraphSplit:
     names: tuple[str, ...]
 
     def __init__(self, module: fx.GraphModule, input_axes: Mapping[fx.Node, Axis], sequences: object) -> None:
-        """Finds along which dimension each tensor can be cut, and moves calls that would interrupt a range.
+        """Finds the dimension along which each tensor can be cut. Moves calls that would interrupt a range.
 
-        A range is a run of consecutive calls that is cut into parts of the batch. Calls that cannot be cut
-        move to the end of the graph, if no all-to-all waits for them.
+        A range is a run of consecutive calls that is cut into parts of the batch. A call that cannot be cut
+        is moved to the end of the graph, if no all-to-all waits for it.
 
         module: the graph. The order of its calls may change.
         input_axes: for each input of the graph that is cut, the dimension along which it is cut.
@@ -99,9 +98,9 @@ class GraphSplit:
         self.names = tuple(map(label, self.calls))
 
     def _gather(self) -> None:
-        """Moves calls that stand among a layer's calls, but do not belong to the layer, behind the layer.
+        """Moves calls that do not belong to a layer, but are among the layer's calls, behind the layer.
 
-        It is used for backward graphs in which no input holds the batch. In these graphs each layer is cut
+        The method is for backward graphs in which no input holds the batch. In these graphs each layer is cut
         along its tokens. This is possible only if all calls from the layer's first to its last belong to the
         layer.
         """
@@ -122,9 +121,10 @@ class GraphSplit:
     def saved(self) -> dict[str, int]:
         """Returns the dimension along which each result of a forward graph is cut, by name and by shape.
 
-        With it, the axes of the backward graph's inputs are found. An input that forward saved has the name
-        of the forward graph's result. The gradient of a result has another name, so it is found by the shape
-        of the result, as text. Results that are not cut along a dimension are left out.
+        `backward_axes` finds the axes of the backward graph's inputs in this dict. If forward saved an input,
+        it has the name of a result of the forward graph. The gradient of a result has another name, and is
+        found by its shape. So each result has two keys: its name, and its shape as text. Results that are not
+        cut along a dimension are left out.
         """
         axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():
@@ -141,10 +141,12 @@ class GraphSplit:
     def cuttable(self, instructions: Sequence[Instruction]) -> Cuttable:
         """Returns where ranges of the graph may end, and which instructions can be cut into parts.
 
-        A range is a run of consecutive instructions that is cut. A range must not end after a call that makes
-        routed rows and before the last call that reads these rows, because it is not known outside the range
-        which rows belong to which part. A range must also not end between a call with several results and the
-        nodes that take one of them, because only single tensors can be joined.
+        A range is a run of consecutive instructions that is cut. A range must not end at these positions:
+
+        - between a call that makes routed rows and the last call that reads these rows, because only inside
+          the range is it known which rows belong to which part;
+        - between a call with several results and the nodes that select one of them, because only single
+          tensors can be joined.
 
         instructions: the instructions of the graph, with their costs.
         """
@@ -243,8 +245,8 @@ def _text(node: fx.Node) -> str:
 def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
     """Moves calls that cannot be cut to the end of the graph, if no all-to-all waits for them.
 
-    Calls that read their results move too. An auxiliary loss, for example, needs the whole batch. In the
-    middle of the graph it would interrupt the instructions that are cut.
+    Calls that read the results of moved calls are moved too. An auxiliary loss, for example, needs the whole
+    batch. In the middle of the graph it would interrupt the instructions that are cut.
 
     refused: the calls that cannot be cut, with reasons.
     """

@@ -32,7 +32,7 @@ LONGEST = 2 * GROUPS_A_LAYER
 class Range:
     """A run of consecutive instructions that is cut into k parts of the batch.
 
-    first, last: names of its first and last instruction.
+    first, last: names of the range's first and last instruction.
     k: number of parts.
     lag: how many parts the second stage of a MoELayer (experts, combine) is behind its first stage (gate,
         dispatch): the second stage of part p runs after the first stage of part p + lag (`turns`).
@@ -49,8 +49,8 @@ class PartCosts:
     """Costs of instructions that are cut into k parts of the batch, for one k, by the instruction's name.
 
     part: seconds of the instruction for one part, on average.
-    join: seconds for joining the parts of the instruction's result to one tensor. They are joined if the
-        result is read outside the run of instructions that is cut.
+    join: seconds for joining the parts of the instruction's result to one tensor. That is needed if an
+        instruction outside the range, the run of instructions that is cut, reads the result.
     """
 
     part: Mapping[str, float]
@@ -61,8 +61,8 @@ class PartCosts:
 class Cuttable:
     """The instructions of a graph, and where they may be cut into parts of the batch.
 
-    ends: whether a run of instructions that is cut may end before instruction i, for each i. One more entry
-        is for the end of the graph.
+    ends: for each instruction, whether a range (a run of instructions that is cut) may end directly before
+        it. One more entry is for the end of the graph.
     can: for each instruction, whether it can be cut into parts.
     """
 
@@ -75,9 +75,9 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
     """Splits instructions into the stages of a pipeline: computation, followed by all-to-alls of rows.
 
     body: consecutive instructions that are cut into parts of the batch.
-    ends_stage: returns whether an instruction is an all-to-all of rows, and False for an exchange of row
-        counts. If an exchange of row counts ended a stage too, the gates of all parts would run before the
-        rows of the first part are sent.
+    ends_stage: function that returns True for an all-to-all of rows, and False for all other instructions,
+        even an exchange of row counts. If an exchange of row counts ended a stage too, the gates of all parts
+        would run before the rows of the first part are sent.
     """
     result = list[list[T]]()
     ended = True
@@ -95,8 +95,8 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 
     A MoELayer has two stages: the first ends with its dispatch, the second with its combine. The two stages
     of a layer take turns: after the first stage of some part, the second stage of an earlier part may run.
-    All parts of a layer run before the next layer begins. For some ranks' graphs no other order is possible,
-    because they can only be cut layer by layer, and all ranks must send their messages in the same order.
+    All parts of a layer run before the next layer begins. This order suits all ranks: some ranks' graphs can
+    only be cut layer by layer, and all ranks must send their messages in the same order.
 
     num_stages: number of stages of the pipeline, two for each layer.
     k: number of parts.
@@ -113,8 +113,8 @@ def lags(k: int) -> list[int]:
     """Returns the values of ``lag`` that are tried for a pipeline over k parts of the batch.
 
     A MoELayer has two stages: gate and dispatch, then experts and combine. The second stage of part p runs
-    after the first stage of part p + lag (`turns`). Two values are tried, because it depends on the costs
-    which is faster:
+    after the first stage of part p + lag (`turns`). Two values are tried. The costs decide which of them is
+    faster:
 
         1   combines start as early as possible
         k   no dispatch waits for a combine
@@ -242,7 +242,7 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
 
     Returns the index at which each group begins, and the number of instructions as the last element. There
     are about `GROUPS_A_LAYER` groups for each MoELayer. With G groups, a group ends at the first allowed
-    position at which it has 1 / G of the time of all computation.
+    position at which its seconds are at least 1 / G of those of all computation.
 
     graph: the instructions, and where a group may end.
     seconds: seconds of each instruction, by name.
@@ -265,7 +265,7 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
 def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
     """Returns the longest runs of instructions that can be cut, each in k parts of the batch.
 
-    They are used to measure what parts cost. Each run (a range) holds at least one all-to-all.
+    The costs of parts are measured on these runs (ranges). Each run holds at least one all-to-all.
     """
     instructions = graph.instructions
     ranges = list[Range]()

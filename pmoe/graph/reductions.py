@@ -10,9 +10,9 @@ On the compute lane, "head" and "block" stand for the operators that compute gra
 transformer block; on the link, for the reductions of these gradients. S is a dispatch, R a combine.
 
 The plan is FSMoE's gradient partition (section 5) for a whole graph. Step 1: a gradient takes the first gap
-on the link in which its reduction ends before the next all-to-all begins. Step 2: if the pass is predicted to
-be faster so, a gradient takes a gap that is too short, and a later all-to-all waits for the rest of its
-reduction.
+on the link in which its reduction ends before the next all-to-all begins. Step 2: a gradient may take a gap
+that is too short, so that an all-to-all waits for the rest of its reduction. This is done if the pass is then
+predicted to be faster.
 
 The place of a gradient is the number of all-to-alls that begin before it is handed over. Places are equal on
 all ranks: all-to-alls and reductions may use the same process group, whose collectives must begin in the same
@@ -55,7 +55,7 @@ class Gradient:
 
     @property
     def instruction(self) -> str:
-        """The name of the instruction that hands the gradient over."""
+        """The name of the instruction that hands the gradient over to autograd."""
         return f"gradient of {self.name}"
 
 
@@ -65,14 +65,14 @@ def plan_hand_overs(
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None = None,
 ) -> list[Instruction]:
-    """Returns the fastest pass that hands gradients over to autograd: an order, and places for the gradients.
+    """Returns the fastest pass that hands over gradients: its instructions, in order.
 
-    The place of a gradient is the number of all-to-alls that begin before it is handed over. Predictions are
-    not exact, so passes of up to `TIE` times the seconds of the fastest one count as equally fast.
+    A gradient is handed over to autograd at a place: the number of all-to-alls that begin before. Predictions
+    are not exact, so passes of up to `TIE` times the seconds of the fastest pass count as equally fast.
 
-    - For each order of the instructions, several ways to place the gradients are compared. Among the equally
-      fast ones, the one that delays all-to-alls least is taken.
-    - Among orders that are then equally fast, the one in which reductions begin earliest on average is taken.
+    - For each order of the instructions, several ways to place the gradients are compared. Of the equally
+      fast ways, the one that delays all-to-alls least is taken.
+    - Of orders that are then equally fast, the one in which reductions begin earliest on average is taken.
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
@@ -90,14 +90,17 @@ def _in_order(
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None,
 ) -> list[Instruction]:
-    """Returns a pass in one order that hands gradients over at the best places, or at agreed places.
+    """Returns a pass with the instructions that hand gradients over to autograd, at the best places.
 
-    The place of a gradient is the number of all-to-alls that begin before it is handed over.
+    The place of a gradient is the number of all-to-alls that begin before it is handed over. If ranks have
+    agreed on places, these are used. Otherwise several ways to place the gradients are compared. Of the
+    passes with nearly the fewest predicted seconds (`TIE`), the one that delays all-to-alls least is
+    returned.
 
-    order: the instructions of the pass, in order.
+    order: the instructions of the pass, in the order to keep.
     gradients: the gradients that the pass returns.
     seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
-    agreed: the places of the gradients, by name, if ranks agreed on them; None to find the best places.
+    agreed: the agreed place of each gradient, by name; None if there is no agreement yet.
     """
     if agreed is not None:
         return with_hand_overs(order, gradients, agreed, seconds)
@@ -120,15 +123,15 @@ def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
 def hand_over_places(
     order: Sequence[Instruction], gradients: Sequence[Gradient], seconds: Mapping[str, float], share: float
 ) -> dict[str, int]:
-    """Decides when each gradient is handed over to be reduced over ranks, between two all-to-alls.
+    """Decides between which two all-to-alls each gradient is handed over, to be reduced over ranks.
 
     Returns for each gradient, by name, the number of all-to-alls that begin before it is handed over.
 
     Reductions and all-to-alls use the same link. So a reduction should fill the time in which the link is
-    idle between two all-to-alls, in the predicted timeline of the pass without reductions. Each gradient
-    gets the first idle time, after it is computed, in which the fraction ``share`` of its reduction fits.
-    Gradients that are computed earlier choose first. A gradient that fits nowhere is handed over after the
-    last all-to-all.
+    idle between two all-to-alls, in the predicted timeline of the pass without reductions. Each gradient gets
+    the first idle time, after its computation, into which the fraction ``share`` of its reduction fits.
+    Gradients that are computed earlier choose first. If the reduction of a gradient fits into no idle time,
+    the gradient is handed over after the last all-to-all.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
@@ -177,9 +180,9 @@ def with_hand_overs(
 ) -> list[Instruction]:
     """Returns a pass with one more instruction for each gradient, which hands it over at its place.
 
-    A place is the part of the pass between two all-to-alls. A gradient is handed over as soon as it is
-    computed, but not before its place begins. If it would be computed only after its place ends, the
-    instructions that compute it move into the place.
+    A place is the stretch of the pass from the start of one all-to-all to the start of the next. A gradient
+    is handed over as soon as it is computed, but not before its place begins. If it would be computed only
+    after its place ends, the instructions that compute it are moved into the place.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
@@ -187,8 +190,8 @@ def with_hand_overs(
         entry are handed over after the last all-to-all.
     seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
 
-    Raises ValueError if a gradient needs the result of an all-to-all after its place. The graphs of two ranks
-    then differ.
+    Raises ValueError if a gradient needs the result of an all-to-all that comes after its place. This happens
+    only if the graphs of two ranks differ.
     """
     by_name = {instruction.name: instruction for instruction in order}
     # Gradients that are not handed over yet, the one with the lowest place first.
@@ -211,10 +214,11 @@ def with_hand_overs(
         )
 
     def take(instruction: Instruction, gradient: Gradient | None) -> None:
-        """Adds an instruction to the pass, after those that it waits for, and hands over its gradients.
+        """Adds an instruction to the pass, after those that it waits for. Then hands over its gradients.
 
         instruction: the instruction. Nothing is done if it was added before.
-        gradient: the gradient that must be handed over next; None if the instruction is taken in order.
+        gradient: the gradient for which the instruction is added early; None if it is added in its usual
+            order.
         """
         if instruction.name in result:
             return

@@ -9,10 +9,10 @@ consecutive operator calls that is cut into parts of the batch.
     2      the graph with its ranges cut              the ranges (rank 0's)
     3      the graph in its final order               the costs (rank 0's), from which the order follows
 
-Step 2 is left out if no range is cut. Steps 1 and 2 measure what operators cost. Measured costs differ
-between ranks, but all ranks must run operators in the same order, so all use the costs of rank 0. In these
-steps all ranks run the same step of the program, so they can agree. Later, a rank may compile a graph for
-other shapes without the others.
+Step 2 is left out if no range is cut. Steps 1 and 2 measure the costs of operators. Measured costs differ
+between ranks, but all ranks must run operators in the same order. So all ranks use the costs of rank 0. Ranks
+agree only in these steps, which all ranks run together. Later, one rank may compile a graph for other shapes
+while the other ranks do not.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Program:
     """State that all graphs of the same layers and direction share.
 
     key: the direction, and the numbers of the layers that communicate.
-    steps: number of training steps that have begun on this rank. They are no longer counted once `is_agreed`
-        is True.
+    steps: number of training steps that have begun on this rank. The count stops when `is_agreed` becomes
+        True.
     plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
     costs: costs of the graph with these ranges cut, by the `label` of each call.
     is_agreed: whether all ranks have rank 0's plan, costs and places, from which the order of the calls
@@ -76,8 +76,8 @@ class Program:
     reductions: seconds in which each gradient is reduced over ranks, by name; {} if none is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
-    watch: a function that `explain` sets to time passes. If it is set, it is called with the module and its
-        arguments, and runs the pass. Otherwise None.
+    watch: a function of a module and its arguments that runs and times the pass. `explain` sets it; otherwise
+        None.
     """
 
     key: Key
@@ -136,10 +136,10 @@ class GraphRunner:
         direction: "forward", "backward" or "inference".
         options: the options of the backend.
         batch: positions of the inputs of a forward graph that hold the batch, along their first dimension.
-        is_tiny: whether the batch has 0 or 1 sequence. Graphs of so small batches are traced with other
+        is_tiny: whether the batch has 0 or 1 sequence. torch.compile traces such small batches with other
             operators.
-        cuttings: where the graphs that were compiled together can be cut, by direction. A backward graph
-            reads the forward graph's entry, and each graph adds its own.
+        cuttings: for each direction, how its graph can be cut, for graphs that are compiled together. Each
+            graph adds its entry. A backward graph reads the forward graph's entry.
         graph_inputs: the inputs of the forward graph, whose gradients a backward graph hands over.
         """
         for node in reversed(list(module.graph.nodes)):
@@ -184,9 +184,9 @@ class GraphRunner:
 
         boxed: the arguments, in a list that the run empties, so that each can be freed after its last use.
 
-        A backward graph may only begin to run in this call. Its results then stand for gradients
-        (`PendingGradient`), and it runs on when autograd asks for one of them. In the first steps, which
-        measure and agree, it runs to its end.
+        In the first steps, which measure and agree, the graph runs to its end. Later, a backward graph may
+        return before it has run. Its results then stand for gradients (`PendingGradient`), and the graph runs
+        further each time autograd needs one of them.
 
         Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again,
         with rank, operator call and layer in the message.
@@ -221,8 +221,7 @@ class GraphRunner:
             raise self._failure(error) from error
 
     def _steps(self, boxed: list[Any]) -> GradientSteps:
-        """Runs the graph, and yields each gradient when it is handed over: its number, and a list that holds
-        it.
+        """Runs the graph. Yields (number, list that holds the gradient) when a gradient is handed over.
 
         boxed: the arguments, in a list that the run empties.
         """
@@ -260,15 +259,17 @@ class GraphRunner:
         return [] if self._run is None else handed_over(self._run)
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
-        """Runs the first training step: measures the graph cut in several ways, then runs it as traced.
+        """Runs the first training step: measures the graph in k parts for each k, then runs it uncut.
 
-        ranks: the ranks that agree.
+        ranks: the ranks that share one decision.
         boxed: the arguments of the graph, in a list that the run empties.
 
-        Returns the results of the graph as traced. Rank 0 chooses what will be cut, and stores the choice in
-        the program. In a forward graph, `solve` chooses from the measured costs of parts. In a backward
-        graph, either everything that can be cut is cut, or nothing: of all numbers of parts and orders that
-        were measured, the fastest that stays within the memory limit is chosen.
+        Returns the results of the uncut graph. Rank 0 chooses what later steps cut, and stores the choice in
+        the program:
+
+        - forward graph: `solve` chooses ranges and numbers of parts by the measured costs.
+        - backward graph: either everything that can be cut is cut, or nothing. Each number of parts and each
+          order of stages is compared with the uncut graph, and the fastest within the memory limit is chosen.
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
@@ -312,10 +313,9 @@ class GraphRunner:
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
         """Runs a training step after the first: all ranks take rank 0's choice of cuts, then its costs.
 
-        In step 2, if the choice has ranges (runs of instructions) to cut, the graph is measured with these
-        cut, and the results are returned. In the next step, or in step 2 if nothing is cut, the method takes
-        rank 0's costs and returns None: the ranks now agree on everything, and the caller can run the graph
-        in its final order.
+        If the choice has ranges (runs of instructions) to cut, step 2 measures the cut graph and returns its
+        results. The step after that, or step 2 if nothing is cut, takes rank 0's costs and returns None. Then
+        the ranks agree on everything, and the caller can run the graph in its final order.
         """
         program = self.program
         if program.steps == 2:
@@ -338,7 +338,7 @@ class GraphRunner:
         """Returns the predicted seconds in which each gradient is reduced over ranks, by name.
 
         In a ring of W ranks, each rank sends 2 (W - 1) / W times the bytes of a gradient. The fixed cost of a
-        message is left out, because gradients share messages.
+        message is left out, because one message carries several gradients.
         """
         link = self._link
         num_ranks = self._inputs.group.size
@@ -355,8 +355,8 @@ class GraphRunner:
         """Runs a module call by call. Returns the cost of each call by its label, and the results.
 
         ranks: the ranks of the all-to-alls.
-        module: the graph, possibly in parts.
-        boxed: its arguments, in a list that the run empties.
+        module: the graph, possibly cut into parts.
+        boxed: the graph's arguments, in a list that the run empties.
         """
         tensor = next(
             argument for argument in boxed if isinstance(argument, Tensor) and argument.is_floating_point()
@@ -369,9 +369,9 @@ class GraphRunner:
         return profiled.cost_by_label, results
 
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node | Gradient]:
-        """Returns the calls of a module in the order of least predicted time within the memory limit.
+        """Returns the calls of a module in the order that is predicted fastest within the memory limit.
 
-        Gradients that are handed over stand among them.
+        A `Gradient` in the list is handed over at its position.
         """
         program = self.program
         program.before, program.instructions, *_ = self._fastest(module, program.costs)
@@ -382,11 +382,11 @@ class GraphRunner:
     def _fastest(
         self, module: fx.GraphModule, costs: dict[str, Cost]
     ) -> tuple[list[Instruction], list[Instruction], int, float]:
-        """Finds the fastest predicted order of a module's calls with a peak memory within the limit.
+        """Finds the order of a module's calls that is predicted to be fastest within the memory limit.
 
         Orders that move weight gradients beside all-to-alls are compared with the module's own order. In each
-        order, gradients are handed over at the places that make the pass fastest, or at those that ranks
-        agreed on.
+        order, gradients are handed over at the places on which ranks agreed, or, before they agree, at the
+        places that make the pass fastest.
 
         module: the graph, possibly in parts.
         costs: the cost of each call and input, by label.
@@ -457,14 +457,14 @@ def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
 
 
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
-    """Raises ValueError on every rank if ranks run different operators; names the first that differs.
+    """Raises ValueError on every rank if ranks run different operators. The error names the first one.
 
     module: this rank's graph.
     is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph then has other operators than graphs of
         larger batches, so only the all-to-alls are compared.
     key: the direction of the graph and its layers.
 
-    Collective: one reduction of a digest, and one gathering of the operators if the digests differ.
+    Collective: one reduction of a digest. If the digests differ, the ranks also gather their operators.
     """
     calls = [(f"{node.target}", communicates(node)) for node in calls_of(module)]
     own_calls = (calls, not is_tiny)

@@ -1,7 +1,7 @@
 """Cuts ranges of a graph into parts of the batch, in the order of Lancet's pipeline (section 5.3).
 
-A range is a run of consecutive operator calls. Part p of k holds the p-th of k nearly equal runs of
-sequences. Inside a range, each all-to-all of rows ends a stage. Each stage runs once for each part;
+A range is a run of consecutive operator calls. The sequences of the batch are divided into k parts of nearly
+equal size. Inside a range, each all-to-all of rows ends a stage. Each stage runs once for each part;
 `pmoe.graph.ranges.turns` gives the order. With k = 2 parts and three stages, A (attention and gate), E
 (experts) and F (the operators after the layer), the order is
 
@@ -9,9 +9,9 @@ sequences. Inside a range, each all-to-all of rows ends a stage. Each stage runs
     communicate        S0   S1   R0   R1            S dispatch, R combine
 
 The all-to-all of a part starts as soon as the rows that it sends are computed. Each part passes to the next
-how much of every expert's capacity it has used (section 2.3), so that all parts together drop the rows that
-the whole batch would drop. At the end of a range, tensors that are read outside it, for example by backward,
-are joined.
+part how many rows every expert has so far (section 2.3). So all parts together drop the rows that the whole
+batch would drop. At the end of a range, the parts of a tensor are joined if the tensor is read outside the
+range, for example by backward.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
     Each part has whole sequences.
 
     size: length of the dimension, a multiple of ``sequences``.
-    sequences: number of sequences in the batch. It is not always ``size``: a dimension that holds tokens or
-        rows has several entries for each sequence.
+    sequences: number of sequences in the batch. A dimension of tokens or rows has several entries for each
+        sequence, so ``size`` may be a multiple.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
 
@@ -95,7 +95,8 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
     one rank.
 
     rows: for each part a tensor (N, ...), sorted by (sender, expert); with ``by_expert`` by (expert, sender).
-    counts_RE: for each part (R, E_local) on the host, its number of rows from each sender for each expert.
+    counts_RE: for each part a tensor (R, E_local) on the host: the part's number of rows from each sender for
+        each expert.
     by_expert: whether rows are sorted by expert first.
 
     In the result, rows of the same sender and expert are in the order of the parts. Example with 1 sender, 2
@@ -118,12 +119,12 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tensor:
     """Selects the rows of one part of the batch from the rows of the whole batch.
 
-    It is the reverse of `joined_rows` for rows that are sorted by expert. N is the number of rows, R the
-    number of ranks that sent rows, E_local the number of experts of one rank.
+    The function is the reverse of `joined_rows` for rows that are sorted by expert. N is the number of rows,
+    R the number of ranks that sent rows, E_local the number of experts of one rank.
 
     rows: (N, ...), rows of the whole batch, sorted by (expert, sender).
-    counts_kRE: for each of k parts (R, E_local) on the host, its number of rows from each sender for each
-        expert.
+    counts_kRE: for each of k parts a tensor (R, E_local) on the host: the part's number of rows from each
+        sender for each expert.
     part: number of the part.
     """
     counts_ERk = torch.stack(list(counts_kRE), 2).transpose(0, 1)
@@ -146,7 +147,7 @@ def order_of_part(
         rank's experts and that stay on this rank (`exchange_counts`).
     layer: the number that stands for the layer (`number_of`).
     sequences: number of sequences or tokens in the batch.
-    part: number of the part, from 0 to k - 1. It has the slots of its tokens.
+    part: number of the part, from 0 to k - 1. A part has the slots of its own tokens.
     k: number of parts.
 
     Returns (slot, position, counts) of the part, as `order` would return them.
@@ -177,8 +178,8 @@ def cut_ranges(
     ranges: for each range, a tensor with the length of the batch (in sequences or tokens) as its first size.
     axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
 
-    In the new graph, each part of a call holds the call's `label` in meta["origin"]. A node that joins the
-    parts of a call holds the label in meta["joins"].
+    In the new graph, the node of each part of a call has the call's `label` in meta["origin"]. A node that
+    joins the parts of a call has this label in meta["joins"].
     """
     return _Cutter(module, axes).run(ranges)
 
@@ -212,7 +213,7 @@ def routes(graph: fx.Graph) -> list[Route]:
 
     The backward pass of a layer can be cut into parts only under two conditions: its sorted slots (a slot is
     one choice of one token) are an input of the backward graph, saved by forward, and gradients of rows are
-    sent between ranks. If any layer does not meet them, the result is [], and no layer is cut.
+    sent between ranks. If any layer does not meet both conditions, the result is [], and no layer is cut.
     """
     found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
@@ -300,8 +301,8 @@ class _Cutter:
         """Returns the length of the batch: a number, or a node that computes the length when the graph runs.
 
         batch: a tensor of the old graph with the length as its first size.
-        route: a layer for which the length is needed before ``batch`` is computed. The length is then
-            computed from the layer's saved slots (choices of tokens). None if ``batch`` is already computed.
+        route: None if ``batch`` is already computed. Otherwise a layer's `Route`: the length is then computed
+            from the layer's saved slots (choices of tokens).
         """
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):
@@ -316,9 +317,9 @@ class _Cutter:
     def _route(self, route: Route, batch: fx.Node, k: int) -> None:
         """Adds the operator calls that compute a layer's sorted slots and row counts for every part.
 
-        A slot is one choice of one token. These calls are put before all others of the graph. If their
-        exchange of row counts came later, it would wait on the link behind rows that are being sent, and the
-        host would wait for both.
+        A slot is one choice of one token. These calls come before all other calls of the graph. If their
+        exchange of row counts came later, it would wait for the link until other rows are sent, and the host
+        would wait too.
 
         route: the calls of the layer in the backward graph.
         batch: a tensor with the length of the batch as its first size.
@@ -345,8 +346,8 @@ class _Cutter:
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
         """Returns the node of the new graph that holds one part's rows of a tensor that forward saved.
 
-        When a part of a tensor is first asked for, an operator that selects the part's rows is added to the
-        new graph.
+        The first call for a part of a tensor adds an operator to the new graph, which selects the part's
+        rows.
 
         node: the saved tensor, a node of the old graph.
         part: number of the part.
@@ -384,7 +385,7 @@ class _Cutter:
         return copied
 
     def _cut(self, body: Sequence[fx.Node], k: int, lag: int) -> None:
-        """Adds one range in k parts to the new graph, and joins results that are read outside the range.
+        """Adds one range in k parts to the new graph. Joins the results that are read outside the range.
 
         body: the calls of the range, in order.
         k: number of parts.
@@ -422,9 +423,12 @@ class _Cutter:
         new_nodes = parts[part]
 
         def value(old_node: fx.Node) -> fx.Node:
-            """Returns the node of the new graph that holds this part of an input of the call.
+            """Returns the node of the new graph with this part of a tensor that the call reads.
 
-            If the input was computed before the range, the operator that cuts it is added at its first use.
+            old_node: the tensor, a node of the old graph.
+
+            A tensor that was computed before the range is whole. When a call of the range first reads this
+            part of it, an operator is added to the new graph that cuts the part out.
             """
             if old_node not in new_nodes:
                 axis = self.axes.get(old_node)
@@ -507,7 +511,7 @@ class _Cutter:
         return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        """Returns a node with one result of the operator `order` (sorts slots by expert) for the whole batch.
+        """Returns a node with one result of `order`, which sorts slots by expert, for the whole batch.
 
         node: the call of `order`, a node of the old graph.
         place: position of the result among the results of `order`.
@@ -524,10 +528,11 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns (a MoELayer's operator from which an irregular tensor comes, index of its result).
+    """Returns the MoELayer's operator from which an irregular tensor comes, and the index of its result.
 
-    An irregular tensor holds rows, row counts or slots: the number that a part has depends on the routing.
-    Other operators, such as pointwise ones, may lie between the layer's operator and the tensor.
+    A tensor is irregular if its size in each part depends on the routing. It holds rows, row counts or slots.
+    Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as pointwise
+    ones, may have changed the tensor since.
 
     node: the tensor.
     axes: for each node, the dimension along which it is cut.
@@ -543,7 +548,7 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
 
 
 def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, bool]:
-    """Returns (node with the row counts of some rows, whether the rows are sorted by expert first).
+    """Returns (node with the row counts of routed rows, whether the rows are sorted by expert first).
 
     The second result is True for rows sorted by (expert, sender), False for (sender, expert).
 

@@ -29,10 +29,9 @@ Listing = Sequence[Instruction]
 
 
 def weight_gradients(instructions: Listing) -> set[str]:
-    """Returns the names of the instructions for which no all-to-all waits, directly or through others.
+    """Returns the names of the instructions for which no all-to-all waits, not even indirectly.
 
-    They need not run before any all-to-all, so they can be moved to run beside one. Most of them compute
-    gradients of weights.
+    These instructions can be moved, to run beside an all-to-all. Most of them compute gradients of weights.
     """
     needed: set[str] = set()
     for instruction in reversed(instructions):
@@ -111,8 +110,9 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     instructions: the pass, in order.
     assigned: for each weight gradient that moves, by name, the name of its all-to-all.
 
-    If an assigned weight gradient waits for other weight gradients, these are put right before it. Weight
-    gradients that wait for an assigned one come after it. All other instructions keep their order.
+    If an assigned weight gradient waits for other weight gradients, those are put directly before it. If
+    other weight gradients wait for the assigned one, they come after it. All other instructions keep their
+    order.
     """
     by_name = {instruction.name: instruction for instruction in instructions}
     free = weight_gradients(instructions)
@@ -156,15 +156,16 @@ def listed(
     input_bytes: Mapping[str, int] | None = None,
     reductions: Mapping[str, float] | None = None,
 ) -> list[Instruction]:
-    """Returns the instructions in the order of a list schedule, found by simulating both lanes.
+    """Returns the instructions in the order of a list schedule, which is found by simulating both lanes.
 
     A lane is a queue of instructions: all-to-alls run on one, all others on the compute lane. All-to-alls
     keep their order, because it must be the same on every rank. The compute lane always runs the first
-    instruction that is ready. If all wait for an all-to-all, it runs a weight gradient (an instruction that
-    no all-to-all waits for): the one whose time is closest to the length of the gap.
+    instruction that is ready. If all instructions of the compute lane wait for an all-to-all, the lane has a
+    gap. It then runs a weight gradient (an instruction that no all-to-all waits for): the one whose seconds
+    are closest to those of the gap.
 
     instructions: the pass, in order.
-    limit: bytes. While results take more, weight gradients that free memory run first.
+    limit: a number of bytes. While results take more bytes, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
     input_bytes: bytes of each input of the graph, by name.
     reductions: seconds of the reduction over ranks that follows an instruction, by the instruction's name.
@@ -263,8 +264,8 @@ class _List:
 
         Of the weight gradients (instructions that no all-to-all waits for), the one with the time closest to
         the gap is taken. A weight gradient that takes more than twice the gap is not considered, because it
-        would delay other instructions by more than the gap. If none is short enough, nothing runs in the gap:
-        ``now``, the predicted time, becomes its end.
+        would delay other instructions by more than the gap. If no weight gradient is short enough, nothing
+        runs in the gap, and ``now`` (the time of the compute lane) becomes the end of the gap.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now
@@ -277,11 +278,11 @@ class _List:
             self.now = until
 
     def _begin(self, name: str) -> float:
-        """Returns when all inputs of an instruction are complete, in seconds."""
+        """Returns the time, in seconds, at which all inputs of an instruction are complete."""
         return max((self.end[needed] for needed in self.by_name[name].waits), default=0.0)
 
     def _message_begins(self) -> float:
-        """Returns when the rows that the next all-to-all sends are complete, in seconds.
+        """Returns the time, in seconds, at which the rows that the next all-to-all sends are complete.
 
         The result is infinity if no all-to-all is left, or if an instruction that computes these rows has not
         been scheduled.
@@ -304,7 +305,7 @@ class _List:
             heapq.heappush(self.chain, (place, name))
 
     def _release(self) -> None:
-        """Looks for instructions whose inputs have all been scheduled, and puts them where `run` finds them.
+        """Finds instructions whose inputs have all been scheduled, and adds them to a collection for `run`.
 
         Computations that can begin now go to ``chain``, or to ``pool`` if they are weight gradients.
         Computations that wait for a running all-to-all go to ``later``. All-to-alls stay in ``messages``.
@@ -341,7 +342,7 @@ class _List:
         self._release()
 
     def _freed(self, name: str) -> int:
-        """Returns how many bytes can be freed after an instruction, because no later one reads them."""
+        """Returns how many bytes an instruction frees: those that no later instruction reads."""
         holds = set(self.by_name[name].holds)
         return sum(self.num_bytes.get(result, 0) for result in holds if self.uses[result] == 1)
 

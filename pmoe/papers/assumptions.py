@@ -10,7 +10,7 @@ from typing import Any
 
 
 def assumptions(experiment: str) -> Mapping[str, str]:
-    """Returns the assumptions of an experiment, each a text by its name.
+    """Returns the assumptions of an experiment: a dict {name of the assumption: text}.
 
     experiment: name of the experiment in `pmoe simulate`, such as "comet".
     """
@@ -18,7 +18,7 @@ def assumptions(experiment: str) -> Mapping[str, str]:
 
 
 def section(page: str, title: str) -> Mapping[str, str]:
-    """Returns the texts below one heading of a Markdown page, by name.
+    """Returns the texts below one heading of a Markdown page: a dict {name: text}.
 
     page: text of the page.
     title: the heading, which is written "# title". Each text below it has a heading "## name".

@@ -1,9 +1,9 @@
-"""COMET's Table 3, the best n_c of its Fig. 8, and its fused layer beside a layer in chunks, simulated.
+"""Simulates COMET: Table 3, the best n_c of Fig. 8, and its fused layer beside a layer in chunks.
 
-A fused kernel has 132 thread blocks, of which n_c communicate and all others compute (section 3.2.2). A model
-in this file simulates how long a kernel takes, and so which n_c is best. The machine's numbers are for this
-reproduction only: no layer of pmoe uses them. Everything that the paper leaves open is in ASSUMPTIONS.
-Nothing is fitted to the paper. The output says where the model disagrees with the paper.
+A fused kernel has 132 thread blocks, of which n_c communicate and all others compute (section 3.2.2). This
+file simulates how long a kernel takes with each n_c, to find the best one. The machine's rates are for this
+reproduction only: no layer of pmoe uses them. ASSUMPTIONS lists what the paper does not say. Nothing is
+fitted to the paper. The output shows where simulation and paper differ.
 
 Letters are the paper's (Table 1): M tokens of all ranks, N width of a token (pmoe's d_model), K width of an
 expert's hidden layer (d_hidden), W = TP * EP ranks (tensor and expert parallel); n_c communicating blocks,
@@ -73,13 +73,12 @@ def best_division(
     A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns
     after which sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in
     the order of their lower bounds (`min_seconds`), until a bound exceeds the best result. If several
-    divisions are equally fast, the one with the smallest n_c is returned, and among these the one with the
-    largest T_N.
+    divisions are equally fast, the smallest n_c is taken, then the largest T_N.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
     device: rates of the device.
-    chunks: values of T_N to choose from, for layer 1; None stands for those that pmoe measures.
+    chunks: values of T_N to choose from, for layer 1; None for the values that pmoe measures.
     """
     if isinstance(layer, Arriving):
         chunks = [TILE_COLUMNS]
@@ -103,9 +102,9 @@ def min_seconds(
 ) -> float:
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    The bound is the largest of three times: of the computing blocks, of the communicating blocks, and of the
-    link between ranks. Each time also includes work of the other two that must be done before or after its
-    own.
+    Three things work side by side: computing blocks, communicating blocks, and the link between ranks. For
+    each, a time is computed: the seconds of its own work, and of work of the other two that must come before
+    or after it. The bound is the largest of these three times.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -157,14 +156,14 @@ def busy_bars(
 ) -> list[Span]:
     """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw a row for each. The height of a bar is the fraction of the
-    row's blocks that work on rows of the same source rank (layer 0), or on the same chunk of columns (layer
-    1). Time is cut into 200 steps. Neighbouring steps with the same height, rounded to 1/25 of the row's
-    height, become one bar.
+    A kernel has too many thread blocks to draw a row for each. A bar stands for the blocks that work on rows
+    of one source rank (layer 0), or on one chunk of columns (layer 1). Its height is the fraction of the
+    row's blocks that do so. Time is cut into 200 steps, and heights are rounded to 1/25. Neighbouring steps
+    with the same height become one bar.
 
     run: tasks of the kernel with their start and end. A task's ``lane`` names its block, such as "block 17".
-    lanes: the rows of the timeline. Maps the name of a row to (first letters of the names of its blocks,
-        number of its blocks).
+    lanes: the rows of the timeline. Maps the name of a row to (first letters of its blocks' names, number of
+        its blocks).
     origin: seconds from the start of the drawing to the start of the kernel.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
@@ -233,7 +232,7 @@ def table3() -> list[dict[str, Any]]:
         tokens           M, number of tokens
         computed_bytes   by section 5.5's formula: M * N elements of two bytes, where N is the number of
                          columns of a token (d_model)
-        paper_bytes      as the paper prints them; the paper's MB are 2^20 bytes
+        paper_bytes      the bytes that the paper prints; the paper's MB are 2^20 bytes
     """
     return [
         {
@@ -254,7 +253,7 @@ def figure8() -> list[dict[str, Any]]:
     """Returns the cases of Fig. 8 for COMET's layer 1: the fastest number of communicating blocks (n_c).
 
     tp, tokens       ranks of a tensor-parallel (TP) group; M, the tokens of all ranks
-    paper            the paper's best n_c. Its text gives three of the four.
+    paper            the paper's best n_c; None for one of the four cases, for which its text gives none
     model, seconds   the simulated best n_c, and the kernel's seconds with it
     paper_seconds    the kernel's simulated seconds with the paper's n_c
     half_rate        the simulated best n_c if communicating blocks are half as fast
@@ -298,7 +297,7 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 
 @functools.cache  # with TP = 8 the layer is the same for both meanings of M
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
-    """Finds how many thread blocks should communicate in COMET's layer 1, if sums are sent tile by tile.
+    """Finds the best number of communicating blocks in COMET's layer 1, if sums are sent tile by tile.
 
     T_N, the number of columns after which sums are sent, is then the width of one tile, 256.
 
@@ -311,11 +310,11 @@ def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float
 
 
 def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns whether the best n_c changes with M and with TP in the model as it does in the paper.
+    """Compares how the best n_c changes with M and with TP: in the simulation and in the paper.
 
     n_c is the best number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel
-    group. The paper reports two changes. In each result, the field "same way" says whether n_c grows in both
-    paper and model, or shrinks in both.
+    group. The paper reports two changes, and the result has a dict for each. The field "same way" is True if
+    n_c grows in both the paper and the simulation, or shrinks in both.
 
     cases: the result of `figure8`.
     """
@@ -359,9 +358,9 @@ def chunked_run(
     out_bytes = returning.columns * returning.element_size
 
     def products(rows_E: Sequence[int]) -> float:
-        """Returns the seconds of the experts' two grouped products, rounded up to whole waves of tiles.
+        """Returns the seconds of the experts' two grouped products, in whole waves of tiles.
 
-        In a wave every block computes one tile.
+        In a wave every block computes one tile. The last wave takes as long as a full one.
 
         rows_E: number of rows of each expert.
         """
@@ -400,10 +399,11 @@ def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
 
 @functools.cache
 def beside() -> list[dict[str, Any]]:
-    """Returns the simulated seconds of Mixtral's layer with EP = 8, by fused kernels and in chunks.
+    """Returns the simulated seconds of Mixtral's layer with EP = 8: with fused kernels, and in chunks.
 
-    EP is the number of ranks over which the experts are distributed. The first row has two fused kernels, one
-    after the other, each with its best division of thread blocks. The other rows have 1, 2, 4 and 8 chunks.
+    EP is the number of ranks over which the experts are distributed. The first row is for two fused kernels,
+    which run one after the other, each with its best division of thread blocks. The other rows are for pmoe's
+    schedule in 1, 2, 4 and 8 chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     first, first_seconds = best_division(arriving, H800)
@@ -438,9 +438,9 @@ def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.
 
 
 def panels() -> dict[str, list[Span]]:
-    """Returns the timelines to draw, by title: of the fused layer, and of the layer in chunks.
+    """Returns the timelines to draw, by title: the fused layer, and the layer in chunks.
 
-    There are two with chunks: 2 chunks, and the best number of chunks.
+    The layer in chunks has two timelines: one with 2 chunks, one with the best number of chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     fused, *chunked = beside()

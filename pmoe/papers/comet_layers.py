@@ -1,9 +1,9 @@
-"""COMET's Figs. 10, 12, 13 and 14, simulated: a layer by COMET and by four systems that launch more kernels.
+"""Simulates COMET's Figs. 10, 12, 13 and 14: a layer by COMET and by systems that launch more kernels.
 
-COMET is simulated as two fused kernels with their best divisions of thread blocks
-(`pmoe.papers.comet_figures`), every other system as pmoe's forward schedule in chunks (micro-batches). Every
-launch of a kernel costs time. `pmoe simulate comet --assumptions` prints the assumptions. All were written
-down before the first run.
+COMET is simulated as two fused kernels, each with its best division of thread blocks
+(`pmoe.papers.comet_figures`). Each of the four other systems is simulated as pmoe's forward schedule in
+chunks (micro-batches). Every launch of a kernel costs time. `pmoe simulate comet --assumptions` prints the
+assumptions, which were written down before the first run.
 
 Letters are the paper's: M tokens of all ranks, E experts, topk experts of a token, W = EP * TP ranks (expert
 and tensor parallel). Layer 0 is dispatch and the first product, layer 1 the second product and combine.
@@ -80,8 +80,8 @@ class SystemTime(NamedTuple):
 def chunk_launches(n: int, local_experts: int) -> int:
     """Returns the number of kernel launches of a forward pass in n chunks, with kernels for each expert.
 
-    Gate and routing have 20 launches. Each chunk has two collectives, two kernels that arrange rows, and for
-    each of the rank's experts two products and an activation.
+    Gate and routing have 20 launches. Each chunk has two collectives and two kernels that arrange rows. In
+    each chunk, each expert of the rank has two products and an activation.
 
     n: number of chunks.
     local_experts: number of experts of the rank.
@@ -139,7 +139,7 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
 
 
 def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: DeviceRates) -> dict[str, Any]:
-    """Returns one row of a figure: the fields of ``case``, and the seconds of each system.
+    """Returns one row of a figure: the fields of ``case``, and each system's seconds.
 
     The field "no launches_seconds" has COMET's seconds without launches. FasterMoE has no tensor parallelism,
     so its field is None if the case has TP (the size of a tensor-parallel group) above 1.
@@ -172,7 +172,7 @@ def figure12() -> list[dict[str, Any]]:
 
 
 def figure13() -> list[dict[str, Any]]:
-    """Returns Fig. 13: the seconds of each system, by number of experts (E) and of a token's experts (topk).
+    """Returns Fig. 13: the seconds of each system, by E (experts) and topk (experts of a token).
 
     All other sizes are those of Mixtral, with 8192 tokens on 8 expert-parallel ranks.
     """
@@ -215,7 +215,7 @@ FIGURES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields, for each figure, COMET's mean speed-up over each system, beside the paper's own numbers.
+    """Yields COMET's mean speed-up over each system in each figure: simulated, and as the paper prints it.
 
     figures: rows of the figures by name.
     """

@@ -3,15 +3,15 @@
 See section 3.1 of the paper. Its layer 0 is dispatch and the first product. Its layer 1 is the second
 product, the sum of each token's rows, and combine.
 
-All ranks are assumed to do the same at the same time. Rows from rank + level arrive at this rank when the
-rows of this rank arrive at rank - level. So one rank stands for all, and one lane for both directions of its
-link.
+All ranks are assumed to do the same at the same time. So when rows from rank + level arrive at this rank,
+this rank's rows arrive at rank - level. Therefore only one rank is simulated, and one lane stands for both
+directions of its link.
 
-A lane runs its tasks one after another. Each thread block is a lane, and so is the link. A task is a tile of
-a product or a piece of rows (16 rows, which are sent together). A rank has B persistent blocks: n_c
-communicate, and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of one list. In
-cuda/comet each warp of a communicating block takes a piece of its own. In this model a block takes one piece
-after another, at the rate of the whole block.
+A lane is a queue that runs its tasks one after another. Each thread block is a lane, and so is the link. A
+task computes a tile of a product or sends a piece (16 rows, which are sent together). A rank has B persistent
+blocks: n_c communicate, and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of
+one list. In cuda/comet the warps of a communicating block send pieces side by side. In this model a block
+sends one piece after another, at the rate of all its warps together.
 
 Layer 0: the level of a row is the distance of its source rank. This rank's own rows have level 0, those of
 rank + 1 level 1, and so on. An expert's rows are sorted by level. Communicating blocks write pieces level by
@@ -77,9 +77,9 @@ class DeviceRates:
     signal_seconds: float
 
     def tile_seconds(self, reduction: int) -> float:
-        """Returns the seconds in which a computing block multiplies one tile, full or not.
+        """Returns the seconds in which a computing block computes one tile, whether or not the tile is full.
 
-        reduction: number of elements over which the product sums: the length of a row before the product.
+        reduction: the length of a row before the product, over which the product sums.
         """
         return 2 * TILE_ROWS * TILE_COLUMNS * reduction / self.block_flops
 
@@ -88,9 +88,9 @@ class DeviceRates:
 class Arriving:
     """COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
 
-    rows_WE: numbers of rows by level and expert. The level is the distance of the source:
-        rows_WE[level][expert] rows arrive from rank + level for an expert of this rank. This rank sends as
-        many rows to rank - level.
+    rows_WE: numbers of rows, by level and by expert of this rank. rows_WE[level][expert] rows arrive from
+        rank + level: the level is the distance of the source. This rank sends the same number of rows to rank
+        - level.
     reduction: elements of a row (d_model).
     columns: columns of the product.
     element_size: bytes of an element.
@@ -118,8 +118,7 @@ class Returning:
 
     rows_E: number of rows of each expert of this rank.
     partials_W: number of sums that this rank sends to each rank: one for each token that has rows on this
-        rank. The index is the level, the distance of the rank that owns the token: partials_W[level] sums are
-        sent to rank + level, and as many come from rank - level.
+        rank. partials_W[level] sums are sent to rank + level, and the same number arrives from rank - level.
     tokens: tokens that this rank owns.
     reduction: elements of a row before the product (d_hidden).
     columns: columns of the product (d_model).
@@ -156,7 +155,7 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
     So every row goes to all tp ranks of the group. Each rank sums its partial results of a token's rows, and
     sends the sum to the rank that owns the token.
 
-    How many tokens have rows on a rank is computed as an expected value, for random choices of experts.
+    The number of tokens with rows on a rank is the expected value for randomly chosen experts.
 
     model: sizes of the layer.
     tokens: tokens of all ranks, divided evenly among them.
@@ -195,15 +194,17 @@ PIECE_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedTask:
-    """A task of a fused kernel, which one of the simulated thread blocks or the link runs.
+    """A task of a fused kernel in the simulation. A thread block or the link runs it.
 
-    name: unique in a launch of the kernel.
-    lane: the queue that runs the task: "block 17" computes, "comm 3" communicates, "link" sends. Signals and
-        ends of chunks have lanes of their own, because they delay only the tasks that wait for them.
+    name: the task's name, unique in a launch of the kernel.
+    lane: the queue that runs the task: "block 17" computes, "comm 3" communicates, "link" sends. A task that
+        stands for a signal or for the end of a chunk has a lane of its own, so it delays only the tasks that
+        wait for it.
     waits: names of the tasks that must end before this task starts.
     kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
-    part: distance of the source rank (its "level") in layer 0; number of the chunk of columns in layer 1.
-    seconds: seconds of the task if it runs alone.
+    part: in layer 0 the distance of the rank that the rows come from (the "level"); in layer 1 the number of
+        the chunk of columns.
+    seconds: how long the task takes if no other task slows it.
     """
 
     name: str
@@ -231,10 +232,10 @@ class Launch:
     ) -> str:
         """Adds a task, and returns its name.
 
-        name: unique in the launch.
+        name: the task's name, unique in the launch.
         lane: thread block or link that runs the task.
         kind: key of the timeline's legend.
-        part: distance of the source rank, or number of the chunk of columns.
+        part: in layer 0 the distance of the source rank; in layer 1 the number of the chunk of columns.
         seconds: seconds of the task if it runs alone.
         waits: names of the tasks that must end before it starts.
         """
@@ -248,10 +249,11 @@ class Launch:
         Later tasks can then wait for this one task instead of for each of ``waits``. The task has a lane of
         its own, so it delays no other tasks.
 
-        name: unique in the launch.
+        name: the task's name, unique in the launch.
         kind: key of the timeline's legend.
-        part: distance of the source rank, or number of the chunk of columns.
-        seconds: seconds of the task, such as those of a signal; 0 if it only joins others.
+        part: in layer 0 the distance of the source rank; in layer 1 the number of the chunk of columns.
+        seconds: seconds of the task, such as those of a signal; 0 if it only stands for the end of all
+            ``waits``.
         waits: names of tasks.
         """
         return self.add(name, name, kind, part, seconds, waits)
@@ -270,9 +272,9 @@ class Launch:
     ) -> str:
         """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
-        The block reads in its own rank's memory. Bytes for another rank then pass the link, one write after
-        another. The block starts only when all of its earlier writes, except the last one, have passed the
-        link, so that few bytes wait for the link.
+        The block reads its own rank's memory. Bytes for another rank then pass the link, one write after
+        another. The block starts when all its earlier writes except the last one have passed the link. So few
+        bytes wait for the link.
 
         Returns the name of the task that ends when all bytes have arrived.
 
@@ -280,7 +282,7 @@ class Launch:
         block: number of the communicating block.
         level: distance of the rank to which the block writes; 0 is its own rank.
         kind: key of the timeline's legend.
-        part: distance of the rank, or number of the chunk of columns.
+        part: in layer 0 the distance of the rank; in layer 1 the number of the chunk of columns.
         read_bytes, write_bytes: bytes to read and to write.
         waits: names of the tasks that must end before the block starts.
         """
@@ -300,12 +302,13 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A tile (128 rows x 256 columns) of the product in COMET's layer 0.
+    """A tile of the product in COMET's layer 0: 128 rows x 256 columns, all of one expert.
 
-    level: distance of the rank whose rows arrive last: the tile can start when the rows of rank + level have
-        arrived.
+    level: the tile can start when the rows from rank + level have arrived. They are the last of its rows to
+        arrive.
     expert: number of the expert on this rank.
-    row, column: position among the expert's tiles, counted in tiles.
+    row, column: which of the expert's tiles it is: the number of its row of tiles, and of its column of
+        tiles.
     """
 
     level: int
@@ -317,10 +320,16 @@ class Tile:
 def tile_order(layer: Arriving) -> list[Tile]:
     """Returns layer 0's tiles in the order in which computing blocks take them (section 3.1.2 and Fig. 5).
 
-    Tiles are ordered by level, the distance of the rank whose rows complete the tile. So tiles whose rows all
-    come from this rank are first. Within a level they are ordered by expert, then by bands of 16 row tiles,
-    and within a band column by column. If the last row tile of an expert is not full, it comes with the last
-    level, as in cuda/comet/order.h.
+    Tiles are sorted by these numbers, in order:
+
+    1. the level: the distance of the rank whose rows complete the tile. Tiles with only this rank's rows are
+       first;
+    2. the expert;
+    3. the band: 16 neighbouring rows of tiles;
+    4. the column of tiles, then the row of tiles.
+
+    If the last row of tiles of an expert is not full, these tiles come with the last level, as in
+    cuda/comet/order.h.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
@@ -342,9 +351,10 @@ def tile_order(layer: Arriving) -> list[Tile]:
 
 
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
-    """Returns the tasks of COMET's layer 0: rows are sent in pieces, and tiles of the product wait for them.
+    """Returns the tasks of COMET's layer 0: sending pieces of rows, and tiles of the product.
 
-    The communicating blocks take pieces of 16 rows, one block after the other.
+    A piece has 16 rows. The communicating blocks take the pieces in turn. A tile waits for the pieces with
+    its rows.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.
@@ -385,9 +395,8 @@ def fused_combine_tasks(
 
     See section 3.1.2 and Fig. 6. Each rank first sums the rows that a token has on it, and sends this partial
     sum to the rank that owns the token. The owner adds the partial sums of all ranks to the final sum.
-    Partial sums are sent in pieces of 16 rows, which the communicating blocks take one block after the other,
-    those for this rank first. The final sums of this rank's tokens are divided among the communicating
-    blocks.
+    Partial sums are sent in pieces of 16 rows, those for this rank first. The communicating blocks take the
+    pieces in turn. They also share the final sums of this rank's tokens.
 
     To simulate fewer tasks, all work that a block does without waiting is one task: all its tiles of a chunk,
     or all its pieces for one rank. Computing blocks take as long as with a task for each tile. Only the link
@@ -443,16 +452,17 @@ def fused_combine_tasks(
 
 
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
-    """Returns for several groups of rows how many rows each block gets, if blocks take pieces in turn.
+    """Returns how many rows of each group each block gets, if blocks take pieces in turn.
 
-    The turn goes on from group to group: the first piece of a group goes to the block after the one that got
+    The turn does not start again with a new group: its first piece goes to the block after the block that got
     the last piece of the group before.
 
     counts: number of rows of each group.
     blocks: number of blocks.
     height: number of rows of a piece.
 
-    Example: counts [3, 1], 2 blocks, height 1 -> [[2, 1], [0, 1]].
+    Example: counts [3, 1], 2 blocks, height 1 -> [[2, 1], [0, 1]]: a list for each group, with a number for
+    each block.
     """
     dealt = [[0] * blocks for _ in counts]
     turn = itertools.cycle(range(blocks))
@@ -472,7 +482,7 @@ def chunk_widths(layer: Returning, chunk_columns: int) -> list[int]:
 
 
 def row_tiles(rows_E: Sequence[int]) -> int:
-    """Returns the number of row tiles of all experts together. No tile has rows of two experts.
+    """Returns the number of rows of tiles of all experts together. No tile has rows of two experts.
 
     rows_E: number of rows of each expert.
     """

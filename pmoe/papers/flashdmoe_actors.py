@@ -1,4 +1,4 @@
-"""FlashDMoE's kernel as tasks of actors, for the simulator, and the layers that it is compared with.
+"""Simulates FlashDMoE's kernel as tasks of actors, and the layers with which the kernel is compared.
 
 A rank's kernel has three actors (section 4.2 of the thesis). Processors, all thread blocks but one, send
 rows, multiply tiles and add results. The subscriber sees that a tile of rows has arrived. The scheduler gives
@@ -15,9 +15,10 @@ tasks to the processors that are free.
     R0       results of tile 0 are sent back; U0: the subscriber sees that they have arrived
     O0       results of tile 0 are added to the output
 
-It is compared with a synchronous layer, which runs one task after another in one chunk. Sizes of the layer,
-writes to peers and the synchronous layer are those of the simulation of COMET (`pmoe.papers.comet_tasks`).
-All assumptions were fixed before the first run, and nothing was fitted to the thesis.
+The kernel is compared with a synchronous layer, which runs one task after another in one chunk. The sizes of
+the layer, the writes to other ranks and the synchronous layer are taken from the simulation of COMET
+(`pmoe.papers.comet_tasks`). All assumptions were fixed before the first run, and nothing was fitted to the
+thesis.
 """
 
 from __future__ import annotations
@@ -91,13 +92,14 @@ def actor_tasks(
         R   the results pass the link
         O   the returned results are added to the output
 
-    All ranks are assumed to do the same at the same time. So when this rank sends results to the rank that is
-    d places before it, the rank d places after it sends results to this rank.
+    All ranks are assumed to do the same at the same time. So when this rank sends results to rank - d, rank +
+    d sends results to this rank.
 
-    layer: rows that arrive, by level and expert. The level is d, the distance to the rank that sends them.
+    layer: numbers of rows that arrive, by level and expert. The level is d for rows that rank + d sends.
     device: rates of the device.
     late: seconds by which the next rank is behind this rank.
-    ends: the time in seconds at which each task ends if no rank is late; needed only if ``late`` is above 0.
+    ends: the time in seconds at which each task ends if no rank is late, by name of the task; needed only if
+        ``late`` is above 0.
     """
     processors = device.blocks - 1
     kernel = Launch(device, processors)
@@ -145,10 +147,10 @@ def actor_tasks(
 def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
     """Simulates tasks. Each processor that becomes free takes the task that has been ready for longest.
 
-    The processor that a task names is ignored, because the scheduler gives tasks to any free processor. The
-    link, the subscriber and the scheduler also run their tasks in the order in which they become ready.
+    If a task names a processor, the name is ignored, because the scheduler gives tasks to any free processor.
+    The link, the subscriber and the scheduler also run their tasks in the order in which they become ready.
 
-    tasks: in an order in which each waits only for tasks before it.
+    tasks: the tasks. Each must wait only for tasks before it in the list.
     processors: number of processors.
     """
     tasks = list(tasks)
@@ -180,7 +182,7 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
 def rank_layer(
     ranks: int, tokens: int = TOKENS, experts: int = LAYER.E, element_size: int = 4
 ) -> tuple[Arriving, Returning]:
-    """Returns the layer of the thesis's section 6.1 on one rank, as COMET's layers 0 and 1.
+    """Returns one rank's work for the layer of the thesis's section 6.1, as COMET's layers 0 and 1.
 
     Layer 0 is dispatch and the first product, layer 1 the second product and combine.
 
@@ -214,7 +216,7 @@ def actor_run(
 
 
 def synchronous_seconds(ranks: int) -> tuple[float, float]:
-    """Returns (seconds of a layer that runs one task after another, seconds of one of its all-to-alls).
+    """Returns seconds of a layer that runs one task after another: (whole layer, one all-to-all).
 
     Launches of kernels are not included.
 
@@ -225,7 +227,7 @@ def synchronous_seconds(ranks: int) -> tuple[float, float]:
 
 
 def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
-    """Returns the seconds of the longest dispatch in a simulated pass.
+    """Returns the seconds of the longest dispatch task in a simulated pass.
 
     run: tasks of the pass with their start and end.
     """

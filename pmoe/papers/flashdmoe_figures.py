@@ -1,8 +1,8 @@
-"""FlashDMoE's Figs. 3.1 and 6.1 to 6.5, simulated: latency, overlap, throughput and a late peer.
+"""Simulates FlashDMoE's Figs. 3.1 and 6.1 to 6.5: latency, overlap, throughput and a late rank.
 
 `pmoe.papers.flashdmoe_actors` simulates FlashDMoE's kernel, in which actors (processors, a subscriber, a
-scheduler) run side by side. It is compared with pmoe's schedule in chunks, and with COMET's two fused
-kernels. Launches of kernels are counted by the thesis's Table 1.1.
+scheduler) run side by side. This file compares the kernel with pmoe's schedule in chunks, and with COMET's
+two fused kernels. The number of kernel launches of each system is that of the thesis's Table 1.1.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def figure65() -> list[dict[str, Any]]:
 
 
 def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields the speed-ups of FlashDMoE that the thesis names: as simulated, and as the thesis prints.
+    """Yields the speed-ups of FlashDMoE that the thesis prints, each beside the simulated speed-up.
 
     figures: rows of the figures, by the name of the figure ("6.1", "6.5").
 
@@ -130,13 +130,14 @@ def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[di
 
 
 def scaled_layers() -> list[dict[str, Any]]:
-    """Returns how FlashDMoE's kernel and a synchronous layer scale: a row for each number of GPUs.
+    """Returns a row for each number of GPUs: times of FlashDMoE's kernel and of a synchronous layer.
 
-    The synchronous layer runs one task after another. A row has these fields:
+    The synchronous layer runs one task after another. A row has the fields below. Those with "synchronous" in
+    their names are for that layer, all others for FlashDMoE's kernel.
 
-        ms, synchronous ms        milliseconds of a forward pass with launches, by either
-        O_e, synchronous O_e      overlap efficiency (Fig. 6.4): milliseconds with 2 GPUs / with these GPUs
-        processors busy %         percentage of the time in which FlashDMoE's processors work
+        ms, synchronous ms        milliseconds of a forward pass, with the launches of its kernels
+        O_e, synchronous O_e      overlap efficiency (Fig. 6.4): ms with 2 GPUs / ms with this number of GPUs
+        processors busy %         percentage of the time in which processors (thread blocks) work
         Mtokens/s                 million tokens that all GPUs together compute in a second
     """
     rows = list[dict[str, Any]]()
@@ -182,10 +183,11 @@ def late_peers() -> list[dict[str, Any]]:
 
 
 def ways_by_size() -> list[dict[str, Any]]:
-    """Returns the milliseconds of a forward pass in three ways, a row for each number of tokens of a rank.
+    """Returns the milliseconds of a forward pass in three ways: a row for each number of tokens.
 
-    The ways are FlashDMoE's kernel ("actors"), COMET's two fused kernels ("pair"), and pmoe's schedule in
-    chunks ("pipeline"). Fields that end in ", late" have the milliseconds if one of the 8 ranks is late.
+    Tokens are counted for each rank. The ways are FlashDMoE's kernel ("actors"), COMET's two fused kernels
+    ("pair"), and pmoe's schedule in chunks ("pipeline"). If one of the 8 ranks is late, the milliseconds are
+    in the fields whose names end in ", late".
     """
     rows = list[dict[str, Any]]()
     for tokens in SIZES:
@@ -231,7 +233,7 @@ A row is (first letters of the names of its tasks' lanes, number of these lanes)
 
 
 def actors_figure() -> Figure:
-    """Draws the timeline of FlashDMoE's kernel on one of 8 ranks, once with a late other rank.
+    """Draws two timelines of FlashDMoE's kernel on one of 8 ranks: without and with another late rank.
 
     Needs matplotlib.
     """

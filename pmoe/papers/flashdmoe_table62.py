@@ -1,6 +1,7 @@
-"""FlashDMoE's Table 6.2: bytes of the symmetric tensor (Size(L)) in which ranks receive each other's rows.
+"""Computes FlashDMoE's Table 6.2: bytes of the symmetric tensor, in which ranks receive rows.
 
-The tensor has the same address on all ranks. See sections 5.3 and 6.8 of the thesis.
+The tensor has the same address on all ranks, so that each rank can write rows into the tensor of every other.
+The thesis calls its bytes Size(L). See sections 5.3 and 6.8 of the thesis.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 def table62() -> list[dict[str, Any]]:
     """Returns the rows of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
 
-    The paper also prints the memory for bookkeeping. Our guess is that most of it is a hidden activation. The
-    field "rest" is the bookkeeping without this hidden activation.
+    The paper also prints the memory for bookkeeping. We guess that most of this memory is a hidden
+    activation. The field "rest" is the memory for bookkeeping minus the bytes of that activation.
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

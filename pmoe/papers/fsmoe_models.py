@@ -1,8 +1,8 @@
-"""FSMoE's Figs. 6 to 8 on the simulator: training steps of whole models by six systems.
+"""Simulates FSMoE's Figs. 6 to 8: training steps of whole models by six systems.
 
 A model is a number of equal layers, each with attention and MoE. The costs, numbers of chunks and schedules
-of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). This file adds where the gradients of all
-layers are all-reduced:
+of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). This file adds when each system all-reduces
+the gradients of the layers:
 
     DeepSpeed-MoE, Tutel    after the backward pass
     Tutel-Improved          gradients of a layer during the attention of the layer that runs backward next
@@ -50,7 +50,7 @@ from pmoe.planner.gradient_partition import partition
 
 
 def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str, float]) -> Testbed:
-    """Returns a testbed with lines changed to give the seconds that Table 2 measured for a layer.
+    """Returns a testbed whose cost lines give the seconds that Table 2 measured for a layer.
 
     A line is seconds = alpha + beta * size. Only the betas of collectives and of experts' products change.
 
@@ -63,11 +63,11 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
     products = num_products(layer)
 
     def through(line: LineCost, operation: str, times: int, size: float) -> LineCost:
-        """Returns a line whose seconds for some operations together are those that Table 2 measured.
+        """Returns a line that gives, for some operations together, the seconds that Table 2 measured.
 
         A line is seconds = alpha + beta * size.
 
-        line: the line of the operation before the change. Its alpha stays.
+        line: the line of the operation before the change. Only its beta is changed.
         operation: name of the operation in ``measured``.
         times: number of operations.
         size: size of all these operations together, in bytes or floating-point operations.
@@ -102,7 +102,7 @@ def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
 
 
 def _of_table2(testbed: Testbed, key: str) -> Testbed:
-    """Returns a testbed with costs as Table 2 measured them for Mixtral-7B, the larger of its models.
+    """Returns a testbed with the costs that Table 2 has for Mixtral-7B, the larger of its models.
 
     testbed: the testbed.
     key: name of the measurements in printed.json.
@@ -258,7 +258,7 @@ def _partitioned(
     gradient_bytes: int,
     contention: float,
 ) -> ModelStep:
-    """Returns the seconds of a step with FSMoE's gradient partition over all layers (Section 5).
+    """Returns the seconds of a step if FSMoE's partition distributes gradients over layers (Section 5).
 
     The partition says during which layer's backward pass each gradient is all-reduced.
 
@@ -267,8 +267,8 @@ def _partitioned(
     one_lane: whether collectives inside the node and between nodes wait for each other.
     testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
-    contention: factor on the seconds of collectives between nodes and inside the node while both run. The
-        partition is found without this factor, as in Table 5.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run. It is 1
+        when the partition is computed, as in Table 5.
     """
     forward, degrees = best_degrees(costs, one_lane)
     generalized = GeneralizedLayer(
@@ -362,7 +362,7 @@ def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
 
 def _models_of_a() -> dict[str, WholeModel]:
-    """Returns the models that Fig. 6 has on Testbed A, by name, with their numbers of layers there."""
+    """Returns the models of Fig. 6 on Testbed A, by name, with their numbers of layers on that testbed."""
     layers = printed("fsmoe figure 6")["A"]
     return {name: MODELS[name]._replace(layers=number) for name, (number, _) in layers.items()}
 

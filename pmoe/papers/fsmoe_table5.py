@@ -1,8 +1,8 @@
-"""FSMoE's Table 5 on the simulator: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
+"""Simulates FSMoE's Table 5: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
 
-The layers are those of Table 4. Their costs are those of Fig. 5 and ASSUMPTIONS, chosen before any result was
-seen. The cluster's numbers are the paper's, for this reproduction only: no layer of pmoe uses them.
-`pmoe.papers.fsmoe_models` has whole models (Figs. 6 to 8), on both testbeds.
+The layers are those of Table 4. Their costs come from Fig. 5 and from ASSUMPTIONS, which were written before
+any result was seen. The cluster's rates are the paper's, for this reproduction only: no layer of pmoe uses
+them. `pmoe.papers.fsmoe_models` has whole models (Figs. 6 to 8), on both testbeds.
 
 Letters: B samples, L tokens of a sample, M = d_model, H = d_hidden, f capacity factor, n chunks. MP is model
 parallelism: the GPUs of a node split attention and experts.
@@ -35,11 +35,13 @@ ELEMENT_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Testbed:
-    """A cluster of equal nodes, with the costs of operations as lines.
+    """A cluster of equal nodes, with the cost of each operation as a line alpha + beta * size.
 
     nodes, gpus: number of nodes, and of GPUs of each node.
-    gemm, expert_gemm: seconds of a product by floating-point operations: of attention, and of experts.
-    a2a, ag, rs, ar: seconds of an all-to-all, an all-gather, a reduce-scatter and an all-reduce, by bytes.
+    gemm, expert_gemm: seconds of a matrix product of attention and of experts; size in floating-point
+        operations.
+    a2a, ag, rs, ar: seconds of an all-to-all, an all-gather, a reduce-scatter and an all-reduce; size in
+        bytes.
     """
 
     nodes: int
@@ -57,10 +59,10 @@ class Testbed:
 
 
 def testbed_of_lines(nodes: int, gpus: int, lines: Mapping[str, Sequence[float]]) -> Testbed:
-    """Returns a testbed with the lines of a part of Fig. 5, which has one line for all products.
+    """Returns a testbed with the lines of one part of Fig. 5, with one line for all matrix products.
 
     nodes, gpus: number of nodes, and of GPUs of each node.
-    lines: alpha in ms, and beta in ms for a byte or a floating-point operation, by operation.
+    lines: {operation: (alpha in ms, beta in ms for each byte or floating-point operation)}.
     """
     gemm, a2a, ag, rs, ar = (
         LineCost(alpha * MS, beta * MS)
@@ -97,24 +99,24 @@ class LayerConfiguration:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a model-parallel group, which is a node."""
+        """Number of tokens of a model-parallel group. The group is a node."""
         return self.B * self.L
 
     @property
     def rows(self) -> float:
-        """Rows that a node's experts receive, for all experts of the node together."""
+        """Number of rows that all experts of a node together receive."""
         return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
 
     def gradient_bytes(self, testbed: Testbed) -> int:
-        """Returns the bytes of gradients of attention and the gate on one GPU, which the nodes all-reduce."""
+        """Returns the bytes of one GPU's gradients that nodes all-reduce: those of attention and the gate."""
         return ELEMENT_SIZE * (4 * self.M * self.M // testbed.gpus + testbed.nodes * self.M)
 
 
 class Attention(NamedTuple):
-    """Seconds of the dense part (attention) in forward.
+    """Seconds of attention, the dense part of a layer, in forward.
 
-    compute: seconds of its matrix products.
-    all_gather, reduce_scatter: seconds of its two collectives inside the node.
+    compute: seconds of the matrix products.
+    all_gather, reduce_scatter: seconds of the two collectives inside the node.
     """
 
     compute: float
@@ -122,7 +124,7 @@ class Attention(NamedTuple):
     reduce_scatter: float
 
     def hidden_seconds(self, one_lane: bool) -> float:
-        """Returns the seconds of the longest all-reduce between nodes that attention's backward can hide.
+        """Returns how many seconds of an all-reduce between nodes attention's backward can hide.
 
         one_lane: whether collectives inside the node and between nodes wait for each other.
         """
@@ -142,12 +144,12 @@ def table4() -> list[LayerConfiguration]:
 
 
 def num_products(layer: LayerConfiguration) -> int:
-    """Returns how many products of the same size an expert computes in forward."""
+    """Returns the number of matrix products, all of one size, that an expert computes in forward."""
     return 3 if layer.ffn == "Mixtral" else 2
 
 
 def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
-    """Returns the floating-point operations of one product of a GPU's experts, for all rows of its node.
+    """Returns the floating-point operations of one matrix product of a GPU's experts for its node's rows.
 
     layer: sizes of the layer.
     testbed: the cluster.
@@ -198,10 +200,10 @@ MODELS = {name: LayerConfiguration(**row) for name, row in printed("fsmoe models
 
 
 def table2() -> list[dict[str, Any]]:
-    """Returns Table 2's operations in one pass of a model's layer: measured and modelled seconds.
+    """Returns the measured and the modelled seconds of each operation in Table 2.
 
-    The paper measured; the model follows ASSUMPTIONS. There is one row for each model, direction and
-    operation. Operations of attention are included.
+    The measured seconds are the paper's. The modelled seconds follow from ASSUMPTIONS. Both are for one pass
+    of one layer. There is one row for each model, direction and operation, those of attention included.
     """
     return [
         {
@@ -246,7 +248,7 @@ PAPER_DIFFERING = 912
 
 @dataclass(frozen=True, kw_only=True)
 class SystemPlan:
-    """Decisions of a system about one layer: the chunks of each pass, and when gradients are all-reduced.
+    """A system's decisions about one layer: numbers of chunks, and when gradients are all-reduced.
 
     one_lane: whether collectives inside the node and between nodes wait for each other.
     forward, backward: number of chunks of each pass; 0 runs one task after another, without overlap.
@@ -263,9 +265,9 @@ class SystemPlan:
 
 
 def tutel_degree(costs: LayerCosts) -> int:
-    """Returns the number of chunks that Tutel uses: the one with which both passes together are fastest.
+    """Returns the number of chunks with which both passes together are fastest in Tutel's schedule.
 
-    In Tutel's schedule, all collectives run one after another.
+    Tutel uses this number in both passes. In Tutel's schedule, all collectives run one after another.
 
     costs: seconds of the stages of the forward pass.
     """
@@ -283,7 +285,8 @@ def tutel_degree(costs: LayerCosts) -> int:
 def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
     """Returns the decisions of each system for a layer on Testbed B, by the system's name.
 
-    The systems decide as if lanes did not slow each other, because their planners measure each lane alone.
+    The decisions are made without contention, because each system's planner measures each lane (computation,
+    collectives inside the node, collectives between nodes) alone.
     """
     costs = moe_costs(layer)
     total = layer.gradient_bytes(TESTBED_B)
@@ -314,14 +317,14 @@ def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
 
 @functools.cache
 def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float = 1.0) -> float:
-    """Returns the seconds of one layer (attention and MoE) on Testbed B, with a system's decisions.
+    """Returns the seconds of both passes of one layer on Testbed B, with a system's decisions.
 
-    Both passes are included.
+    A layer is attention and an MoE layer.
 
     layer: sizes of the layer.
     plan: the decisions.
-    contention: factor on the seconds of a collective between nodes and one inside the node while both run. 1
-        means that they do not slow each other.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times longer. 1 means that they do not slow each other.
     """
     costs, dense = moe_costs(layer), attention(layer)
     end = TESTBED_B.all_reduce(plan.end_bytes)
@@ -347,12 +350,13 @@ def sequential_seconds(costs: LayerCosts, dense: Attention) -> float:
 def forward_seconds(
     costs: LayerCosts, dense: Attention, n: int, one_lane: bool, contention: float = 1.0
 ) -> float:
-    """Returns the simulated seconds of the forward pass of a layer, attention and MoE.
+    """Returns the simulated seconds of the forward pass of a layer (attention and an MoE layer).
 
     costs, dense: seconds of the MoE layer's stages and of attention, in forward.
     n: number of chunks of the MoE layer.
     one_lane: whether collectives inside the node and between nodes wait for each other.
-    contention: factor on the seconds of a collective between nodes and one inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times longer.
     """
     options = papers_schedule("forward", one_lane)
     return dense.compute + dense.all_gather + dense.reduce_scatter + _pass(costs, n, options, 0.0, contention)
@@ -367,20 +371,22 @@ def backward_seconds(
     t_ar: float,
     contention: float = 1.0,
 ) -> float:
-    """Returns the simulated seconds of the backward pass of a layer, attention and MoE.
+    """Returns the simulated seconds of the backward pass of a layer (attention and an MoE layer).
 
     costs, dense: seconds of the MoE layer's stages and of attention, in forward.
     n: number of chunks of the MoE layer.
     one_lane: whether collectives inside the node and between nodes wait for each other.
-    t_gar, t_ar: seconds of all-reduces of gradients beside the MoE layer and beside attention.
-    contention: factor on the seconds of a collective between nodes and one inside the node while both run.
+    t_gar: seconds of the all-reduce of gradients that runs during the MoE layer's backward pass.
+    t_ar: seconds of the all-reduce of gradients that runs during attention's backward pass.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times longer.
     """
     seconds = _pass(costs.backward(), n, papers_schedule("backward", one_lane), t_gar, contention)
     return seconds + _dense_backward(dense, t_ar, one_lane, contention)
 
 
 def papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
-    """Returns the options of the paper's schedule: the experts' backward is one task for each chunk.
+    """Returns options for the paper's schedule, in which the experts' backward is one task a chunk.
 
     direction: "forward" or "backward".
     one_lane: whether collectives inside the node and between nodes wait for each other.
@@ -461,8 +467,8 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
     """Returns Table 4's layers, each with the decisions of every system by name.
 
-    The number of attention heads changes no cost, so every layer gets one head. Thus two thirds of the layers
-    are equal to others, and their cached results are used again.
+    The number of attention heads changes no cost, so every layer is given one head. Three layers that differ
+    only in heads then become equal, and share one cached result.
     """
     return [
         (layer, plans(layer)) for layer in (replace(configuration, heads=1) for configuration in table4())
@@ -475,7 +481,7 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
     A row has these fields:
 
         C                        the contention
-        mean, smallest, largest  of the speed-up over all layers
+        mean, smallest, largest  mean, smallest and largest speed-up of all layers
         paper                    the mean that the paper prints; None for DeepSpeed-MoE
 
     contention: factor, at least 1, on the seconds of collectives between nodes and inside the node while both
@@ -494,7 +500,7 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
 
 
 def differing_degrees() -> dict[str, int]:
-    """Returns for how many layers the best numbers of chunks in forward and in backward differ.
+    """Counts the layers whose best number of chunks in forward differs from that in backward.
 
     layers             number of all layers
     differing          number of differing layers, with the gradients that FSMoE all-reduces during backward
@@ -514,10 +520,10 @@ def differing_degrees() -> dict[str, int]:
 
 
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
-    """Returns the tables of Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
+    """Returns the tables for Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
 
     contention: factor on the seconds of collectives between nodes and inside the node while both run. The
-        first table has the results for a factor of 1 and for this factor.
+        first table has the results without contention (factor 1) and with this factor.
     """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [differing_degrees()], "table2": table2()}

@@ -1,10 +1,10 @@
-"""Lancet's evaluation (section 7) and its Figs. 2 and 6, simulated from stated costs of operators.
+"""Simulates Lancet's evaluation (section 7) and its Figs. 2 and 6, from stated costs of operators.
 
-Lancet has two passes over a training graph, and the results show how much time each saves. The models are
-GPT-2 with a Switch layer in every other block and two experts on each GPU, on two clusters. The cost of an
-operator follows from its floating-point operations and bytes, at stated rates. The passes are pmoe's own
-(`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS` were fixed before the first run.
-Nothing was fitted to the paper.
+Lancet rewrites a training graph in two graph passes. The results show how much time each of them saves. The
+models are GPT-2 with a Switch layer in every other block and two experts on each GPU, on two clusters. The
+cost of an operator follows from its floating-point operations and bytes, at stated rates. The graph passes
+are pmoe's own (`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS` were fixed before the
+first run. Nothing was fitted to the paper.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ PARTS = (1, 2, 3, 4, 6, 8)
 class Operator(NamedTuple):
     """An operator of the forward pass, with its amount of work.
 
-    flops: floating-point operations of a matrix product; 0 for other operators.
-    moved: bytes that an operator which is no matrix product reads and writes; else 0.
-    sent: bytes that an all-to-all sends; else 0.
-    has_weight: for a matrix product, whether one side is a weight, which then has a gradient of its own.
+    flops: floating-point operations, if it is a matrix product; else 0.
+    moved: bytes that it reads and writes in memory, if it is neither a matrix product nor an all-to-all; else
+        0.
+    sent: bytes that it sends, if it is an all-to-all; else 0.
+    has_weight: whether one factor of a matrix product is a weight, whose gradient backward computes.
     """
 
     name: str
@@ -146,7 +147,7 @@ def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[In
     """Returns the instructions of the forward pass. Each waits for the instruction before it.
 
     works: operators of the forward pass, in order.
-    seconds: returns the seconds of an operator.
+    seconds: function that returns the seconds of an operator.
     """
     return [
         Instruction(
@@ -162,11 +163,11 @@ def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[In
 def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
     """Returns the instructions of the backward pass.
 
-    A matrix product has two gradients, each as much work as the product itself. No instruction waits for the
-    gradient of a weight.
+    A matrix product has two gradients. Each takes as many floating-point operations as the product itself. No
+    instruction waits for the gradient of a weight.
 
     works: operators of the forward pass, in order.
-    seconds: returns the seconds of an operator.
+    seconds: function that returns the seconds of an operator.
     """
     instructions = list[Instruction]()
     waits = tuple[str, ...]()
@@ -192,7 +193,8 @@ class SimulatedStep:
     """Seconds of a simulated pass or step.
 
     seconds: total seconds.
-    exposed: seconds of these in which nothing is computed, because all computation waits for all-to-alls.
+    exposed: the part of ``seconds`` during which nothing is computed, because all computation waits for
+        all-to-alls.
     """
 
     seconds: float
@@ -206,20 +208,20 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
     """Returns the total and the exposed seconds of instructions that run in list order on two lanes.
 
     A lane is a queue. All-to-alls run on one lane, all other instructions on the other. Each lane runs its
-    instructions one after another. Both lanes work at the same time, unless an instruction waits for an
+    instructions one after another. Both lanes work at the same time, except when an instruction waits for an
     instruction of the other lane. Exposed seconds are those in which nothing is computed.
     """
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
-    """Returns the seconds of a forward pass that is cut as Lancet's dynamic programme chooses.
+    """Returns the seconds of a forward pass whose operators Lancet's dynamic programme cuts into parts.
 
-    The programme cuts ranges of operators into parts of the batch, so that all-to-alls of one part run beside
-    the computation of another.
+    The programme chooses ranges of successive operators. Each range runs on parts of the batch in turn, so
+    that all-to-alls of one part run beside the computation of another part.
 
     works: operators of the forward pass, in order.
-    seconds: returns the seconds of a part of an operator, given the number of parts.
+    seconds: function of an operator and a number of parts. It returns the seconds of one part.
     sequences: number of sequences of a GPU, which is also the largest number of parts.
     """
     instructions = forward(works, seconds)
@@ -248,11 +250,12 @@ def in_layers(
 ) -> SimulatedStep:
     """Returns the seconds of a pass with Tutel's pipeline.
 
-    The all-to-alls and experts of each MoE layer run in k parts, everything else as a whole.
+    The all-to-alls and experts of each MoE layer run on k parts of the batch. All other operators run on the
+    whole batch.
 
     instructions: instructions of the pass, in order.
     works: operators of the forward pass.
-    seconds: returns the seconds of a part of an operator, given the number of parts.
+    seconds: function of an operator and a number of parts. It returns the seconds of one part.
     k: number of parts.
     """
     shares = {work.name: seconds(work, k) / seconds(work) for work in works}
@@ -277,8 +280,8 @@ def in_layers(
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
     """Returns the seconds of a training step of each system, by the system's name.
 
-    Lancet has two passes over a training graph. "weight gradients" only moves weight gradients beside
-    all-to-alls, "ranges" only cuts ranges of operators into parts, "Lancet" does both.
+    Three of the systems use Lancet's graph passes. "weight gradients" only moves weight gradients beside
+    all-to-alls. "ranges" only cuts ranges of operators into parts of the batch. "Lancet" does both.
 
     model: the model.
     cluster: rates of the GPUs and the network.
@@ -307,8 +310,9 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
 def section7() -> list[dict[str, Any]]:
     """Returns the results of section 7: a row for each model, cluster and number of GPUs.
 
-    A row has the milliseconds of a step by each system, the speed-ups of Lancet over two of them, and by how
-    many percent Lancet has less exposed communication (during which nothing is computed) than Tutel.
+    A row has the milliseconds of a step by each system, and the speed-ups of Lancet over two systems. Another
+    field is the percentage by which Lancet has less exposed communication than Tutel: seconds of all-to-alls
+    during which nothing is computed.
     """
     rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
@@ -337,15 +341,15 @@ PAPER: Mapping[str, str] = printed("lancet")
 
 
 def figure2() -> list[dict[str, Any]]:
-    """Returns the parts of a training step of Fig. 2, a row for each model and number of GPUs, on V100.
+    """Returns Fig. 2, the parts of a training step on V100: a row for each model and number of GPUs.
 
     A row has these fields:
 
         all-to-all ms, experts ms, other ms   the three parts of a step
-        all-to-all / experts                  ratio of the first two; in the paper it is up to 3.36
+        all-to-all / experts                  their ratio; in the paper it is up to 3.36
         Orig. ms                              a step if all parts run one after another
         Curr. ms                              a step if the shorter of all-to-alls and experts is hidden
-        Opt. ms                               a step if either all-to-alls or all computation are hidden
+        Opt. ms                               a step if the shorter of all-to-alls and computation is hidden
     """
     rows = []
     for model, gpus in itertools.product((SMALL, LARGE), NUMBERS):
@@ -374,7 +378,7 @@ def figure2() -> list[dict[str, Any]]:
 
 
 def moe_layers(works: Sequence[Operator]) -> list[list[str]]:
-    """Returns for each MoE layer the names of its operators from the first to the second all-to-all."""
+    """Returns, for each MoE layer, the names of its operators from the first all-to-all to the second."""
     names = [work.name for work in works]
     sent = [at for at, work in enumerate(works) if work.sent]
     return [names[first : last + 1] for first, last in zip(sent[::2], sent[1::2], strict=True)]
@@ -394,9 +398,9 @@ Infinity cuts half of all operators between the layer and the next MoE layer.
 
 
 def figure6() -> list[dict[str, Any]]:
-    """Returns the forward pass of Fig. 6 by the operators that are cut: a row for each model and range.
+    """Returns Fig. 6, the milliseconds of a forward pass: a row for each model and each choice of ranges.
 
-    A range is a run of operators that is cut into parts of the batch. A row has these fields:
+    A range is a sequence of operators that runs on parts of the batch. A row has these fields:
 
         range          the operators that are cut: none ("Orig."); each MoE layer with the operators that run
                        in the given number of ms before and after it (0 ms is Tutel's range); or those that
@@ -424,12 +428,13 @@ def figure6() -> list[dict[str, Any]]:
 def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: float, k: int) -> float:
     """Returns the seconds of a forward pass in which a range around each MoE layer runs in k parts.
 
-    The range consists of the layer's all-to-alls, its experts, and some operators before and after these.
+    The range consists of the layer's all-to-alls, the experts between them, and some operators before and
+    after.
 
     works: operators of the forward pass, in order.
-    seconds: returns the seconds of a part of an operator, given the number of parts.
-    span: seconds of the operators that are cut before the first all-to-all, and as many after the second.
-        Operators between two MoE layers are cut with the nearer layer.
+    seconds: function of an operator and a number of parts. It returns the seconds of one part.
+    span: operators in the range take at most this many seconds before the first all-to-all, and again after
+        the second. An operator between two MoE layers belongs to the range of the nearer layer.
     k: number of parts.
     """
     instructions = forward(works, seconds)
@@ -449,7 +454,7 @@ def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: 
 
 
 def _within(instructions: Sequence[Instruction], span: float) -> int:
-    """Returns how many of the first instructions take at most ``span`` seconds together."""
+    """Returns how many instructions, from the first on, together take at most ``span`` seconds."""
     return sum(
         sofar <= span for sofar in itertools.accumulate(instruction.seconds for instruction in instructions)
     )
@@ -458,7 +463,7 @@ def _within(instructions: Sequence[Instruction], span: float) -> int:
 def tables() -> dict[str, list[dict[str, Any]]]:
     """Returns the tables that `pmoe simulate lancet` prints, by name.
 
-    "section7" has all results, "most" the largest gains beside those of the paper.
+    "section7" has all results. "most" has the largest simulated gains beside the paper's.
     """
     rows = section7()
     gains = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]

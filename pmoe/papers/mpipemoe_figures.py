@@ -1,8 +1,9 @@
-"""MPipeMoE's Figs. 8 and 12, simulated: the split of a batch along tokens beside FasterMoE's split.
+"""Simulates MPipeMoE's Figs. 8 and 12: the split of a batch along tokens, and FasterMoE's split.
 
 Fig. 8 compares three systems. FastMoE has one chunk. FasterMoE splits a rank's rows by the ranks to which
-they are sent (Fig. 5a). PipeMoE, the paper's pipeline without reuse of memory, splits them along the tokens
-(Fig. 5b). Fig. 12 has the time of a step by the number of chunks. The numbers below are those of chunks.
+they are sent (Fig. 5a). PipeMoE, the paper's pipeline without reuse of memory, splits the rows along the
+tokens (Fig. 5b). Fig. 12 has the time of a step by the number of chunks. In this picture, a number in a cell
+is the number of a chunk.
 
     rows of a rank, for 4 ranks     by destination, 2 chunks     along tokens, 2 chunks
     | to 0 | to 1 | to 2 | to 3 |   | 0 0 | 0 0 | 1 1 | 1 1 |    | 0 1 | 0 1 | 0 1 | 0 1 |
@@ -100,7 +101,7 @@ BASELINES: Mapping[str, Products] = {"all": TENSOR_CORES, "PipeMoE": NO_TENSOR_C
 class SplitChunk(NamedTuple):
     """A chunk of a pass, as a rank sends and computes it.
 
-    inside, outside: number of ranks in the rank's own node and in other nodes to which it sends a message.
+    inside, outside: number of messages that the rank sends to ranks of its own node, and of other nodes.
     message_rows: rows of each message.
     rows: rows that the rank's expert computes.
     """
@@ -111,9 +112,12 @@ class SplitChunk(NamedTuple):
     rows: float
 
     def exchange_seconds(self, M: int) -> float:
-        """Returns the seconds of an all-to-all of the chunk's rows, of M elements each.
+        """Returns the seconds of an all-to-all of the chunk's rows.
 
-        Messages on one link follow each other. Both links work at the same time.
+        A rank has two links, one to its own node and one to other nodes. A link sends one message after
+        another. Both links work at the same time.
+
+        M: elements of a row (d_model).
         """
         num_bytes = self.message_rows * M * ELEMENT_SIZE
         return max(self.inside * INSIDE(num_bytes), self.outside * OUTSIDE(num_bytes))
@@ -123,6 +127,7 @@ def along_tokens(B: int, n: int) -> list[SplitChunk]:
     """Returns MPipeMoE's n chunks (Fig. 5b): each has 1 / n of the rows for every rank.
 
     B: number of tokens of a rank.
+    n: number of chunks.
     """
     chunk = SplitChunk(RANKS_PER_NODE - 1, RANKS - RANKS_PER_NODE, B / RANKS / n, B / n)
     return [chunk] * n
@@ -155,7 +160,7 @@ def both_passes_seconds(
 
     sizes: sizes of the layer.
     chunks: the chunks of each pass, in order.
-    products: how fast a GPU multiplies.
+    products: rate at which a GPU multiplies matrices.
     overlaps: False if tasks run one after another.
     """
     flops_of_row = 2 * 2 * sizes.M * sizes.H  # of the two products of forward
@@ -180,7 +185,7 @@ def both_passes_seconds(
 
 
 def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
-    """Returns the tasks of a pass in n chunks, in which all rows take part in the all-to-alls.
+    """Returns the tasks of a pass in n chunks. All rows take part in the all-to-alls.
 
     direction: "forward" or "backward".
     n: number of chunks.
@@ -199,34 +204,35 @@ def fast_moe(sizes: Sizes, B: int, products: Products) -> float:
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
-    products: how fast a GPU multiplies.
+    products: rate at which a GPU multiplies matrices.
     """
     return both_passes_seconds(sizes, tuple(along_tokens(B, 1)), products, overlaps=False)
 
 
 def faster_moe(sizes: Sizes, B: int, products: Products) -> float:
-    """Returns the simulated seconds of a step by FasterMoE, in two chunks by destination rank.
+    """Returns the simulated seconds of a step by FasterMoE: two chunks, split by destination rank.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
-    products: how fast a GPU multiplies.
+    products: rate at which a GPU multiplies matrices.
     """
     return both_passes_seconds(sizes, tuple(by_destination(B, GROUPS)), products)
 
 
 def pipe_moe(sizes: Sizes, B: int, n: int) -> float:
-    """Returns the simulated seconds of a step by PipeMoE in n chunks along the tokens.
+    """Returns the simulated seconds of a step by PipeMoE: n chunks, split along the tokens.
 
-    With n = 1 nothing overlaps.
+    With n = 1 tasks run one after another.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
+    n: number of chunks.
     """
     return both_passes_seconds(sizes, tuple(along_tokens(B, n)), TENSOR_CORES, overlaps=n > 1)
 
 
 def best_n(sizes: Sizes, B: int) -> int:
-    """Returns the number of chunks with which PipeMoE's step is fastest; the smallest if several are.
+    """Returns the number of chunks with which PipeMoE's step is fastest; of equals the smallest.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
@@ -241,8 +247,8 @@ def figure8() -> list[dict[str, Any]]:
 
         TF32                          the systems that use tensor cores: "all", or only "PipeMoE"
         FastMoE_seconds and so on     seconds of a step by each system
-        n=2_seconds                   seconds of PipeMoE's step in 2 chunks, as many as FasterMoE has
-        n                             the number of chunks with which PipeMoE is fastest, and which it uses
+        n=2_seconds                   seconds of PipeMoE's step in 2 chunks, FasterMoE's number
+        n                             the number of chunks that PipeMoE uses, its fastest
         over FastMoE, over FasterMoE  speed-up of PipeMoE
     """
     rows = []
@@ -293,8 +299,7 @@ FIGURE12_TOKENS = tuple(1024 * k for k in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48
 
 
 def figure12() -> list[dict[str, Any]]:
-    """Returns the times of Fig. 12: a row for each number of tokens (B), with a time for each number of
-    chunks.
+    """Returns the times of Fig. 12: a row for each number of tokens (B), a time for each number of chunks.
 
     Two more fields of a row:
 

@@ -27,9 +27,9 @@ def activations(B: int, M: int, H: int) -> int:
     These are the input, the rows that the expert received, its output and the layer's output (B M each), and
     the expert's hidden activation (B H).
 
-    Eq. 4 is the same: a pipeline of chunks without reuse of memory holds these activations. Its temporary
-    buffers take equally many elements again, because all chunks are computed at the same time, so every
-    tensor has its gradient.
+    Eq. 4 has the same value. It is for a pipeline of chunks without reuse of memory, which holds the same
+    activations. Its temporary buffers have equally many elements: all chunks are in work at the same time, so
+    there is a gradient for every tensor.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -40,8 +40,8 @@ def activations(B: int, M: int, H: int) -> int:
 def buffers(B: int, M: int, H: int) -> int:
     """Eq. 3: B M + B H, the elements of temporary buffers if the stages run one after another.
 
-    At any time two neighbouring tensors have gradients, such as the hidden activation (B H) and the expert's
-    output (B M).
+    At any time gradients exist for two successive tensors, such as the hidden activation (B H) and the
+    expert's output (B M).
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -50,13 +50,14 @@ def buffers(B: int, M: int, H: int) -> int:
 
 
 def saved_each(B: int, M: int, H: int, n: int) -> int | float:
-    """Eq. 5: B (2 M (n - 2) / n + H (n - 1) / n), the elements of activations that reuse of memory saves.
+    """Eq. 5: B (2 M (n - 2) / n + H (n - 1) / n), the elements that reuse of memory saves in activations.
 
-    With reuse, the expert's input and output (B M each) have memory for 2 of n chunks, and its hidden
-    activation (B H) for 1 of n chunks. Reuse saves as many elements of the temporary buffers.
+    With reuse, memory for only 2 of n chunks of the expert's input and output (B M each) is allocated, and
+    for only 1 of n chunks of its hidden activation (B H). Reuse saves this number of elements a second time,
+    in the temporary buffers (not in this result).
 
-    The paper's formula holds for n >= 2. At n = 1 it would be negative, since memory for two chunks is more
-    than the tensor. In this function the saving of each tensor is at least 0.
+    The paper's formula is for n >= 2. For n = 1 it is negative, because two chunks would be more than the
+    whole tensor. This function takes the saving of each tensor as at least 0.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -72,9 +73,9 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
 def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
     """Eq. 6: the fraction of all elements that a pipeline need not hold if it reuses memory.
 
-    It is the number of elements that reuse saves, divided by the number of elements that a pipeline without
-    reuse holds: model states, activations and temporary buffers. Reuse saves equally many elements of
-    activations and of temporary buffers. For H = 4 M and large B the ratio approaches 1/4 at n = 2, 1/2 at n
+    The fraction is the number of elements that reuse saves, divided by the number of elements that a pipeline
+    without reuse holds: model states, activations and temporary buffers. Reuse saves equally many elements in
+    activations and in temporary buffers. For H = 4 M and large B the ratio approaches 1/4 at n = 2, 1/2 at n
     = 4 and 5/8 at n = 8.
 
     B: tokens of a rank.
@@ -87,7 +88,8 @@ def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
 def theory(B: int, M: int, H: int, E: int, n: int) -> dict[str, int | float]:
     """Returns the values of MPipeMoE's Eq. 1-6 by name, in elements.
 
-    ``saved`` is twice the result of Eq. 5: elements of activations and of temporary buffers together.
+    ``saved`` is twice the result of Eq. 5: the elements saved in activations and in temporary buffers
+    together.
 
     B: tokens of a rank.
     M, H, E: d_model, d_hidden, number of experts.

@@ -83,8 +83,9 @@ class ScaledStep:
     tokens: tokens of a rank in one forward and backward pass.
     n: number of chunks of each pass.
     passes: number of forward and backward passes in a step, whose gradients are summed.
-    skew: an expert's popularity is exp(skew z), with z normally distributed. 0 is even routing.
-    free: the cost of LIMITS that is set to 0; "" for none.
+    skew: an expert's share of the rows is proportional to exp(skew z), with z normally distributed. 0 is even
+        routing.
+    free: a key of LIMITS, whose cost is set to 0; "" for none.
     """
 
     model: ScaledModel
@@ -99,7 +100,7 @@ class ScaledStep:
     def sizes(self) -> LayerSizes:
         """Sizes of one MoE layer.
 
-        Its experts are on as many ranks as there are experts, or on all ranks if there are fewer ranks.
+        Each rank holds one expert if there are enough ranks. Otherwise all ranks share the experts.
         """
         sharing = min(self.rates.num_ranks, self.model.layer["num_experts"])
         place: dict[str, Any] = {"num_ranks": sharing, "device_type": "cuda", "dtype": torch.bfloat16}
@@ -107,10 +108,10 @@ class ScaledStep:
 
     @cached_property
     def busiest_tokens(self) -> int:
-        """Number of tokens that stands for `tokens` in the simulation, to account for skewed routing.
+        """Number of tokens that replaces `tokens` in the simulation, to account for skewed routing.
 
-        The simulation of a layer assumes even routing. With this number of tokens, evenly routed, every rank
-        receives as many rows as the busiest rank receives under skewed routing with `tokens` tokens.
+        The simulation of a layer assumes even routing. If this number of tokens is evenly routed, every rank
+        receives as many rows as the busiest rank receives from `tokens` tokens under skewed routing.
         """
         z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
         shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)
@@ -167,9 +168,9 @@ class ScaledStep:
     def peak_bytes(self) -> int:
         """Peak bytes of the busiest rank.
 
-        They include parameters, gradients, the rank's part of the optimizer's state, saved tensors of all
-        layers, and the memory that the passes of one layer need in addition. The rank is assumed to send as
-        many rows as it receives.
+        The peak includes parameters, gradients, the rank's part of the optimizer's state, tensors saved for
+        backward in all layers, and the memory that the passes of one layer need in addition. The rank is
+        assumed to send as many rows as it receives.
         """
         layers = self.model.layers
         ranks = self.rates.num_ranks
@@ -185,7 +186,7 @@ class ScaledStep:
 
 
 def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
-    """Returns the step on a cluster with one rate slower.
+    """Returns the step on a cluster in which one cost is higher.
 
     step: the step.
     link: name of a cost of the cluster, such as "compute" or "outside" (the link between machines).
@@ -197,14 +198,14 @@ def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
 
 
 def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) -> list[dict[str, Any]]:
-    """Returns the scaling of models: a row for each model and each of 1, 2, 4, ..., 512 machines.
+    """Simulates models on 1, 2, 4, ..., 512 machines: a row for each model and number of machines.
 
     The text "columns" in assumptions.md explains the fields of a row.
 
     models: models by name.
-    rates: the cluster. Its number of machines is replaced.
-    strong: True keeps the batch the same (`BATCH` tokens) for all numbers of machines. False gives each rank
-        `TOKENS` tokens.
+    rates: the cluster; only its number of machines is changed.
+    strong: True for a batch of `BATCH` tokens on any number of machines. False for `TOKENS` tokens on each
+        rank.
     """
     rows = []
     for (name, model), i in itertools.product(models.items(), range(10)):
@@ -239,11 +240,11 @@ def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) 
 
 
 def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str, Mapping[str, Any]]:
-    """Returns where scaling ends: for each model the first row with too little throughput.
+    """Returns, for each model, the row at which its scaling ends: the first with too little throughput.
 
     Strong scaling ends where twice the machines give less than 1.5 times the throughput. Weak scaling ends
-    where the throughput is less than half of linear speedup. A model whose scaling does not end within the
-    rows is not in the result.
+    where the throughput is less than half of linear speedup. The result has no entry for a model whose
+    scaling does not end within the rows.
 
     rows: the result of `scaling`.
     strong: whether the batch stays the same for all numbers of machines.

@@ -4,8 +4,8 @@ n is the number of chunks (micro-batches) of a pass. The restore pair says what 
 between forward and backward: T_DI (the rows that a rank's experts received) and T_M (their hidden
 activations) are each kept, offloaded to the host, or made again.
 
-Nothing is measured or run in this folder. Its inputs are schedules (`pmoe.schedule`), sizes, and rates that
-were measured before (`pmoe.planner.profile`). Files, in the order in which a choice is made:
+Nothing is measured or run in this folder. The planner's inputs are schedules (`pmoe.schedule`), sizes, and
+rates that were measured before (`pmoe.planner.profile`). Files, in the order in which a choice is made:
 
     layer_sizes, rows_per_pass             sizes of a layer, numbers of rows in a pass
     costs, profile, cluster                seconds of a message, a product, a copy
@@ -15,7 +15,7 @@ were measured before (`pmoe.planner.profile`). Files, in the order in which a ch
     priced_choices, cluster_candidates     the choices that exist, and the best of them
     degree, degree_search                  the pipeline degree n, by FSMoE's solver
     granularity, degree_trials             n by trials: MPipeMoE's ranges, and which n to try
-    timed_rounds                           which trials to repeat, and when a difference counts
+    timed_rounds                           which trials to repeat, and which differences are more than noise
     gradient_partition                     when gradients of other layers are all-reduced
     copies, copies_of_few_ranks            which ranks get copies of busy experts, and which rows
     block_split                            which thread blocks of the fused kernels communicate

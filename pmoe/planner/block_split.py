@@ -100,7 +100,7 @@ class FusedLayerSizes:
 
     @property
     def where(self) -> str:
-        """The device in words, such as "132 blocks of NVIDIA H200"."""
+        """The device and its number of thread blocks in words, such as "132 blocks of NVIDIA H200"."""
         return f"{self.num_blocks} blocks of {self.device_name}"
 
     def __str__(self) -> str:
@@ -111,8 +111,8 @@ class FusedLayerSizes:
 class FusedKernelSizes(FusedLayerSizes):
     """Sizes of a layer, and one of its fused kernels: the key under which measurements are stored.
 
-    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, and sends the sums of
-        each token back.
+    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, sums those of each token,
+        and sends the sums back.
     direction: "forward", or "backward" for the gradients.
     """
 
@@ -124,16 +124,18 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a layer without a kernel: the key under which seconds of whole layers are stored.
+    """Returns the sizes of a layer, without the name of one of its kernels.
 
-    sizes: sizes of the layer, or of one of its kernels. A layer's four kernels (dispatch and combine, forward
-        and backward) give equal results.
+    Measured seconds of whole layers are stored under this key.
+
+    sizes: sizes of the layer, or of one of its four kernels (dispatch and combine, forward and backward). The
+        result is the same for all of these.
     """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
-    """Returns the sizes of a layer together with one of its kernels: the key of that kernel's measurements.
+    """Returns the key of a kernel's measurements: the layer's sizes and the name of the kernel.
 
     layer: sizes of the layer.
     kernel: "dispatch" or "combine".
@@ -153,9 +155,10 @@ def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
 
 
 def rule(sizes: FusedKernelSizes) -> Division:
-    """Returns the division of a kernel's thread blocks without measurements: one of 12 communicates.
+    """Returns the division of a kernel's thread blocks that is used if nothing was measured.
 
-    At least one block communicates. The combining kernel sends its results 512 columns at a time.
+    Of every 12 blocks one communicates. With fewer than 12 blocks, one communicates. The combining kernel
+    sends its results 512 columns at a time.
 
     sizes: sizes of the kernel.
     """
@@ -197,7 +200,7 @@ def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """Returns the divisions of a kernel's thread blocks that are measured to find the fastest.
 
     n_c, the number of communicating blocks, takes the values of `BLOCK_COUNTS`, and every `BLOCK_STEP`-th
-    number above the largest of these values. Only 1 and values below half of the blocks are tried.
+    number above the largest of these values. Values of half of the blocks or more are left out, except 1.
 
     num_blocks: thread blocks of the kernel.
     d_model: columns of a token, for the combining kernel: every n_c is tried with each of `chunk_candidates`.
@@ -212,7 +215,7 @@ def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Measurements of one fused kernel: the seconds of each division of its thread blocks that was tried.
+    """Measurements of one fused kernel: its seconds with each division of thread blocks that was tried.
 
     sizes: which kernel and direction, and the sizes of the layer.
     division: the division that was fastest.
@@ -253,7 +256,7 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class DivisionTable:
-    """All stored measurements of fused kernels, on any devices. COMET calls them metadata.
+    """All stored measurements of fused kernels, on any devices. COMET calls these measurements metadata.
 
     entries: measurements of single kernels.
     layers: measured seconds of whole layers, fused and in chunks.
@@ -270,8 +273,8 @@ class DivisionTable:
         1. measured: the fastest division that was measured for exactly this kernel and these sizes.
         2. nearest: the fastest division that was measured for the same kernel, direction and dtype with the
            nearest sizes (`distance`). The number of communicating blocks is scaled by the ratio of the
-           numbers of blocks. Measurements with a different device, number of blocks, or sort of ranks (real
-           or virtual) are used only if there is no measurement that agrees in all three.
+           numbers of blocks. A measurement with the same device, number of blocks and sort of ranks (real or
+           virtual) is always preferred to others.
         3. rule: one of 12 blocks communicates (`rule`).
 
         The returned division leaves at least one block to compute, and sends at most a whole row at a time.
@@ -305,8 +308,8 @@ class DivisionTable:
 
         All sizes but the number of rows must be the same. Measurements are looked up with the same number of
         rows, then with twice as many, then with half as many. Fused kernels gain less with more rows (COMET,
-        Section 5.3). So a measurement with twice as many rows shows too little gain rather than too much, and
-        a layer does not use fused kernels by mistake.
+        Section 5.3). So a measurement with twice as many rows is on the safe side: it shows too little gain
+        rather than too much.
 
         sizes: sizes of the layer.
         """

@@ -1,9 +1,9 @@
-"""Predicts the measured rates (the profile) of machines that one does not have, from a few numbers.
+"""Predicts the profile (measured rates) of machines that are not at hand, from a few numbers.
 
-The model of a link is Hockney's: a message to one peer takes alpha + beta * bytes seconds. A rank's messages
-on one link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Each rank has
-two links, one to ranks of its machine ("inside") and one to other machines ("outside"). Both links work at
-the same time. A collective ends when its busiest rank has finished.
+The model of a link is Hockney's: a message to one peer takes alpha + beta * bytes seconds. A rank sends its
+messages on one link one after another, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Each
+rank has two links, one to ranks of its machine ("inside") and one to other machines ("outside"). Both links
+work at the same time. A collective ends when its busiest rank has finished.
 
 Letters: A machines with L ranks each, W = A L ranks; R bytes of the rows that a rank sends, split evenly over
 all W ranks (its own included). If several ranks of a machine share each expert (expert-sharding parallelism,
@@ -65,8 +65,8 @@ class Cluster:
     def check_part(self, profile: Profile) -> None:
         """Raises ValueError if a profile cannot have been measured on some of this cluster's machines.
 
-        Such a profile has the cluster's device type, at most as many machines, and at most as many ranks per
-        machine.
+        A possible profile has the cluster's device type. Its numbers of machines and of ranks per machine are
+        at most those of the cluster.
         """
         measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
         described = (self.device_type, self.machines, self.ranks_per_machine)

@@ -2,7 +2,7 @@
 
 Under skewed routing the rank of a busy expert computes more rows than other ranks, and all ranks wait for it.
 For one call, other ranks may get copies of the expert's weights and compute a part of its rows. The plan is
-made of integers, from numbers that all ranks have, so all ranks make the same plan.
+computed with integers from numbers that all ranks have, so all ranks make the same plan.
 
 A host of an expert is a rank that computes rows of it: the owner of its parameters, or a rank with a copy.
 
@@ -70,7 +70,8 @@ class CopyLimits:
     near: price of a copy on the node of its owner.
     far: price of a copy on another node.
 
-    Raises TypeError unless all three are ints, ValueError if one is negative or ``far`` is below ``near``.
+    Raises TypeError unless all three are ints. Raises ValueError if one is negative, or if ``far`` is below
+    ``near``.
     """
 
     per_rank: int
@@ -87,8 +88,9 @@ class CopyLimits:
 class CopyPlan:
     """A plan of copies: the ranks that compute the rows of busy experts.
 
-    hosts: for each expert that has copies, (rank, rows) of its owner, and then of each copy. The rows of one
-        expert add up to its load. Experts without copies are not in the dict; only their owners compute them.
+    hosts: for each expert that has copies, pairs (rank, rows): first the owner, then each rank with a copy.
+        The rows of one expert add up to its load. Experts without copies are not in the dict: only their
+        owners compute their rows.
     before, after: the largest predicted time of a rank without and with the copies, in rows.
     """
 
@@ -116,10 +118,10 @@ class CopyPlan:
 
 
 def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None) -> int:
-    """Returns how many copies of experts a rank may host, if it has only a given number of bytes for them.
+    """Returns how many copies of experts a rank may host within a given number of bytes.
 
     per_rank: the most copies that may be hosted.
-    copy_bytes: bytes of a copy with all that belongs to it, such as its gradients.
+    copy_bytes: bytes of a copy, its gradients and so on included.
     free_bytes: bytes for all copies together; None if the bytes are not limited.
 
     Example: per_rank 4, copies of 100 bytes, 250 bytes -> 2.
@@ -130,21 +132,23 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
 
 
 def row_cuts(shares: Sequence[int]) -> list[int]:
-    """Returns the bounds that divide one rank's rows for an expert among the ranks that compute the expert.
+    """Returns the bounds that divide rows for an expert among the ranks that compute the expert.
 
-    Those ranks are the expert's hosts: its owner and the ranks with copies. Each rank that sends rows sends a
-    host the same fraction of them, in every part of its batch. Row number i of the sending rank s has the
-    position
+    These ranks are the expert's hosts: its owner and the ranks with copies. Every sending rank divides its
+    rows for the expert in the same proportions, and so does every chunk of its batch. Row i of the sending
+    rank s gets a number u from 0 to 2**32 - 1:
 
         u = (i + s) * GOLDEN mod 2**32
 
-    Host j gets the rows with cut(j) <= u < cut(j + 1). With the running sums C_j = shares[0] + ... + shares[j
-    - 1] and C = the sum of all shares,
+    Host j gets the rows with cut(j) <= u < cut(j + 1). The interval of a host is proportional to its share:
 
         cut(j) = floor(2**32 * C_j / C)
+        C_j    = shares[0] + ... + shares[j - 1]
+        C      = the sum of all shares
 
-    Positions of successive rows are spread evenly, and so are those of the first rows of successive ranks. So
-    errors of rounding cancel over the sending ranks, and over the chunks of a batch.
+    GOLDEN is chosen so that the numbers u of successive rows are spread evenly over all values. The same is
+    true of the first rows of successive ranks. So errors of rounding cancel over the sending ranks and over
+    the chunks.
 
     shares: the rows of each host, from `CopyPlan.hosts`. Their sum must be positive.
 
@@ -165,12 +169,12 @@ def plan_copies(
 
     The time of a rank is counted in rows that it computes, plus the prices of copies (`CopyLimits`). A search
     tries target times. For a given target, each rank that needs longer gives away rows, of its largest
-    experts first, to ranks that have time left. A rank takes as many rows as it has time for, and the last
-    rows of an expert go to the rank with the least time that is enough. Ranks of the owner's node come first,
-    so that weights are sent to other nodes only if no rank of the node has time left.
+    experts first, to ranks that have time left. A rank takes as many rows as it has time for. The last rows
+    of an expert go to the rank that has just enough time left. Ranks of the owner's node come first, so that
+    weights are sent to other nodes only if no rank of the node has time left.
 
-    The plan depends on nothing but the arguments. Memory and time of the search grow with E, with W and with
-    the number of copies, but not with E times W.
+    The plan depends only on the arguments. Memory and time of the search grow with E, with W and with the
+    number of copies, but not with E times W.
 
     Args:
         loads: (E,) rows of each of E experts, from all ranks together.
@@ -178,7 +182,7 @@ def plan_copies(
         nodes: (W,) node of each of W ranks.
         limits: how many copies a rank may host, and what they cost.
         present: copies that ranks have from an earlier call, as pairs (expert, rank), from `CopyPlan.pairs`.
-            Their price is 0. The ranks give up present copies that the plan does not use.
+            Their price is 0. Ranks give up those of these copies that the plan does not use.
 
     Example: loads (70, 10, 10, 10), owners (0, 1, 2, 3), nodes (0, 0, 0, 0), one copy a rank, prices 1 ->
     hosts {0: ((0, 25), (1, 15), (2, 15), (3, 15))}, before 70, after 26.
@@ -223,8 +227,8 @@ class _Way:
         if its own node has no time left. If False, the nodes of the ranks only matter for the price.
     passes_on: whether a busy rank may give its last rows to the next busy rank, which then gives away more of
         its own rows. Without this, the last copy that a rank may host could be spent on a few rows.
-    least_first: in which order busy ranks give rows away: if True, ranks that exceed the target time least
-        come first; if False, ranks that exceed it most.
+    least_first: the order in which busy ranks give rows away. True: ranks that exceed the target time least
+        come first. False: ranks that exceed it most come first.
     """
 
     own_node_first: bool
@@ -250,9 +254,9 @@ EFFORT = 64
 class _Search:
     """One search for copies that make the largest time of a rank as small as possible.
 
-    `plan_copies` explains all arguments except ``times``.
+    All other arguments are those of `plan_copies`.
 
-    times: (W,) rows of the experts that each of W ranks owns: its time without copies.
+    times: (W,) for each of W ranks, the rows of all experts that the rank owns: its time without copies.
     """
 
     def __init__(
@@ -295,7 +299,7 @@ class _Search:
         The search tries target times, between a lower bound and the time without copies. If an attempt fails,
         some rows are left on ranks that exceed the target. The next target is longer by about the number of
         these rows, divided by the number of ranks. The search ends when the shortest target that succeeded
-        and the longest that failed differ by at most the search's precision.
+        and the longest target that failed are close enough.
 
         largest: the largest time of a rank without copies, in rows.
         """
@@ -325,9 +329,9 @@ class _Search:
 
         Suppose that no rank needs longer than T. A rank whose own experts need longer than T must send at
         least one copy, so it gives away at least (time + near - T) rows, where ``near`` is the price of a
-        copy. A rank that takes rows hosts at least one copy, so it has room for at most (T - time - near)
-        rows. T is impossible if the first numbers add up to more than the second. The result is the smallest
-        T that is not impossible.
+        copy. A rank that takes rows hosts at least one copy, so it can take at most (T - time - near) rows.
+        If all ranks together must give away more rows than they can take, T is impossible. The result is the
+        smallest T that is possible by this rule.
         """
         near = 0 if self.present else self.limits.near
         ascending = sorted(self.times)
@@ -370,7 +374,7 @@ class _Attempt:
         new copy.
 
     Attributes:
-        moves: the copies that were found, each with its rows.
+        moves: the copies that were found, each with its number of rows.
         room: for each rank, the time that is left until ``target``, in rows; negative for ranks that need
             longer.
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
@@ -443,9 +447,9 @@ class _Attempt:
     def _give_away(self, owner: int, pool: list[tuple[int, int]], price: int, following: int) -> None:
         """Moves rows of a busy rank's experts to ranks with time left, until the rank meets the target time.
 
-        Each copy is of the expert that has most rows left. The copy goes to the rank with the least time left
-        that is enough for all rows to be moved. If no rank has enough time, the copy goes to the rank with
-        the most time left, and takes as many rows as that rank has time for.
+        The next copy is always one of the expert that has most rows left. If some ranks have enough time left
+        for all rows to be moved, the copy goes to the one with the least time. If no rank has enough time,
+        the copy goes to the rank with the most time left, and takes as many rows as that rank has time for.
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.

@@ -6,8 +6,8 @@ time to send it.
 
 `pmoe.planner.copies` plans copies for any number of ranks. With few ranks, the time of that plan may be some
 percent above the best possible time, because each copy takes a large part of a rank's time. But with few
-ranks, all sets of ranks can be examined. If the hosts are chosen, the rows of experts whose hosts are all in
-a set R must be computed by the ranks of R. So no division of the rows takes less than
+ranks, all sets of ranks can be examined. Suppose that the hosts are chosen. If all hosts of an expert are in
+a set R of ranks, the ranks of R must compute all its rows. So no division of the rows takes less than
 
     time(R) = (rows of experts whose hosts are all in R + prices that the ranks of R pay) / |R|
 
@@ -41,7 +41,7 @@ Pairs = frozenset[tuple[int, int]]
 class FewRanks:
     """A search for copies of busy experts with which the largest time of a rank is smallest.
 
-    The time of a rank is counted in rows: those that it computes, and the prices of copies.
+    The time of a rank is counted in rows: the rows that it computes, plus the prices of copies.
 
     loads: rows of each expert, from all ranks together.
     owners: rank of each expert's parameters.
@@ -90,10 +90,10 @@ class FewRanks:
         ]
 
     def best(self, start: Pairs, enough: int) -> Pairs:
-        """Returns the best copies that were found: the largest time of a rank is smallest with them.
+        """Returns the copies with which the largest time of a rank is smallest, of all that were tried.
 
-        start: copies that another search found. The result is at least as good.
-        enough: a time, in rows, that is short enough to end the search.
+        start: copies that another search found. The result is never worse.
+        enough: a local search ends when the largest time of a rank is at most this number of rows.
         """
         sizes = range(self.per_rank + 1)
         if math.prod(sum(math.comb(len(pairs), k) for k in sizes) for pairs in self.options) <= MOST_CHOICES:
@@ -111,7 +111,7 @@ class FewRanks:
     def _fitting(self) -> Pairs:
         """Returns copies that ranks have from earlier calls, at most ``per_rank`` on each rank.
 
-        If a rank has more, those of the busiest experts are taken.
+        If a rank has more copies, those of the busiest experts are taken.
         """
         return frozenset(
             pair
@@ -120,13 +120,14 @@ class FewRanks:
         )
 
     def _climb(self, start: Pairs, enough: int) -> Pairs:
-        """Improves a choice of copies by a local search, and returns the result.
+        """Improves a choice of copies by a local search, and returns the improved choice.
 
-        In each step one copy is removed, added or replaced, if this makes the largest time of a rank smaller.
-        The search ends if no such change exists, or after `MOST_STEPS` changes were examined.
+        The search examines changes: one copy is removed, added, or replaced by another. A change is made if
+        the largest time of a rank becomes smaller by it. The search ends when no change helps, when
+        `MOST_STEPS` changes were examined, or when the largest time is at most ``enough``.
 
-        start: the copies to begin with.
-        enough: a time, in rows, that is short enough to end the search.
+        start: the copies to begin with, as pairs (expert, rank).
+        enough: a time, in rows. A smaller time is not searched for.
         """
         best = start
         time = self.smallest_time(start)
@@ -141,8 +142,7 @@ class FewRanks:
         return best
 
     def _neighbours(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Yields all choices of copies that differ from a given choice by one copy removed, added or
-        replaced.
+        """Yields the choices of copies that differ from a given one by one removed, added or replaced copy.
 
         pairs: the given choice: copies as pairs (expert, rank).
         """
@@ -162,7 +162,8 @@ class FewRanks:
     def smallest_time(self, pairs: Pairs) -> int:
         """Returns the largest time of a rank, in rows, with the best division of rows among the hosts.
 
-        pairs: the copies, as pairs (expert, rank). They and the experts' owners are the hosts.
+        pairs: the copies, as pairs (expert, rank). An expert's hosts are its owner and the ranks of its
+            copies.
         """
         work, _, _ = self._work(pairs)
         return max(-(-work[ranks] // ranks.bit_count()) for ranks in range(1, len(work)))
@@ -204,8 +205,8 @@ class FewRanks:
         """Divides rows among copies, and returns the copies' rows and the largest time of a rank.
 
         Copies get rows one after another. Each copy gets as many rows as possible without making the largest
-        time longer. The limit is the least spare time of all sets of ranks that contain the copy's rank but
-        not all hosts of its expert. Copies without rows are left out.
+        time longer. A set of ranks limits the copy if it contains the copy's rank, but not all hosts of the
+        expert. The copy gets the least spare time of these sets. Copies without rows are left out.
 
         pairs: the copies, as pairs (expert, rank).
 

@@ -17,7 +17,7 @@ def prices_of_copy(profile: Profile, links: Mapping[str, LineCost], **layer: Any
     """Returns the price of a copy on the node of its owner, and of a copy on another node, in rows.
 
     profile: measured rates.
-    links: the costs of a message inside a node ("inside") and between nodes ("outside"). If either is
+    links: the costs of a message inside a node ("inside") and between nodes ("outside"). If one of them is
         missing, both prices use the profile's cost of messages.
     layer: the other arguments of `copy_price`.
     """
@@ -42,13 +42,13 @@ def copy_price(
 ) -> int:
     """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
 
-    The time of a row is that of its products, or that of its messages if they take longer. The time of a copy
-    is that of sending its weights, and also its gradients if a backward pass follows. No computation is
-    assumed to hide it.
+    The time of a row is the time of its products, or of its messages if these take longer. The time of a copy
+    is the time to send its weights, and also its gradients if a backward pass follows. It is assumed that no
+    computation hides the time of a copy.
 
     profile: measured rates.
     link: the cost of a message on the link over which the weights are sent.
-    expert_elements: elements of an expert's weights: a row takes as many multiply-adds.
+    expert_elements: elements of an expert's weights. This is also the number of multiply-adds of a row.
     d_model: M, the columns of a row.
     element_size: bytes of an element.
     num_ranks: number of ranks. One of ``num_ranks`` rows is assumed to stay on its rank, without a message.

@@ -1,9 +1,9 @@
-"""The work that copies of busy experts add to a call, from which a step's seconds are simulated.
+"""The work that copies of busy experts add to a call, for the simulation of a step's seconds.
 
 With C copies of an expert, an expert's weights are sent in C parts (`pmoe.engine.plan.copies`):
 
-    V, VG      the owner sends or receives the whole expert, each host one part of C
-    VR, VGR    each host sends and receives C - 1 parts of C
+    V, VG      the owner sends (VG: receives) the whole expert, each host receives (sends) one of C parts
+    VR, VGR    each host sends and receives C - 1 of C parts
 
 A message takes as long as its busiest rank. So the work is that of the rank which sends or receives most.
 """
@@ -24,13 +24,14 @@ from pmoe.schedule.tasks import Kind, PassDirection, Stages
 class CopyWork:
     """The work that copies of busy experts add to a call: messages, and products of other experts.
 
-    All ranks have equal numbers. `of` rounds them up, so that calls with similar loads have equal numbers.
+    The numbers are equal on all ranks. `of` rounds them up, so that calls with similar loads have equal
+    numbers.
 
     scattered: how many experts' weights the busiest rank sends or receives in task V, and how many experts'
         gradients in task VG; 0 without copies.
     relayed: the same for tasks VR and VGR; 0 if no expert has several copies.
     computed: the largest fraction of a rank's rows that its copies compute.
-    is_sent: whether the weights are sent. They are not if the ranks have them from an earlier call.
+    is_sent: whether the weights are sent. False if the ranks have them from an earlier call.
     stays: whether the copies stay for later calls. Backward then sends no weights again.
     learned: the fraction of a copy's weights whose gradients are sent; 0 if experts are frozen.
     """
@@ -48,7 +49,7 @@ class CopyWork:
 
         The numbers of experts are rounded up to powers of two, the fraction of rows to halves.
 
-        plan: the copies. Its largest time of a rank stands for the rows of each rank.
+        plan: the copies. The rows of every rank are taken as the plan's largest time of a rank.
         is_sent, stays, learned: as in the class.
         """
         sent = Counter[int]()
@@ -75,7 +76,7 @@ class CopyWork:
         )
 
     def in_stages(self, stages: Stages, restore: Restore | None) -> Stages:
-        """Returns the stages of a layer with those of the copies; the same stages without copies.
+        """Returns a layer's stages with the stages of copies added; without copies, the stages unchanged.
 
         stages: the stages of the layer without copies.
         restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
@@ -91,9 +92,11 @@ class CopyWork:
         return replace(stages, copies=fate, relays_copies=self.relayed > 0, frozen_copies=not self.learned)
 
     def experts_sent(self, direction: PassDirection, restore: Restore) -> float:
-        """Returns how many experts' weights and gradients the busiest rank sends or receives in a pass.
+        """Returns the number of experts' weights plus gradients that the busiest rank sends or receives.
 
-        direction: "forward" or "backward".
+        Numbers may be fractions: a rank may send or receive a part of an expert's weights.
+
+        direction: the pass, "forward" or "backward".
         restore: the restore pair (`in_stages`).
         """
         stages = self.in_stages(Stages(local=True, remote=True), restore)
@@ -119,7 +122,8 @@ class CopyWork:
     def shared_wgrad(self, seconds: float) -> dict[Kind, float]:
         """Divides the seconds of a chunk's weight gradients between own experts (W) and copies (KW).
 
-        The rank whose copies compute most rows counts, because gradients go home (VG) after its last KW.
+        The division is that of the rank whose copies compute most rows, because gradients are sent to the
+        owners (VG) only after this rank's last KW.
 
         seconds: seconds of the weight gradients of all rows that a chunk has received.
         """

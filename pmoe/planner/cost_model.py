@@ -6,7 +6,7 @@ A lane is a queue of tasks of one sort: computation, communication, or copies. A
 (rows that experts received) and T_M (their hidden activations) are restored for backward.
 
 Table II gives the units of work of each lane, Eq. 7-9 the size of a unit. A lane is slower while other lanes
-are busy (Section II.C). The pairs are compared by the sum of forward and backward.
+are busy (Section II.C). Pairs are compared by their seconds of forward and backward together.
 
 Eq. 10 describes a pipeline in its steady state. It leaves out two things that the simulator includes: how a
 pipeline fills and empties, and the part of a task's seconds that does not depend on its size.
@@ -223,9 +223,9 @@ def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     """Returns the seconds of a pass by MPipeMoE's Eq. 10: until the slowest of three lanes has finished.
 
     The lanes (computation, communication, copies) start together. Lanes slow each other only while they are
-    busy, so a short copy does not slow work that runs after it. This differs from the paper, which divides
-    the seconds of a lane by its speed beside busy lanes (sigma, mu or eta) for the whole pass. The third term
-    of the printed equation has mu where eta is meant.
+    busy, so a short copy does not slow work that runs after it. The paper differs: it divides the seconds of
+    a lane by its speed beside busy lanes (sigma, mu or eta) for the whole pass. The third term of the printed
+    equation has mu where eta is meant.
 
     alone: seconds of each lane if nothing else runs, from `lane_seconds`.
     interference: speeds of lanes while several are busy.

@@ -32,9 +32,9 @@ class LineCost:
         return max(0.0, self.alpha_seconds + self.beta_seconds * size)
 
     def shared(self, size: float) -> LineCost:
-        """Returns this cost as a line over the fraction of a work that is done: 0 is nothing, 1 is all of it.
+        """Returns this cost as a line over the fraction (0 to 1) of a given amount of work.
 
-        size: size of the whole work, in the unit of this line.
+        size: size of the whole amount, in the unit of this line.
 
         Example: alpha 1, beta 2, size 10 -> alpha 1, beta 20: half of the work takes 1 + 20 / 2 = 11 s.
         """
@@ -151,7 +151,7 @@ class LayerCosts:
     The paper's formulas leave out the following costs. The simulation of the layer's own schedule includes
     them:
 
-    combine: the all-to-all back, if it is of another kind than dispatch; None if it costs as much as ``a2a``.
+    combine: the all-to-all that sends results back; None if it costs as much as ``a2a``.
     order: copying tokens to the rows that are sent, before dispatch.
     restore: summing the rows of each token, after combine.
     rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
@@ -233,10 +233,10 @@ class GeneralizedLayer:
     gradient_bytes: int
 
     def best(self, t_gar: float) -> DegreeSeconds:
-        """Returns the element of ``degrees`` with which the MoE part is fastest beside an all-reduce.
+        """Returns the element of ``degrees`` with the fastest MoE part while an all-reduce runs.
 
         If several elements are equally fast, the element with fewest chunks is returned. The paper's
-        Algorithm 1 computes the same minimum, which FSMoE's Eq. 5 uses.
+        Algorithm 1 computes the same minimum, for FSMoE's Eq. 5.
 
         t_gar: seconds of the all-reduce.
         """
@@ -257,7 +257,7 @@ class GeneralizedLayer:
 class Share:
     """The gradient bytes that are all-reduced during one layer's backward pass, and the number of chunks.
 
-    The gradients are those of layers that ran backward before. A layer has an MoE part and a dense part.
+    The gradients are those of layers whose backward pass has ended. A layer has an MoE part and a dense part.
 
     moe_bytes: bytes of gradients that are all-reduced beside the MoE part.
     dense_bytes: bytes of gradients that are all-reduced beside the dense part.

@@ -1,4 +1,4 @@
-"""The pipeline degree n: the number of micro-batches (chunks) that a layer's tokens are cut into."""
+"""The pipeline degree n: the number of chunks (micro-batches) into which a layer's tokens are cut."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
     """Checks a layer's argument ``pipeline_backward``, the number of chunks of the backward pass.
 
     pipeline: the argument of the same layer that gives the number of chunks of the forward pass.
-    pipeline_backward: None stands for as many chunks as in the forward pass.
+    pipeline_backward: the number; None stands for that of the forward pass.
 
     Rows are counted in equal ranges of tokens (bins), and the chunks of both passes consist of whole bins. If
-    neither number divides the other, the bins are as many as their least common multiple, at most
+    neither number divides the other, the number of bins is their least common multiple, which may be at most
     `MAX_COMMON`.
 
     Raises TypeError unless ``pipeline_backward`` is None or an int. Raises ValueError if the numbers of
@@ -88,7 +88,7 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The two decisions about how a layer runs a batch: the numbers of chunks, and the restore pair.
+    """The two decisions about a layer's run of a batch: the numbers of chunks, and the restore pair.
 
     forward, backward: number of chunks of each pass.
     restore: what happens to the experts' inputs (T_DI) and hidden activations (T_M) between the passes: each

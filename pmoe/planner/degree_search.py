@@ -3,17 +3,18 @@
 The degree is the number of chunks (micro-batches) of a pass. Experts are sharded if the ranks of a node split
 each expert's hidden columns.
 
-1. Algorithm 1 estimates the time of a pass by formulas. Its schedule has three lanes, queues that run side by
-   side: the link between nodes (all dispatches, then other layers' gradients, then all combines), the link
-   inside a node (all all-gathers before all reduce-scatters), and the experts. Four formulas, one for each
-   possible bottleneck, are lower bounds of the time. The largest is the estimate. The degree with the
-   smallest estimate wins.
+1. Algorithm 1 estimates the time of a pass by formulas. The algorithm's schedule has three lanes, queues that
+   run side by side: the link between nodes (all dispatches, then other layers' gradients, then all combines),
+   the link inside a node (all all-gathers, then all reduce-scatters), and the experts. Four formulas, one for
+   each possible bottleneck, are lower bounds of the time. The largest bound is the estimate. The degree with
+   the smallest estimate is the result.
 2. `best_degree` and `StepCosts.best` simulate the schedule that the engine really runs, for every degree. A
-   layer takes their answer.
+   layer uses the degree that they return.
 
-Step 1 is not enough for two reasons. Its estimate is the exact length of Algorithm 1's schedule only if
-all-gather and reduce-scatter take the same time, as the paper assumes; otherwise it may be too short. And the
-engine's schedule differs from the paper's, for example in separate weight gradients.
+Step 1 is not enough for two reasons. First, the estimate is exact for Algorithm 1's schedule only if
+all-gather and reduce-scatter take the same time, as the paper assumes; otherwise the estimate may be too
+short. Second, the engine's schedule differs from the paper's: for example, weight gradients are separate
+tasks.
 
 Letters (FSMoE's): r or n chunks; a2a one of the layer's two all-to-alls, ag all-gather, rs reduce-scatter,
 exp experts; t_gar seconds of the all-reduce of other layers' gradients.
@@ -65,9 +66,9 @@ def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float
 def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
     """Returns the estimated seconds of a pass in r chunks: the largest of FSMoE's formulas f1 to f4.
 
-    The paper selects one formula by constraints Q1 to Q7. They compare two formulas at a time, as if
-    all-gather (ag) and reduce-scatter (rs) both took (ag + rs) / 2. If ag and rs are equal, the selected
-    formula is the largest.
+    The paper selects one formula by constraints Q1 to Q7. These compare two formulas at a time, as if
+    all-gather (ag) and reduce-scatter (rs) both took (ag + rs) / 2. If ag and rs are equal, the paper also
+    selects the largest formula.
 
     costs: seconds of the layer's stages.
     r: number of chunks.
@@ -80,8 +81,8 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
     """Returns the number of chunks that is fastest by FSMoE's four formulas (Algorithm 1).
 
     If several numbers are equally fast, the lowest is returned. The paper minimizes each formula by SLSQP, a
-    numerical optimizer, and rounds the result. This function tries every number up to ``max_degree``, which
-    finds the same.
+    numerical optimizer, and rounds the result. This function tries every number up to ``max_degree``, and
+    finds the same number.
 
     costs: seconds of the layer's stages.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
@@ -281,8 +282,9 @@ class StepCosts:
 
     forward, backward: costs of each pass.
     forward_options, backward_options: the schedule of each pass.
-    copy_of_block: fixed seconds to copy one block of each kept tensor, times the experts of a rank. A block
-        has the rows that one expert has in one chunk of both passes.
+    copy_of_block: fixed seconds to copy one block of each kept tensor, times the number of a rank's experts.
+        A block holds an expert's rows that are in one given chunk of forward and in one given chunk of
+        backward.
     copy_of_rows: seconds to copy all rows of all kept tensors. 0 if forward keeps nothing.
     sort: seconds to sort the rows once more.
     gate: seconds of the gate in forward and in backward, which do not depend on n and m.
@@ -301,8 +303,8 @@ class StepCosts:
         """Returns costs and schedule of a backward pass in m chunks after a forward pass in n chunks.
 
         If n and m differ, kept tensors are copied to the chunks of backward. An expert's rows are then cut
-        wherever a chunk of either pass ends. gcd(n, m) of these ends are the same, so there are n + m -
-        gcd(n, m) blocks, and copying each block costs `copy_of_block` seconds.
+        wherever a chunk of either pass ends. In gcd(n, m) positions, chunks of both passes end. So there are
+        n + m - gcd(n, m) blocks, and copying each block costs `copy_of_block` seconds.
         """
         if n == m:
             return self.backward, self.backward_options

@@ -1,15 +1,15 @@
-"""Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with few trials.
+"""Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with fewer trials.
 
-Each trial costs a training step. So only those n are tried that may be the fastest by earlier results. The
-results are in a `GranularityTable`, which has ranges of B, each with its fastest n. The n to try for a B are:
+Each trial costs a training step. So an n is tried only if it may be the fastest, judged by earlier results. A
+`GranularityTable` holds these results: ranges of B, each with its fastest n. For a new B, these n are tried:
 
     B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
     B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
     no range yet             every n
 
-If the rates of the machine were measured (a profile), the seconds of each n are predicted. Those n are left
-out that are predicted to take more than NEAR times the seconds of the fastest n. After the trials, further n
-are tried in these cases:
+If the rates of the machine were measured (a profile), the seconds of each n are predicted. An n is left out
+if its prediction is more than NEAR times that of the fastest n. After the trials, further n are tried in
+these cases:
 
     the measurements show                                  further n
     the smallest or largest n is faster than the others    the next n beyond it
@@ -50,8 +50,8 @@ have entries for further degrees that the function measured.
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
     """Returns the numbers of chunks that are predicted to be nearly the fastest, in order of seconds.
 
-    These are the numbers that are predicted to take at most NEAR times the seconds of the fastest number, and
-    in any case the two fastest numbers.
+    A number is in the result if its predicted seconds are at most NEAR times those of the fastest number. The
+    two fastest numbers are always in the result.
 
     predicted: predicted seconds of a step by number of chunks. If it is None (nothing is predicted), the
         result is None too.

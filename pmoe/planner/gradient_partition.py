@@ -13,10 +13,10 @@ runs backward. It also costs no time beside experts, while all-to-alls leave the
     may reduce   | gradients that  | also gradients  |     | all that
                  | were ready      | of layer 0      |     | is left
 
-The paper's equations are changed in two places. Eq. 4 leaves out a layer's own gradient; in this file every
-byte is placed exactly once, in a layer that runs backward after the gradient is made, or at the end. The
-paper also says that (t - alpha) / beta bytes can be reduced in t seconds (alpha is the fixed time of an
-all-reduce), which is negative if t < alpha; in this file the result is then 0.
+The paper's equations are changed in two places. First, Eq. 4 leaves out a layer's own gradient. In this file
+every byte is placed exactly once: in a layer that runs backward after the gradient is made, or at the end.
+Second, by the paper (t - alpha) / beta bytes can be reduced in t seconds, where alpha is the fixed time of an
+all-reduce. This number is negative if t < alpha; in this file it is then 0.
 
 The search minimizes the exposed seconds: the time of all-reduces that no computation hides.
 
@@ -40,7 +40,7 @@ from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_sec
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The result of `partition`: which gradients are all-reduced when, and the seconds that this costs.
+    """The result of `partition`: when gradients are all-reduced, and how much longer backward takes.
 
     shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
         backward.
@@ -213,14 +213,14 @@ class ExposedSeconds:
 def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     """Finds the extra gradient bytes to reduce beside each MoE part, by differential evolution.
 
-    Extra bytes come on top of the bytes that cost no time beside the part. The evolution minimizes the
-    seconds that all extra bytes add to the backward pass. It is scipy's; FSMoE uses the same method. A
-    candidate has one number from 0 to 1 for each layer: the fraction that the layer takes of the bytes that
-    earlier layers left to it. So every candidate is valid.
+    Extra bytes come on top of the bytes that cost no time beside the part. The evolution (scipy's; FSMoE uses
+    the same method) minimizes the seconds that all extra bytes add to the backward pass. A candidate has one
+    number from 0 to 1 for each layer: the fraction of the bytes still available that this layer takes. So
+    every candidate is valid.
 
     The added seconds are not smooth: as a layer takes more bytes, the seconds stay equal up to some number of
-    bytes, and rise from that number on. The evolution comes near that number but does not hit it. So a last
-    step tries exactly these numbers of bytes, layer by layer (`_polished`).
+    bytes, and rise from that number on. The evolution comes near that number, but does not find it exactly.
+    So a last step tries exactly these numbers of bytes, layer by layer (`_polished`).
 
     problem: computes the seconds that candidates add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.

@@ -9,9 +9,9 @@ table has no answer (the paper's searchBestGran, here `pmoe.choose.search.search
 Five things differ from the paper's algorithm, because measured seconds are noisy:
 
     rounding    B is rounded to a few percent (`rounded`), so that similar batches share an entry
-    ranges      a range of values of B keeps every n that is close to the fastest n in all measurements of
-                the range, and by how much each n is slower. The range's n is the one that loses least over
-                all of these measurements.
+    ranges      a range of values of B stores every n that was close to the fastest n in all measurements of
+                the range, and how much slower each n was. The n of the range is the one that loses least in
+                all these measurements together.
     merging     two neighbouring ranges become one if some n is close to the fastest in both
     hypothesis  if n falls as B grows, against the paper's assumption, the two ranges are merged too, unless
                 their measurements contradict each other by more than CONTRADICTED standard errors
@@ -87,7 +87,7 @@ class PassDegrees:
         return self.forward == self.backward
 
     def falls_to(self, other: PassDegrees) -> bool:
-        """Whether ``other`` has fewer chunks than this pair in at least one pass."""
+        """Whether ``other`` has, in at least one pass, fewer chunks than this pair."""
         return other.forward < self.forward or other.backward < self.backward
 
 
@@ -114,7 +114,7 @@ class BatchRange:
 
     lower, upper: the smallest and the largest B of the range.
     measured: number of values of B in the range that were measured.
-    excess: by degrees, how much slower these were than the fastest degrees. Degrees are left out if any
+    excess: {degrees: how much slower they were than the fastest degrees}. Degrees are left out if any
         measurement of the range did not try them, or found them slower by more than CONTRADICTED standard
         errors.
     """
@@ -151,10 +151,11 @@ class BatchRange:
     def joins(self, other: BatchRange) -> bool:
         """Returns whether this range and a neighbouring range can be merged into one.
 
-        Two ranges can be merged if they have the same degrees (numbers of chunks). They can also be merged if
-        some degrees are, in both ranges, at most `CLOSE` standard errors slower than the fastest degrees. The
-        limit is `CONTRADICTED` standard errors if the range with more tokens has fewer chunks, because the
-        paper assumes that the number of chunks never falls as the number of tokens grows.
+        Two ranges can be merged in two cases. In the first, they have the same degrees (numbers of chunks).
+        In the second, some degrees are, in both ranges, at most `CLOSE` standard errors slower than the
+        fastest degrees. If the range with more tokens has fewer chunks, the limit is `CONTRADICTED` instead
+        of `CLOSE`, because the paper assumes that the number of chunks never falls as the number of tokens
+        grows.
         """
         below, above = sorted((self, other), key=lambda batch_range: batch_range.lower)
         if below.degrees == above.degrees:
@@ -204,7 +205,7 @@ class GranularityTable:
     def remember(self, B: int, degrees: PassDegrees) -> None:
         """Stores degrees (numbers of chunks) for batches of B tokens, without a measurement.
 
-        They are forgotten at the next measurement, and are not written to files.
+        The table forgets them at the next measurement, and does not write them to files.
 
         B: number of tokens.
         degrees: the numbers of chunks of both passes.
@@ -262,7 +263,10 @@ class GranularityTable:
                 return new
 
             def loss(merger: tuple[BatchRange, BatchRange], alone: BatchRange = new) -> float:
-                """Returns how many relative seconds a merger adds, because both ranges then share degrees."""
+                """Returns how much slower steps become by a merger, as a fraction.
+
+                They become slower because both ranges then share degrees.
+                """
                 merged, neighbour = merger
                 parts = sum(part.excess[part.degrees].total for part in (alone, neighbour))
                 return merged.excess[merged.degrees].total - parts
@@ -271,7 +275,11 @@ class GranularityTable:
             del self.ranges[neighbour.lower]
 
     def all_degrees(self) -> Iterator[PassDegrees]:
-        """Yields the pairs of numbers of chunks (forward, backward) that have measurements in any range."""
+        """Yields the degrees that have measurements, range by range.
+
+        Degrees are a pair: the numbers of chunks of forward and of backward. Degrees that several ranges have
+        come several times.
+        """
         for batch_range in self.ranges.values():
             yield from batch_range.excess
 
@@ -355,15 +363,15 @@ def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
     """Returns the range of batch sizes around B for which a measurement at B holds.
 
     Every task takes alpha + beta * B seconds. So if B grows by some factor, the seconds of a step do not
-    fall, and grow by at most this factor. Degrees that take m times the seconds of the fastest degrees at B
-    can only become the fastest after B has changed by at least a factor of m. As the best n (number of
-    chunks) does not fall while B grows, only degrees with more chunks limit the range upwards, and only those
-    with fewer chunks limit it downwards.
+    fall, and grow by at most this factor. If degrees take m times the seconds of the fastest degrees at B,
+    they can become the fastest only after B has changed by at least a factor of m. The best n (number of
+    chunks) is assumed not to fall as B grows. So only degrees with more chunks limit the range upwards, and
+    only degrees with fewer chunks limit it downwards.
 
         B = 1000    n=2: 10 ms    n=4: 11 ms    n=1: 14 ms    -> 2 is the fastest from 800 to 1100 tokens
 
-    The factors are made smaller by the resolution of the measurements, and are at most REACH: in the example,
-    1.25 instead of 1.4 downwards.
+    The factors are then made smaller by the resolution of the measurements, and are at most REACH. In the
+    example, the factor downwards is 1.25 instead of 1.4.
 
     B: number of tokens of the batch.
     times: measured times of a step by degrees (numbers of chunks of both passes).

@@ -1,6 +1,7 @@
 """Predicted seconds of a layer's passes, from its schedules and a measured profile.
 
-Tokens are assumed to be evenly routed: every rank gets equally many rows, also with copies of busy experts.
+Tokens are assumed to be evenly routed: every rank gets the same number of rows, even with copies of busy
+experts.
 """
 
 from __future__ import annotations

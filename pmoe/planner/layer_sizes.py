@@ -40,7 +40,7 @@ class CallRows:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyNumbers:
-    """Upper bounds, for any routing, of the copies of busy experts that one rank has to do with in a call.
+    """Upper bounds, for any routing, of the copies of busy experts that one rank hosts or sends in a call.
 
     hosted: copies of other ranks' experts that this rank hosts.
     sent: experts of this rank that have copies on other ranks.
@@ -75,7 +75,7 @@ class LayerSizes:
     num_experts: E, experts of all ranks together.
     top_k: K, experts of a token.
     num_ranks: W, ranks of the layer's process group.
-    columns: columns of the tensors that experts hold for each row between their two products.
+    columns: columns of the tensors that experts hold between their two products, one row for each input row.
     element_size: bytes of an element of the rows.
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
@@ -83,8 +83,8 @@ class LayerSizes:
     shared_over: number of ranks over which FSDP2 shards these elements. A call gathers them before use. 0 if
         every rank that holds a copy keeps it.
     keeps_gathered: whether gathered elements stay from forward to backward (reshard_after_forward=False).
-    scaled_parameters: how many of these elements a call copies in order to multiply them by a factor: those
-        of the second matrix (B) of adapters, which the adapter's scale multiplies.
+    scaled_parameters: how many of these elements a call copies and multiplies by a factor: those of the
+        second matrix (B) of each adapter. The factor is the adapter's scale.
     gate_parameters: elements of the gate that need a gradient.
     has_shared_gate: whether the shared expert's output is scaled by a gate; only read with d_latent.
     outer: columns of a token of a layer with d_latent, whose rows are narrower; 0 without d_latent.
@@ -100,8 +100,8 @@ class LayerSizes:
     wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
     copies: numbers of copies of busy experts.
     copy_work: what the copies of a call add to its tasks; nothing where only bytes are predicted.
-    shared_columns: the same as ``columns`` for the shared expert, which computes every token; 0 without a
-        shared expert.
+    shared_columns: as ``columns``, but of the shared expert, which computes every token; 0 without a shared
+        expert.
     shared_parameters: elements of the shared expert; 0 without a shared expert.
     """
 
@@ -205,7 +205,7 @@ class LayerSizes:
 
     @property
     def ep_size(self) -> int:
-        """Number of groups of ranks that the experts are distributed over: num_ranks / esp_size.
+        """Number of groups of ranks over which the experts are distributed: num_ranks / esp_size.
 
         Each group has ``esp_size`` ranks, which split the hidden columns of the group's experts.
         """
@@ -213,7 +213,7 @@ class LayerSizes:
 
     @property
     def sends_rows(self) -> bool:
-        """Whether rows go through an all-to-all: there are other ranks, or own rows are sent as well."""
+        """Whether rows go through an all-to-all: among several ranks, or from a rank to itself."""
         return self.num_ranks > 1 or not self.bypass_local
 
     @property

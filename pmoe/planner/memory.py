@@ -4,7 +4,7 @@ At any time a pass holds
 
 - its buffers. If the layer has ring slots (buffers of fixed size that chunks use in turn), all slots of the
   schedule count, with the sizes that the engine allocates (`pmoe.schedule.buffer_sizes`). Otherwise each
-  buffer counts from when it is made until its last use.
+  buffer counts from its allocation until its last use.
 - tensors that forward saves for backward, and the pass's result;
 - small tensors with a few numbers for each row.
 
@@ -57,7 +57,7 @@ class PredictedMemory:
     - host: offloaded to host memory.
     - peak: the most that the device holds at once, over both passes.
     - forward_peak, backward_peak: the peak of each pass.
-    - promised: the peak without the parameters' gradients. This is the number that a memory budget limits.
+    - promised: the peak without the parameters' gradients. A memory budget limits this number.
     - is_bound: True if row counts were not known. All numbers are then upper bounds for any routing.
     - tensors: bytes by name of a tensor.
     - unknown: tensors of the user's own modules, which are not counted, in words.
@@ -198,15 +198,15 @@ def predict(
 class AroundLatent(NamedTuple):
     """Bytes that a layer with d_latent holds outside the pass: for its projections and its shared expert.
 
-    The pass sends and computes rows of d_latent columns; projections and shared expert work on d_model
-    columns. All numbers are bytes, except ``parameters``, and 0 without d_latent.
+    The pass sends and computes rows of d_latent columns. The projections and the shared expert work on
+    d_model columns. All numbers are bytes, except ``parameters``. All are 0 without d_latent.
 
     tokens: the layer's output; as large as its input and the input's gradient.
     saved: tensors between forward and backward, in addition to those of the pass.
     not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
     gradients: gradients of parameters that exist while the pass's backward runs.
-    first: what exists beside ``saved`` while the shared expert's output is added, at the end of forward, and
-        while the shared expert is differentiated, at the start of backward.
+    first: what exists in addition to ``saved`` at two moments: when the shared expert's output is added, at
+        the end of forward, and when the shared expert is differentiated, at the start of backward.
     first_peak: the same, with the gradient of the shared expert's second weight.
     of_shared: the gradient of the input that comes from the shared expert, which exists until the end of
         backward.
@@ -228,9 +228,10 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     """Returns the bytes that a layer with d_latent holds outside the pass.
 
     The up-projection saves the pass's output, and backward may copy the projected tokens again. A shared
-    expert is computed after the pass, and differentiated before it. Autograd saves its hidden activation,
-    before the nonlinearity in float32 at least, between its two factors if it is gated, and after it. It also
-    saves the shared expert's output if a shared gate scales it.
+    expert is computed after the pass, and differentiated before it. Autograd saves the shared expert's hidden
+    activation several times: before the nonlinearity (in float32 at least), after the nonlinearity, and, if
+    the expert is gated, between its two factors. If a shared gate scales the shared expert's output, autograd
+    saves this output too.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -292,8 +293,8 @@ def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyB
 
     sizes: sizes of the layer, with the numbers of copies.
     backward: numbers of rows of the backward pass.
-    restore: the weights of copies are sent again in backward if the experts' input (T_DI) is. Otherwise they
-        are kept.
+    restore: the restore pair. If backward sends the experts' input (T_DI) again, it also sends the weights of
+        copies again. Otherwise the weights are kept.
     """
     copies = sizes.copies
     if not copies.hosted and not copies.sent:
@@ -315,8 +316,8 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
     """Returns (bytes on the device between the passes by tensor, bytes offloaded to the host).
 
     The tensors are "T_DI", the experts' inputs, and "T_M", their hidden activations. A tensor that is
-    offloaded or made again has 0 bytes on the device; one that is kept in messages or e4m3 has the bytes of
-    these. The second result is the sum over both tensors.
+    offloaded or made again has 0 bytes on the device. A tensor that is kept in messages or in e4m3 has the
+    bytes of that format. The second result is the sum over both tensors.
 
     sizes: sizes of the layer.
     forward: numbers of rows of the forward pass.
@@ -372,11 +373,15 @@ def _held(
 
 
 def _result_messages(sizes: LayerSizes, buffers: BufferSizes, chunk: int) -> int:
-    """Returns the bytes of the messages in which a chunk's results leave this rank, and return to it.
+    """Returns the bytes of the messages of one chunk's results: those sent and those received.
+
+    Results are the experts' outputs. A rank sends them to the ranks of the tokens, and receives those of its
+    own tokens. The function is for results that are converted to another number format for their messages. If
+    results are sent in the rows' own dtype, they need no separate messages, and the result is 0.
 
     sizes: sizes of the layer.
     buffers: rows and columns of each buffer of the pass.
-    chunk: the number of the chunk. The result is 0 if results are sent as they are.
+    chunk: the number of the chunk.
     """
     if sizes.wires.results is None:
         return 0
@@ -436,7 +441,7 @@ def _forward_work(
 def _backward_work(
     sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes, restore: Restore
 ) -> int:
-    """Returns the most bytes that backward holds at once, apart from two things that the caller adds.
+    """Returns the most bytes that backward holds at once, without two things that the caller adds.
 
     These two are the tensors that forward saved, and the sums of the parameters' gradients. The result is the
     largest of the bytes held
@@ -500,14 +505,15 @@ def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
 
 
 def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
-    """Returns the bytes that it takes to convert one chunk's rows to or from the format of their messages.
+    """Returns the bytes needed to convert one chunk's rows to or from the number format of messages.
 
     Rows are converted before or after the products of the chunk, so these bytes and the temporary tensors of
     the products do not exist at the same time.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
-    wire: the number format in which the rows are sent. None sends rows as they are, and the result is 0.
+    wire: the number format in which the rows are sent. With None, rows are sent in their own dtype, and the
+        result is 0.
     """
     if wire is None:
         return 0
@@ -597,9 +603,9 @@ def _summed_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     """Returns the bytes of the temporary copy of rows that is made to sum the rows of each token.
 
     The copy has the rows of one chunk, sorted by token. Chunks are summed one after another, so only the
-    largest counts. On the CPU, rows with elements of four bytes or more are added one choice (of the top_k
-    experts) after another, so the copy has one row for each token of a chunk. With top_k = 1 there is nothing
-    to sum, and the result is 0.
+    largest counts. On the CPU, if elements have four bytes or more, the rows of the first choices of all
+    tokens are added, then those of the second choices, and so on. The copy then has only one row for each
+    token of a chunk. With top_k = 1 there is nothing to sum, and the result is 0.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -634,8 +640,8 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 def _widened_rows(sizes: LayerSizes, rows: PassRows) -> int:
     """Returns the bytes of two float32 copies of the rows of the largest matrix product of a pass.
 
-    They exist while bfloat16 or float16 rows are multiplied by float32 routing weights outside of a kernel;
-    else the result is 0.
+    The copies exist while bfloat16 or float16 rows are multiplied by float32 routing weights outside of a
+    kernel. In all other cases the result is 0.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
@@ -835,7 +841,7 @@ class PassBytes(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Changes row counts as a pass without ring slots computes rows that stay on their rank: in few tasks.
+    """Returns the row counts of a pass that computes the rows that stay on their rank in few tasks.
 
     Rows whose expert is on their own rank are not sent. A pass without ring slots (reused buffers) computes
     them in fewer tasks than there are chunks, because small products are slow: the first task has the rows of

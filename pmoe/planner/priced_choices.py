@@ -1,9 +1,9 @@
-"""Candidates: choices of n and the restore pair with predicted seconds and bytes; returns the best one.
+"""Predicts the seconds and bytes of candidates, choices of n and the restore pair, and takes the best.
 
 n is the number of chunks. The restore pair says how backward gets the experts' inputs and hidden activations.
 Nothing runs in this file: sizes, schedules and a profile (measured rates) are enough. A layer asks for the
 fastest choice within its memory budget. The answer follows from numbers that all ranks of the layer share, so
-all ranks choose the same. `pmoe plan` asks for advice before anything runs.
+all ranks choose the same. `pmoe plan` uses the same functions to give advice before anything runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def bound(
         call: numbers of rows of the rank with most tokens.
         choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
         slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
-            with K experts each and n chunks. Chunks are cut finer until their rows fit into a slot.
+            with K experts each and n chunks. If a chunk has more rows, the batch is cut into more chunks.
         bins: number of equal parts of the batch in which rows are counted. No chunk can be cut finer than
             such a part, so this number limits the rows of the largest chunk. None takes the number that a
             layer with only this choice uses.
@@ -114,8 +114,8 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    If several candidates are equally fast, one that rounds nothing is returned, and of these the one with
-    fewest bytes.
+    If several candidates are equally fast, those that round no tensor (to e4m3) are preferred, and of these
+    the one with the fewest bytes.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -182,8 +182,9 @@ class Advice:
 
     @property
     def even_bytes(self) -> int:
-        """Upper bound of the decision's bytes if routing is even: each rank receives as many rows as it
-        sends.
+        """Upper bound of the decision's bytes under even routing.
+
+        Under even routing each rank receives as many rows as it sends.
         """
         sizes = self.sizes
         even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
@@ -216,8 +217,8 @@ def advise(
         budget: bytes that must be enough for any routing; None for no limit.
         slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even
             routing.
-        pairs: restore pairs of the candidates; None for all that ``allow`` permits. If budget is None, all
-            pairs must be among them from which the function then chooses.
+        pairs: restore pairs of the candidates; None for all that ``allow`` permits. Without a budget, they
+            must include S1 to S4 and the pairs that ``allow`` adds.
         dispatch: name of the all-to-all that the profile's message costs are for.
         allow: "e4m3" permits pairs that keep T_DI in messages, or T_M rounded to e4m3.
 
@@ -253,7 +254,8 @@ def advise(
 def planned_pairs(sizes: LayerSizes, allow: AllowName | None, *, has_budget: bool) -> tuple[Restore, ...]:
     """Returns the restore pairs of `pairs_to_choose` that a layer of these sizes can have.
 
-    Rows must arrive as messages if messages are kept, and rows of float64 are not rounded to e4m3.
+    A pair that keeps messages is left out if no rows arrive as messages. A pair that rounds to e4m3 is left
+    out for rows of float64.
 
     sizes: sizes of the layer.
     allow, has_budget: as in `pairs_to_choose`.
@@ -487,10 +489,11 @@ def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
 
 
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
-    """Returns the few candidates that trials should compare, because each trial costs training steps.
+    """Returns the few candidates that trials should compare.
 
-    For each number of chunks, the result has the candidate that is predicted to be the fastest. If all
-    candidates have the same numbers of chunks, the result has the three fastest.
+    They are few because each trial costs training steps. For each number of chunks, the result has the
+    candidate that is predicted to be the fastest. If all candidates have the same numbers of chunks, the
+    result has the three fastest.
     """
     ordered = sorted(candidates, key=PRICE)
     fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}

@@ -54,7 +54,9 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The device, ranks and software that a profile was measured on. It is used only where they are the same.
+    """The device, ranks and software with which a profile was measured.
+
+    A profile is used only with the same device, ranks and software.
 
     device: full name of the device.
     device_type: "cpu" or "cuda".
@@ -76,8 +78,7 @@ class Identity:
     link: str = ""
 
     def difference(self, other: Identity) -> str:
-        """Returns a text that lists what differs between this identity and another one; "" if nothing
-        differs.
+        """Returns a text that lists the differences between two identities; "" if there are none.
 
         Example: "num_ranks 4, here 8". Versions are compared one by one.
 
@@ -147,8 +148,8 @@ class Profile(Identity):
     seconds: how long the measurement took.
     when: time at which the measurement ended, ISO 8601, UTC.
     r_squared: the smallest coefficient of determination of the fitted lines above.
-    operations: costs that FSMoE's solver needs, for one arrangement of the ranks in nodes; None until they
-        are asked for.
+    operations: costs that FSMoE's solver needs, for one arrangement of the ranks in nodes; None until a
+        solver needs them.
     """
 
     compute: LineCost
@@ -174,7 +175,7 @@ class Profile(Identity):
 
     @property
     def identity(self) -> Identity:
-        """The fields that say on what the profile was measured, such as device and ranks, without the costs.
+        """The fields that identify the measured machine, such as device and ranks, without the costs.
 
         A profile is used only where these fields are the same as those of the present device and group.
         """
@@ -204,8 +205,9 @@ class Profile(Identity):
     def sharing(self, inside: int) -> LineCost:
         """Returns the cost of an all-gather or a reduce-scatter, by the bytes that a rank sends.
 
-        If the profile has ``operations``, measured for groups of ``inside`` ranks, the result is the measured
-        all-gather. Otherwise the collective is assumed to cost as much per byte as an all-to-all.
+        If the profile has ``operations`` that were measured for groups of ``inside`` ranks, the result is the
+        measured cost of the all-gather. Otherwise the collective is assumed to cost as much per byte as an
+        all-to-all.
 
         inside: number of ranks that share each expert, among which the collective runs.
         """

@@ -1,4 +1,4 @@
-"""Numbers of rows that one rank handles in a pass: counted for one call, or upper bounds for any routing."""
+"""Numbers of rows of one rank in a pass: counted for one call, or upper bounds for any routing."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
     sizes: sizes of the layer.
     call: numbers of rows of the rank with most tokens. No rank has more tokens.
     n: number of chunks asked for.
-    bins: number of equal parts of the batch in which rows are counted. No chunk is smaller than such a part.
-        If n does not divide this number, chunks are not cut finer.
+    bins: number of equal parts of the batch in which rows are counted. A chunk has at least one such part. If
+        n does not divide this number, chunks are not cut into smaller ones.
     slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a chunk brings more rows than a
         slot holds, the batch is cut into more chunks, at most into ``bins``. Ignored for layers without ring
         slots.

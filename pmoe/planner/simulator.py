@@ -1,8 +1,8 @@
 """The simulator: predicts when each task of a schedule starts and ends, from the seconds of each task.
 
-The schedule is the list of tasks that the engine runs. The simulator assumes only what the engine guarantees.
-A lane is a queue, such as a CUDA stream: it runs its tasks one after another, in list order. A task starts
-when its lane is free and all tasks that it waits for have ended.
+The schedule is the list of tasks that the engine runs. The simulator relies only on rules that the engine
+guarantees. A lane is a queue, such as a CUDA stream: it runs its tasks one after another, in list order. A
+task starts when its lane is free and all tasks that it waits for have ended.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def simulate(tasks: Iterable[T], seconds: Callable[[T], float]) -> list[Simulate
     A lane is a queue, such as a CUDA stream: it runs one task at a time. A task starts when its lane is free
     and the tasks that it waits for have ended.
 
-    tasks: in the order in which lanes run them. A task waits only for tasks before it in this order.
-    seconds: returns the seconds that a given task takes.
+    tasks: the tasks, in the order in which lanes run them. A task waits only for tasks before it in this
+        order.
+    seconds: function that returns the seconds of a task.
 
     Example: S (2 s, on lane communicate), L (1 s, on lane compute), C (3 s, on lane compute, waits for S) ->
     L runs from 0 to 1, and C from 2 to 5.
@@ -79,14 +80,15 @@ def simulate_slowed(
 
     Two tasks that run at the same time share the device's memory and multiprocessors. A lane is a queue, such
     as a CUDA stream: it runs one task at a time. A task starts when its lane is free and the tasks that it
-    waits for have ended. A task that takes x seconds alone takes x / speed. The speed of a lane is constant
-    from one end of any task to the next end, because the same lanes are busy in between.
+    waits for have ended. A task that takes x seconds alone takes x / speed. Speeds change only when a task
+    ends, because the same lanes are busy until then.
 
     Args:
-        tasks: in the order in which lanes run them.
-        seconds: returns the seconds that a given task takes if it runs alone.
-        speeds: returns the speed of each lane while a given set of lanes is busy. Speeds are above 0. A lane
-            that is missing has speed 1. If all speeds are 1, the result is that of `simulate`.
+        tasks: the tasks, in the order in which lanes run them.
+        seconds: function that returns the seconds of a task if it runs alone.
+        speeds: function that returns the speed of each lane while a given set of lanes is busy. Speeds are
+            above 0. A lane that is missing has speed 1. If all speeds are 1, the result is that of
+            `simulate`.
 
     Example: S (2 s) and L (3 s) on two lanes, each at half speed while both are busy -> S ends at 4, L at 5.
     """

@@ -16,8 +16,8 @@ An example with four choices, by number of chunks n (* is a run):
       2        *    *    *              n=1 is slower by more than the resolution
       3             *    *              the resolution is at most FINE: n=2 and n=4 count as equally fast
 
-All ranks pass the same seconds (those of the slowest rank), so all ranks measure the same choices equally
-often. This file measures nothing: `pmoe.choose.trials` runs the rounds.
+All ranks use the same seconds (those of the slowest rank), so they measure the same choices in the same
+rounds. This file measures nothing: `pmoe.choose.trials` runs the rounds.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ OUT_OF_MEMORY = PassTimes(math.inf, math.inf, step=math.inf, runs=1, noise=0.0)
 def relative_noise(samples: Sequence[Sequence[float]]) -> float:
     """Returns the relative standard deviation of one run, from the repeated runs of all choices.
 
-    The largest deviation of all is left out, so that a single run that another process slowed does not make
-    the noise look larger than the differences between choices.
+    The largest deviation of all is left out. Another process may have slowed this one run, and the noise
+    would look larger than the differences between choices.
 
     samples: for each choice, the seconds of its runs.
 
-    Example: no choice has two runs -> USUAL_NOISE, the noise that is assumed.
+    If no choice has two runs, the result is USUAL_NOISE.
     """
     squares = sorted(
         (seconds / statistics.median(runs) - 1) ** 2 for runs in samples if len(runs) > 1 for seconds in runs
@@ -137,13 +137,13 @@ def timed_rounds(
     - from the second timed round on, if it is slower than the fastest choice by more than noise explains
       (`PassTimes.resolution`).
 
-    The rounds end if one choice is left, if differences of more than FINE would be noticed, or after
-    ``most_rounds``. The fastest choice is timed at least twice.
+    The rounds end if one choice is left, if the resolution is at most FINE, or after ``most_rounds``. The
+    fastest choice is timed at least twice.
 
     choices: the choices to measure, each once.
     run_round: runs each of the given choices once. It returns the seconds of (forward, backward) of each
-        choice, the same on every rank. Infinite seconds say that a choice cannot run. Such a choice is not
-        run again, and is left out of the result.
+        choice, the same on every rank. Infinite seconds mean that the choice cannot run. It is then not run
+        again, and is left out of the result.
     most_rounds: largest number of timed rounds.
 
     Returns a dict in the order of ``choices``.

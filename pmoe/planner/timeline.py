@@ -37,7 +37,7 @@ class Span:
     kind: what the task does: a `Kind` of a schedule's task, or its text.
     chunk: number of the micro-batch; -1 if the task serves all chunks.
     lane: the queue that ran the task, such as a CUDA stream: a `Lane` of a schedule, or its text.
-    start, end: seconds. The clock is the same for all tasks of a recording. In a drawing, 0 is its left edge.
+    start, end: seconds. All tasks of a recording use one clock. In a drawing, 0 is the left edge.
     share, base: position of the bar in its lane, as fractions of the lane's height. The bar is ``share`` high
         and starts ``base`` above the lane's bottom. A lane of a fused kernel stands for many thread blocks,
         and a bar is as high as the fraction of blocks that work on its task.
@@ -57,9 +57,9 @@ class Span:
 def bars(spans: Iterable[Span]) -> list[Span]:
     """Returns measured spans as bars of a drawing that starts at 0 seconds.
 
-    A lane is a queue of tasks. A message is issued while the message before it on the same lane is still
-    being sent. The measured span includes this waiting time. The bar does not: it starts when the message
-    before it has ended.
+    A lane is a queue of tasks. A message may be issued while an earlier message of its lane is still being
+    sent. Its measured span then includes a waiting time. Its bar does not: the bar starts when the earlier
+    message has ended.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)

@@ -1,4 +1,4 @@
-"""Predicted seconds of passes in which ranks compute different numbers of rows: simulates all ranks together.
+"""Simulates passes in which ranks compute different numbers of rows: all ranks together.
 
 The other simulations of this folder simulate one rank, and assume that all ranks are equal. In this file each
 rank has its own tasks on its compute lane. A collective is one task of all ranks: it starts when all ranks
@@ -6,7 +6,7 @@ have reached it, and takes as long as its busiest rank needs. So the simulation 
 rank with most rows, and how much copies of busy experts (`pmoe.planner.copies`) help.
 
 Assumptions: all ranks have equally many tokens, and send each expert the same fraction of their rows.
-Gathering and summing rows on their rank takes no time. Sending routing weights takes no time. A broadcast of
+Gathering and summing rows within a rank takes no time. Sending routing weights takes no time. A broadcast of
 weights is pipelined in pieces, so it takes as long as its busiest link.
 
 Letters: W ranks, n chunks, M = d_model.
@@ -31,8 +31,8 @@ class RankTask:
 
     task: the task of the schedule.
     rank: the rank; -1 for a collective.
-    name, lane, waits: name, lane (a queue of tasks) and awaited tasks, for the simulator (`Timed`). If the
-        task belongs to one rank, its name and its lane end in "@" and the number of the rank.
+    name, lane, waits: name, lane (a queue of tasks) and names of awaited tasks, for the simulator (`Timed`).
+        If the task belongs to one rank, its name and its lane end in "@" and the number of the rank.
     """
 
     task: Task
@@ -77,8 +77,8 @@ class UnevenLayer:
 
     loads: rows of each expert, from all ranks together. Experts are spread over the ranks in order.
     row_bytes: bytes of a row that is sent: d_model times the bytes of an element.
-    multiply_adds: multiply-adds of a row in the forward pass. The gradients of the rows take as many, and the
-        gradients of the parameters take as many again.
+    multiply_adds: multiply-adds of a row in the forward pass. The gradients of the row and the gradients of
+        the parameters each take the same number again.
     expert_bytes: bytes of one expert's parameters. The gradients of an expert have as many bytes.
     """
 
@@ -157,8 +157,8 @@ def _task_costs(
 ) -> Callable[[RankTask], float]:
     """Returns a function that gives the seconds of a task in a pass of n chunks.
 
-    If a rank hosts a copy, the rows of its own tokens for the copy are not sent, but are computed together
-    with the received rows.
+    If a rank hosts a copy of an expert, it does not send its own tokens' rows for that expert, but computes
+    them together with the rows that it receives.
 
     layer: sizes of the layer, and the loads of its experts.
     cluster: the machines.

@@ -1,8 +1,8 @@
 """Row counts of a layer with ``balance``, in which other ranks compute a part of busy experts' rows.
 
-An expert to which many rows are routed is busy. Its weights are copied to other ranks, which compute a part
-of its rows. The ranks that compute rows of an expert are its hosts: the rank that owns it, and those with a
-copy. One call takes these steps:
+An expert to which many rows are routed is busy. The weights of a busy expert are copied to other ranks. Each
+of these ranks computes a part of the expert's rows. The hosts of an expert are the ranks that compute its
+rows: the rank that owns the expert, and the ranks with a copy. One call takes these steps:
 
     1. The gate routes the rank's tokens.
     2. The ranks exchange row counts, as in any call. The exchange also brings the loads of all E experts: the
@@ -15,9 +15,9 @@ copy. One call takes these steps:
 
 If no copy would save enough time, steps 4 and 5 are left out.
 
-The common indices count rank 0's experts, then its places for copies, then the same of rank 1, and so on.
-Example: 2 ranks with 2 experts each; expert 0 has a copy on rank 1. Each rank has one place for a copy, and
-that of rank 0 is empty:
+A rank has memory for a fixed number of copies; each is a place for a copy. The common indices count rank 0's
+experts, then rank 0's places for copies, then rank 1's experts and places, and so on. Example: 2 ranks have 2
+experts each, and each rank has one place for a copy. Rank 1 has a copy of expert 0. Rank 0's place is empty:
 
     expert or copy   0    1    -    2    3    copy of 0
     rank             0    0    0    1    1    1
@@ -85,8 +85,8 @@ class BalancedCounts(ExactCounts):
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
                 copies
     is_planned  whether it is decided already which experts get copies in this call
-    may_stay    whether the call may use the copies of an earlier call, and leave its own to later calls
-    state       a record of this rank's experts, which differs in a later call if their weights were changed
+    may_stay    whether this call may use copies of an earlier call, and later calls its copies
+    state       a record of this rank's experts; it differs in a later call if weights of experts were changed
     """
 
     orders: SortedSlots
@@ -116,10 +116,12 @@ class BalancedCounts(ExactCounts):
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts an exchange of row counts. The first exchange of a call also asks for the loads of experts.
 
-        The load of an expert is its number of rows from all ranks. The first exchange also reports facts to
-        every rank, each true if it is true on any rank: experts have changed since the last call; copies of
-        experts that a rank has kept from an earlier call cannot be used; the gradient of a tensor of the
-        experts is needed (`trained_marks`).
+        The load of an expert is its number of rows from all ranks. The first exchange also tells every rank
+        whether each of these statements is true on at least one rank:
+
+        - The experts of the rank have changed since the last call.
+        - The rank has kept no copies of experts from an earlier call that this call could use.
+        - A gradient of the experts' first tensor is needed; one statement for each tensor (`trained_marks`).
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -150,9 +152,9 @@ class BalancedCounts(ExactCounts):
         return exchange
 
     def sort_early(self) -> None:
-        """Sorts the rows while counts are exchanged, unless copies of experts will probably change the order.
+        """Sorts the rows while counts are exchanged, unless the call will probably have copies of experts.
 
-        Copies are probable in this call if the last call had copies.
+        Copies change the order of the rows. They are probable in this call if the last call had copies.
         """
         if not self.call.modules.cache.had_copies or self.copies is not None:
             super().sort_early()
@@ -161,8 +163,8 @@ class BalancedCounts(ExactCounts):
         """Waits for the loads of experts, plans copies, and chooses n for both passes and the restore pair.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and their hidden activation. If there are copies, row counts are exchanged once
-        more, for the experts and the copies. All ranks choose the same.
+        the experts received, and the hidden activation. If there are copies, row counts are exchanged once
+        more, for the experts and the copies. All ranks choose the same n and restore pair.
 
         modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
@@ -213,8 +215,9 @@ class BalancedCounts(ExactCounts):
         """Divides the rows of experts with copies among the ranks that compute these experts.
 
         A copy is the weights of a busy expert on another rank. Each row gets the index of the expert or copy
-        that computes it. Experts and copies have common indices, which count the experts of rank 0, its
-        copies, the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these indices.
+        that computes the row. Experts and copies have common indices: they count the experts of rank 0, the
+        copies of rank 0, the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these
+        indices.
 
         modules: the modules that the schedule computes, without the copies.
         copies: the copies of all ranks in this call.
@@ -254,8 +257,8 @@ class BalancedCounts(ExactCounts):
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
-    Rows are counted for the numbers of chunks of the last call. If the solver takes other numbers, rows are
-    counted and exchanged once more.
+    Rows are first counted for the numbers of chunks of the last call. If the solver chooses other numbers of
+    chunks, the rows are counted again and the counts are exchanged again.
     """
 
     def __init__(self, call: Call) -> None:
@@ -270,11 +273,13 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
 
 
 def trained_marks(modules: LayerModules) -> list[int]:
-    """Returns for each tensor of the experts whether this rank needs its gradient: `TRAINED_MARKS` numbers.
+    """Returns 1 for each tensor of the experts whose gradient this rank needs, else 0.
 
-    The tensors are those with which experts compute (`Experts.operands`). The last number is for all tensors
-    beyond. If a tensor is computed from parameters, or if a wrapper has taken the place of the experts, the
-    tensor counts as trained if any parameter is.
+    The tensors are those with which experts compute (`Experts.operands`). The result has `TRAINED_MARKS`
+    numbers. The last number is 1 if a gradient is needed for any tensor from that position on.
+
+    There is no parameter to ask if a tensor is computed from other parameters, or if a wrapper has taken the
+    place of the experts. Such a tensor gets 1 if any parameter of the experts needs a gradient.
 
     modules: the modules of the layer.
     """
@@ -344,11 +349,12 @@ def planned_copies(
 ) -> HostedCopies | None:
     """Decides which experts get copies in a call, and on which ranks; returns None if no expert gets any.
 
-    All ranks decide the same; the result also says which copies this rank sends and hosts. Collective if the
-    rates of products and messages were never measured on this machine.
+    All ranks decide the same; the result also says which copies this rank sends and hosts. The function is
+    collective if it must measure the rates of products and messages, because they were never measured on this
+    machine.
 
-    Copies of an earlier call are used again if no expert has changed since, and if other copies would not
-    gain clearly more. Their weights are on their hosts already.
+    If no expert has changed since an earlier call, the copies of that call are used again, because their
+    weights are on the hosts already. They are replaced only if other copies would save clearly more time.
 
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their dtype and device are used.
@@ -405,7 +411,10 @@ def planned_copies(
 
 
 def pays(plan: CopyPlan) -> bool:
-    """Returns whether a plan has copies of experts and saves enough time by them (`LEAST_GAIN`)."""
+    """Returns whether a plan has copies of experts and they save a large enough fraction of the time.
+
+    The least fraction is `LEAST_GAIN`.
+    """
     return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
 
 
@@ -425,8 +434,8 @@ def with_pairs(
 ) -> CopyPlan:
     """Returns a plan with additional copies that compute no rows.
 
-    Copies kept from an earlier call stay where they are in memory, also those that a new plan does not need.
-    So the plan must list them, with 0 rows.
+    Copies that were kept from an earlier call are not moved in memory, even if a new plan does not need some
+    of them. So the plan must list all of them, the needless ones with 0 rows.
 
     plan: the plan without the additional copies.
     loads: (E,) rows of each of E experts, from all ranks together.
@@ -442,15 +451,15 @@ def with_pairs(
 class SlotsOfHosts(SortedSlots):
     """The routing of a call with copies: each (token, choice) slot has the index of an expert or of a copy.
 
-    The routing kernels may have sorted the rows already. That order is not used, because these kernels know
-    nothing of copies.
+    The routing kernels may have sorted the rows already. Their order is not used, because they sort by
+    experts only, without copies.
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
         """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
         If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
-        again too. Otherwise the weights are kept.
+        again, too. Otherwise each host keeps the weights until backward.
 
         counts: the row counts of the call.
         choice: the numbers of chunks and the restore pair.
@@ -469,8 +478,8 @@ class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
     """Sets how backward gets the weights of copies: kept since forward, or sent again by the experts' owners.
 
-    They are sent again if the restore pair sends the experts' input rows again too. Copies that are kept for
-    later calls are never sent again.
+    The weights are sent again if the restore pair sends the experts' input rows again. Copies that are kept
+    for later calls are never sent again.
 
     copies: the copies of a call.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
@@ -483,11 +492,11 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
 def indices_of_rows(
     copies: HostedCopies, expert_TK: Tensor, keep_TK: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    """Returns for each (token, choice) slot the index of the expert or copy that computes its row, (T, K).
+    """Returns (T, K), the index of the expert or copy that computes the row of each (token, choice) slot.
 
-    Experts and copies have common indices (`HostedCopies`). The ranks that compute rows of an expert are its
-    hosts. The rows of this rank for one expert are counted in the order of the slots, and
-    `pmoe.planner.copies.row_cuts` says which host gets a row, by its position in this count.
+    Experts and copies have common indices (`HostedCopies`). The hosts of an expert are the ranks that compute
+    its rows. This rank's rows for one expert are numbered in the order of the slots. The number of a row
+    decides which host gets it (`pmoe.planner.copies.row_cuts`).
 
     copies: the copies of the call.
     expert_TK: (T, K) int64 or int32, the K experts that the gate chose for each of T tokens.
@@ -512,10 +521,10 @@ def indices_of_rows(
 
 
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
-    """Returns the index of each rank's node, by rank. Collective in the first call of a layer.
+    """Returns the node (machine) of each rank, as an index. Collective in the first call of a layer.
 
-    If experts are split over ranks, copies are made among the places of the grid (`Grid.ep`), and a place is
-    on the node of its first rank.
+    If each expert is split over several ranks, these ranks together count as one rank here (`Grid.ep`), and
+    the node of the first of them is returned for all of them.
 
     modules: the modules of the layer, and its argument ``nodes``.
 
@@ -532,20 +541,19 @@ def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
 def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, learned: float) -> CopyLimits:
     """Returns how many copies of experts a rank may host, and the price of a copy in rows.
 
-    The price is the number of rows that a rank could compute in the time in which a copy's weights are sent.
+    The price is the number of rows that a rank could compute in the time that sending a copy's weights takes.
     The results are the same on all ranks:
 
     - With ``memory_budget`` there are only as many copies as the budget has room for.
     - If ``balance`` is a number of copies, the price is 0, so copies are made even if they save little.
     - With ``balance=True`` the price follows from the measured rates of products and messages. There are two
-      prices if rates were measured inside and between nodes.
-
-    On a GPU no copies are made yet.
+      prices if the rates were measured both within a node and between nodes.
+    - On a GPU the number of copies is 0: copies are not implemented there yet.
 
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their shape, dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
-    learned: the fraction of the experts' elements whose gradients any rank needs.
+    learned: the fraction of the experts' elements whose gradients at least one rank needs.
     """
     options = modules.options
     if routed.x_TM.is_cuda:

@@ -62,8 +62,8 @@ def is_for_graph(x: object) -> bool:
 def check_ranks(modules: LayerModules) -> None:
     """Checks that all ranks of the layer can make this call together.
 
-    Ranks compare the options of the layer in its first call, and in the next call after an option or the
-    process group was replaced (`pmoe.decide.rank_consistency.check_same_options`). The function is a
+    Ranks compare the options of the layer in the layer's first call, and in the next call after an option or
+    the process group was replaced (`pmoe.decide.rank_consistency.check_same_options`). The function is a
     collective in these calls only.
 
     modules: the modules and options of the layer.

@@ -1,6 +1,6 @@
 """Checks whether a CUDA graph can hold a call, while the graph is being captured.
 
-If it cannot, an error is raised before any kernel is launched.
+If the graph cannot hold the call, an error is raised before any kernel is launched.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _padded_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> st
 
     - tasks of the call are being timed;
     - backward may recompute a user's own modules, and their random state is on the host;
-    - no call with the same number of tokens, dtype and need of gradients was made before the capture.
+    - before the capture, no call was made with the same number of tokens, the same dtype, and gradients
+      needed or not needed as in this call.
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

@@ -1,4 +1,4 @@
-"""The checks of a gate that is a user's module: of the module at construction, of its `Routing` in each call.
+"""Checks a gate that is a user's module, when the layer is built, and its `Routing` in each call.
 
 Shapes and dtypes are checked on the host, and a wrong one raises at once. Values are checked on the device,
 because reading them on the host would make the host wait for the device. If a value is wrong, the device
@@ -30,13 +30,14 @@ an integer tensor, and the other fields are floating-point tensors.
 def check_gate(
     gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
 ) -> None:
-    """Raises an error if a user's gate is no module, or if an option was set that only pmoe's gates have.
+    """Raises an error if a user's gate is not a module, or if an option of pmoe's own gates was set.
 
     gate: the user's gate.
     capacity_factor: the layer's capacity factor; it must be None if the gate itself drops rows over capacity.
-    normalize_gate, z_loss_weight: options of pmoe's own gates; they must be left out for a user's gate.
+    normalize_gate, z_loss_weight: options of pmoe's own gates; they must have their defaults with a user's
+        gate.
 
-    Raises TypeError if the gate is not a module, and ValueError for the options.
+    Raises TypeError if the gate is not a module, and ValueError if an option must not be set.
     """
     check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
     if normalize_gate is not None or z_loss_weight:
@@ -54,8 +55,8 @@ def check_gate(
 def clamped_with_fault(call: Call, routing: Routing, x_TM: Tensor) -> tuple[Routing, Tensor]:
     """Returns the gate's routing with all indices clamped to their ranges, and the fault that was found.
 
-    Indices outside their range are clamped, so that no kernel reads outside its memory before the ranks have
-    exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens.
+    Indices outside their range are clamped, because kernels run before the ranks have exchanged the fault,
+    and must not read outside their memory. The weights are cast to float32, or to float64 for float64 tokens.
 
     call: the call.
     routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).

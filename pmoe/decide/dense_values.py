@@ -35,10 +35,10 @@ SAME_VALUES = (
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Returns a digest of the names, shapes, dtypes and values (bit by bit) of tensors; "" for no tensors.
 
-    Of large tensors only a sample of `MOST_VALUES` values is read. The values are copied to the host, so the
-    host waits for a GPU. Some tensors have no readable values: tensors on the meta device, uninitialised
-    parameters, and tensor subclasses that store values in their own format. Only the name, shape and dtype of
-    such a tensor enter the digest.
+    If a tensor is large, only a sample of `MOST_VALUES` of its values is read. The values are copied to the
+    host, so the host waits for a GPU. Some tensors have no readable values: tensors on the meta device,
+    uninitialised parameters, and tensor subclasses that store values in their own format. Only the name,
+    shape and dtype of such a tensor enter the digest.
     """
     if not tensors:
         return ""
@@ -78,9 +78,9 @@ def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
 
 
 def dense_values(modules: LayerModules) -> dict[str, str]:
-    """Returns a digest of the values of each part of the layer that is equal on all ranks.
+    """Returns a digest of the values of each replicated part: the parts that must be equal on all ranks.
 
-    The keys are the parts' names in `DENSE`.
+    The keys are the parts' names in `DENSE`, such as "gate".
     """
     return {part: fingerprint(dense_tensors(modules, part)) for part in DENSE}
 
@@ -101,7 +101,7 @@ def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _lies_in_parts(tensor: Tensor) -> bool:
-    """Returns whether this rank has only a part of a tensor, so that its values differ from other ranks'.
+    """Returns whether this rank has only a part of a tensor, so that ranks have different values of it.
 
     Such a tensor is a sharded DTensor, or a tensor-parallel weight of Megatron.
     """

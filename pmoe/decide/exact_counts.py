@@ -38,9 +38,9 @@ class ExactCounts:
     call     the call
     routed   the call's tokens with their routing
     orders   sorts the (token, choice) slots of the call by chunk and expert, for each number of chunks
-    fuses    whether fused kernels may compute the call, and not the engine (`kernels_may_take_it`)
-    loads    if set, the exchange also collects the rows that all ranks together routed to each expert, for
-             copies of busy experts; else None
+    fuses    whether fused kernels may compute the call in place of the engine (`kernels_may_take_it`)
+    loads    if set, the exchange also collects the number of rows that all ranks together routed to each
+             expert; a layer that copies busy experts needs these numbers. Else None
     """
 
     loads: Loads | None = None
@@ -160,12 +160,11 @@ class ExactCounts:
         return exchange.finish()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the row counts, then chooses n for both passes and the restore pair, the same on all
-        ranks.
+        """Waits for the row counts, then chooses n for both passes and the restore pair.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and their hidden activation. A small call on the CPU without gradients needs
-        neither (`are_few`), so the result has only the counts.
+        the experts received, and the hidden activation. All ranks choose the same. A small call on the CPU
+        without gradients needs no n and no restore pair (`are_few`), so its result has only the counts.
 
         modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
@@ -179,10 +178,10 @@ class ExactCounts:
     def are_few(self, num_tokens: int) -> bool:
         """Returns whether a call without gradients is small enough to be computed without chunks or a plan.
 
-        This is so on the CPU for at most `FEW_ROWS` rows, if the layer is not training. All ranks get the
-        same answer if they ask with the largest number of tokens of any rank.
+        A call is small enough if it runs on the CPU with at most `FEW_ROWS` rows and the layer is not
+        training.
 
-        num_tokens: the number of tokens of a rank.
+        num_tokens: the largest number of tokens of any rank, so that all ranks get the same answer.
         """
         modules = self.call.modules
         is_small = num_tokens * modules.options.top_k <= FEW_ROWS
@@ -225,8 +224,8 @@ def in_chunks(
     counts: the row counts.
     choice: the number of chunks of each pass, and the restore pair.
     max_tokens: the largest number of tokens of any rank.
-    kept_device_E: (E,) on the device, for each of the E experts of all ranks this rank's rows that are not
-        padding, for statistics after the call; None if there is no padding.
+    kept_device_E: (E,) on the device, how many of this rank's rows for each of the E experts of all ranks are
+        not padding. For statistics after the call; None if there is no padding.
     """
     call = source.call
     plan = orders.plan(counts, choice)
@@ -265,8 +264,8 @@ class LoadedExchange:
     """An exchange of row counts in which a rank can also report that its experts were loaded.
 
     Each rank must hold different experts. If a state dict was loaded on any rank, all ranks compare their
-    experts before the call goes on. A rank reports a loaded state dict as a fault (`Fault.LOADED`), because
-    the exchange sends one number of each rank for faults anyway:
+    experts before the call goes on. The exchange has one number from each rank for faults. A rank that has
+    loaded a state dict sends `Fault.LOADED` as this number:
 
         first exchange    if any rank reports Fault.LOADED, all ranks discard the counts
         check_loaded      all ranks compare their experts
@@ -290,12 +289,12 @@ class LoadedExchange:
     def finish(self) -> RankCounts:
         """Waits for the row counts and returns them.
 
-        If any rank has loaded experts from a state dict, the first exchange only says so. All ranks then
-        compare their experts, and exchange the counts a second time.
+        If any rank has loaded experts from a state dict, the first exchange only reports the loading to all
+        ranks. All ranks then compare their experts, and exchange the counts a second time.
 
-        Raises an error on all ranks if any rank reported a fault: the original error on the rank with the
-        fault, FaultError on the others. Raises ValueError on all ranks if two ranks hold equal experts after
-        loading, which means that they have loaded the file of one rank.
+        If any rank reported a fault, an error is raised on all ranks: the original error on the rank with the
+        fault, FaultError on the other ranks. If two ranks hold equal experts after loading, all ranks raise
+        ValueError: both ranks have loaded the file of a single rank.
         """
         try:
             return self._exchange.finish()

@@ -1,6 +1,7 @@
 """The layer calls its experts as a module. Inside this call pmoe decides how to run, and runs.
 
-The experts are called as a module so that their hooks run, and so that a wrapper of another library works:
+The experts are called as a module so that their hooks run, and so that a wrapper that another library puts
+around the experts is called:
 
     ExpertsCall.__call__
       layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows
@@ -52,7 +53,7 @@ def run(decision: Decision) -> Tensor:
 
 
 class ExpertsCall:
-    """One call of the layer's experts as a module, so that the experts' hooks run around all work.
+    """Calls the layer's experts as a module, so that the experts' hooks run before and after all work.
 
     call       the call
     routed     the call's tokens with their routing
@@ -74,7 +75,7 @@ class ExpertsCall:
         """Decides how the call runs, and runs it. Returns the decision, and (T, M): the results of T tokens.
 
         M is d_model. If a hook or the planning of the call raises an error on this rank, the error is
-        published to the other ranks, because they would wait for this rank.
+        published to the other ranks. Without this they would wait for this rank.
 
         Raises ValueError if a forward hook returns anything but a tensor of T rows, or if a wrapper of the
         experts did not call the experts.
@@ -105,9 +106,9 @@ class ExpertsCall:
     def _check_second_run(self) -> None:
         """Raises RuntimeError if a reentrant checkpoint around the experts alone runs the experts again.
 
-        A checkpoint with ``use_reentrant=True`` runs first without gradients, then with gradients, and passes
-        on only the gradients of its arguments. The experts' routing weights are no argument of the module, so
-        their gradient would be lost.
+        A checkpoint with ``use_reentrant=True`` runs first without gradients, then with gradients. It returns
+        gradients only for its own arguments. The routing weights are not an argument of the experts module,
+        so their gradient would be lost.
         """
         if torch.is_grad_enabled() and not self._had_grad:
             raise RuntimeError(
@@ -118,8 +119,8 @@ class ExpertsCall:
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Decides how the call runs and computes it. The experts module calls this method in its forward.
 
-        experts: the experts that were called. If a tool wraps the layer's experts, they may be a copy of
-            those.
+        experts: the experts that were called. If a tool wraps the layer's experts, it may call a copy of
+            them.
         x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts; M is d_model.
 
         Returns (T, M), the results of the tokens. A checkpoint around the experts may run this method a
@@ -148,11 +149,11 @@ class ExpertsCall:
         The second pass of an activation checkpoint uses what the ranks agreed on in the first pass.
 
         A checkpoint raises an error if its two passes save different tensors. Time measurements and
-        comparisons between ranks happen in one pass only. So the checkpoint's hooks are switched off
-        meanwhile.
+        comparisons between ranks happen in one pass only. So the checkpoint's hooks are switched off while
+        this method runs.
 
-        experts: the experts to compute. They need not be the layer's own experts: a tool such as PEFT may
-            wrap those, and call a copy that it trains.
+        experts: the experts to compute. A tool such as PEFT may wrap the layer's own experts and call a copy
+            that it trains; then this is the copy.
         inputs: the rows and parameters of the call.
         """
         modules = self.call.scheduled
@@ -177,8 +178,8 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor, autocast: torch.dtype | None)
 
     x_TM: the value that the hook returned.
     before_TM: (T, M), the rows that the layer passed to its experts, for T tokens with M = d_model columns.
-    autocast: the dtype to which rows are cast after the hook, so the hook may cast them; None if they are not
-        cast. FSDP2's hook casts them for its mixed precision.
+    autocast: the dtype to which pmoe casts the rows after the hook; None if pmoe does not cast them. If it is
+        set, the hook may change the dtype, as FSDP2's hook does for mixed precision.
 
     Raises ValueError if the new rows differ from the old ones in shape, dtype or device.
     """
@@ -193,10 +194,10 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor, autocast: torch.dtype | None)
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """Returns the layer's output: the results in the shape of the input, after the callbacks' last hook.
+    """Returns the layer's output: the results in the shape of the input, after ``before_moe_end``.
 
-    This hook is ``before_moe_end``. If the call has a mask, rows of zeros are added where the input has
-    padding.
+    ``before_moe_end`` is the last hook of the callbacks. If the call has a mask, the output has rows of zeros
+    where the input has padding.
 
     decision: the decision by which the call was run.
     y_TM: (T, M), the results of T tokens with M = d_model columns.
@@ -262,9 +263,10 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
 
 def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
-    """Returns the experts' parameters as matrix products take them, cast to autocast's dtype.
+    """Returns the experts' parameters in the form that matrix products take, cast to autocast's dtype.
 
-    Experts that are a user's own modules run under autocast themselves, so their parameters are not cast.
+    If the experts are a user's own modules, their parameters are not cast, because autocast is on when the
+    modules run.
 
     experts: the experts.
     dtype: autocast's dtype; None casts nothing.

@@ -1,14 +1,16 @@
 """The choice of fused kernels: which calls of a layer they compute, and the runner of those calls.
 
-A fused kernel overlaps communication with the products of the experts inside one launch. There are two kinds:
-COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one persistent kernel for each pass
-(``fused="persistent"``).
+A fused kernel overlaps communication with the experts' matrix products inside one launch. There are two
+kinds:
 
-If the fused kernels cannot compute a call, all ranks run the call in chunks (micro-batches). pmoe then
-warns once for each reason, except with "auto".
+- COMET's kernels, if ``fused`` is True, "forward" or "auto";
+- FlashDMoE's persistent kernels, one launch for each pass, if ``fused="persistent"``.
+
+If the fused kernels cannot compute a call, all ranks run the call in chunks (micro-batches). pmoe then warns
+once for each reason, except with ``fused="auto"``.
 
 Three functions look for a reason not to use fused kernels, in this order. All ranks get the same answers.
-Each function uses these facts, in addition to those of the function before:
+Each function examines the facts on its line:
 
     layer_refusal   options and modules of the layer
     may_fuse        dtype and device of the rows
@@ -50,7 +52,7 @@ def layer_refusal(modules: LayerModules) -> str | None:
 
     modules: the modules and options of the layer.
 
-    The answer is the same on every rank.
+    All ranks get the same answer.
     """
     if modules.options.fused == "auto" and modules.ranks.size == 1:
         return "nothing travels on one rank"
@@ -65,8 +67,8 @@ def is_persistent(modules: LayerModules) -> bool:
 def stacked(modules: LayerModules) -> StackedExperts:
     """Returns the layer's experts with the type `StackedExperts`, which type checkers need to know.
 
-    `StackedExperts` keep each weight of all experts of this rank in one tensor. Fused kernels can compute
-    only such experts, and the callers have checked this before.
+    In `StackedExperts` one tensor holds a weight, such as the first matrix, of all experts of this rank.
+    Fused kernels can compute only such experts. The callers have checked that the layer has such experts.
     """
     assert isinstance(modules.experts, StackedExperts)
     return modules.experts
@@ -75,9 +77,9 @@ def stacked(modules: LayerModules) -> StackedExperts:
 def fused_pair(modules: LayerModules) -> Restore | None:
     """Returns the restore pair that calls by fused kernels use: the first allowed pair without offloading.
 
-    A restore pair says how backward gets two activations back: the rows that the experts received, and their
-    hidden activation. Fused kernels cannot offload to the host. The result is None if all pairs that the
-    options allow offload.
+    A restore pair says how backward gets two activations back: the rows that the experts received, and the
+    hidden activation. Fused kernels cannot offload to the host. The result is None if the options allow only
+    pairs with offloading.
     """
     return next((pair for pair in modules.pairs if not pair.offloads), None)
 
@@ -85,7 +87,7 @@ def fused_pair(modules: LayerModules) -> Restore | None:
 def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether fused kernels may compute a call, before its row counts are known.
 
-    If they may not, the function warns of the reason, except with fused="auto". All ranks get the same
+    If the answer is no, the function warns of the reason, except with fused="auto". All ranks get the same
     answer.
 
     modules: the modules and options of the layer.
@@ -104,7 +106,7 @@ def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) ->
 
 
 def _warn_unfused(modules: LayerModules, why: str) -> None:
-    """Warns that fused kernels do not compute a call, once for each reason. fused="auto" gives no warning.
+    """Warns, once for each reason, that fused kernels do not compute a call; not with fused="auto".
 
     `warn_once` compares only the text before the first colon with earlier warnings. So a reason should have
     its numbers after a colon: then the same reason with other numbers does not warn a second time.
@@ -119,7 +121,8 @@ def _warn_unfused(modules: LayerModules, why: str) -> None:
 class _PromisedLogits(Logits):
     """The gate's logits, x weight^T, as a tensor whose values a later kernel launch writes.
 
-    The autograd graph is built now, so that gradients reach the gate's weight and x.
+    The node of the autograd graph is made now, before the values are there. So gradients reach the gate's
+    weight and x.
     """
 
     @staticmethod
@@ -131,15 +134,19 @@ class _PromisedLogits(Logits):
 def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     """Returns the routing as tensors without values yet, which the launch of the persistent kernel fills.
 
-    The persistent kernel can compute the routing itself, which saves launches before it. The kernel also
-    computes the gate's product x weight^T if three conditions hold: the rows and the gate's weight have the
-    same 16-bit dtype, the number of experts is even, and the weight's address is a multiple of 16 bytes.
+    The persistent kernel can compute the routing itself, so no other kernels need be launched for it. The
+    persistent kernel also computes the gate's product x weight^T if three conditions hold: the rows and the
+    gate's weight have the same 16-bit dtype, the number of experts is even, and the weight's address is a
+    multiple of 16 bytes. Otherwise the product is computed here.
 
-    Returns None if the gate must be called first: an option is unsupported, the gate has hooks (they must see
-    the routing), or a checkpoint may run the call twice (it compares the routing of both passes).
+    Returns None if the gate must be called before the launch, for one of three reasons:
 
-    The function is only for layers that exchange no row counts before the launch, because counting needs the
-    routing's values (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).
+    - an option is unsupported;
+    - the gate has hooks, which must get the routing;
+    - a checkpoint may run the call twice and compare the routing of both passes.
+
+    Counting rows needs the values of the routing. So this function is only for layers that exchange no row
+    counts before the launch (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
@@ -191,9 +198,9 @@ def kernels_runner(
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """Returns the operators that launch fused kernels for a call; None if the kernels cannot compute it.
 
-    If the result is None, the function warns of the reason, except with fused="auto". The function is
-    collective in the first call with a device, dtype and sizes, because all ranks must agree. The answer is
-    cached for later calls.
+    If the result is None, the function warns of the reason, except with fused="auto". The answer is cached by
+    device, dtype and sizes. The function is collective if the answer is not cached yet, because all ranks
+    must get the same answer.
 
     modules: the modules and options of the layer.
     inputs: the rows and parameters of the call.

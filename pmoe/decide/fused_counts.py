@@ -30,9 +30,9 @@ from pmoe.schedule.restore import Restore
 class FusedCounts(ExactCounts):
     """Gets the row counts of a layer that asks for fused kernels, by an exchange among all ranks.
 
-    The class implements `CountsSource`. `agree` returns an `AgreedChoice`, in which two optional fields say
-    what computes the call. ``steps`` are the operators of the fused kernels; ``choice`` has the number of
-    chunks of the pipeline engine:
+    The class implements `CountsSource`. `agree` returns an `AgreedChoice`. Two optional fields of the
+    `AgreedChoice` say what computes the call: ``steps`` are the operators of the fused kernels; ``choice``
+    has the number of chunks for the pipeline engine:
 
         steps   choice   forward            backward
         set     None     fused kernels      fused kernels
@@ -51,8 +51,8 @@ class FusedCounts(ExactCounts):
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged: by expert for COMET's kernels, else by chunk.
 
-        Nothing is sorted in two cases: the persistent kernel sorts the rows itself, and in the second pass of
-        an activation checkpoint there is no exchange of counts to wait for.
+        Nothing is sorted if the persistent kernel may compute the call, because it sorts the rows itself, nor
+        in the second pass of an activation checkpoint, because it has no exchange of counts.
         """
         if self.fuses and not is_persistent(self.call.modules):
             self._sort_for_kernels()
@@ -62,8 +62,8 @@ class FusedCounts(ExactCounts):
     def _sort_for_kernels(self) -> SortedRows:
         """Returns the (token, choice) slots sorted by expert, as COMET's kernels need them.
 
-        Slots over the capacity, which have no row, are last. The slots are sorted only the first time that a
-        call needs them.
+        A slot over the capacity has no row, and comes last. The method sorts the slots once in a call, and
+        then returns the same result again.
         """
         if self._sorted is None:
             orders = self.orders
@@ -74,8 +74,8 @@ class FusedCounts(ExactCounts):
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the row counts, then chooses fused kernels, the pipeline engine, or both.
 
-        If both are chosen, fused kernels compute the forward pass, and the pipeline engine computes the
-        backward pass. All ranks choose the same.
+        If both are chosen, the fused kernels compute the forward pass, and the pipeline engine computes the
+        backward pass. All ranks make the same choice.
 
         modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         inputs: the rows and parameters of the call.
@@ -94,8 +94,8 @@ class FusedCounts(ExactCounts):
 
         counts: the row counts, after the ranks have exchanged them.
         inputs: the rows and parameters of the call.
-        restore: the restore pair of the fused kernels, if they compute the forward pass; None if the options
-            decide.
+        restore: the restore pair that must be used, if fused kernels compute the forward pass; None if the
+            options decide.
         """
         return choose(self.call.modules, counts, inputs, self.orders, restore)
 

@@ -1,12 +1,14 @@
-"""A call of a layer with latent experts: experts of another width than the layer, between two projections.
+"""A call of a layer with latent experts, whose width L differs from the layer's width M.
+
+Two projections, ``down`` and ``up``, are before and after the experts:
 
     x (T, M) --- gate ------------------> routing
         \\--- down ---> z (T, L) ---- rows sent, experts, weighted sum ---> (T, L) --- up ---> y (T, M)
         \\--- shared expert ----------------------------------------------------------------> + y
 
 The gate and the shared expert get the tokens in the layer's width M. Rows are sent in the latent width L.
-``up`` is linear, so it may follow the weighted sum of each token's results: it then projects each token once,
-instead of each of its K rows.
+``up`` is linear, so it may come after the weighted sum of each token's results: ``up`` then projects each
+token once, instead of each of the token's K rows.
 
 Letters: T tokens, K choices of each token, M = d_model, L = d_latent.
 """
@@ -28,8 +30,8 @@ from pmoe.decide.sources import counts_source
 def latent_call(call: Call) -> tuple[Decision, Tensor]:
     """Runs a call of a layer with ``d_latent``. Returns the decision, and (T, M): the results of T tokens.
 
-    M is d_model. The tokens are routed before they are projected, because routing checks the input and
-    reports a wrong one to the other ranks. So a wrong input of one rank raises on every rank.
+    M is d_model. The tokens are routed before they are projected, because routing checks the input. If the
+    input of one rank is wrong, routing reports this to the other ranks, and every rank raises.
     """
     modules = call.modules
     latent = modules.latent

@@ -1,7 +1,7 @@
-"""Row counts of a call on one rank: GPU kernels route and sort the rows, and the counts stay on the device.
+"""Row counts of a call on one rank: GPU kernels compute the counts, which stay on the device.
 
-The host therefore does not wait for the device. The call is computed by the kernels of
-`pmoe.runners.one_rank`, or by fused kernels if the layer asks for them.
+The kernels also route and sort the rows. The host therefore does not wait for the device. The call is
+computed by the kernels of `pmoe.runners.one_rank`, or by fused kernels if the layer asks for them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pmoe.runners.one_rank import OneRankRunner
 
 
 class OneRankCounts:
-    """The row counts of a call on one rank that GPU kernels compute. They stay on the device.
+    """Routes a call on one rank by GPU kernels, and keeps the row counts on the device.
 
     The class implements `CountsSource`.
 
@@ -56,8 +56,8 @@ class OneRankCounts:
         call: the call.
         x: (..., M), the input after the callbacks' ``before_moe_start``; M is d_model.
         x_TM: (T, M), the T rows of x.
-        agreed: which kernels compute the call. Its ``steps`` launch the fused kernels; if ``steps`` is None,
-            the kernels of `pmoe.runners.one_rank` are used.
+        agreed: which kernels compute the call: the fused kernels that its ``steps`` launch, or the kernels of
+            `pmoe.runners.one_rank` if ``steps`` is None.
         """
         self.call = call
         modules = call.modules
@@ -152,8 +152,8 @@ class OneRankCounts:
 def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
     """Returns which kernels compute a call on one rank; None if no kernels can compute it.
 
-    If the result has ``steps``, these launch the fused kernels. Otherwise the kernels of
-    `pmoe.runners.one_rank` are used.
+    If the result has ``steps``, they launch the fused kernels. Otherwise the kernels of
+    `pmoe.runners.one_rank` compute the call.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

@@ -8,8 +8,8 @@ zeros are added; if more were routed, the last ones are dropped:
     rows that are sent        a b 0          c d e        f is dropped, 0 is padding
 
 The host needs no value from the device to send these rows, so the host does not wait, and a CUDA graph can
-hold the call. In return, all ranks must have the same number of tokens. The ranks compare that number, and
-report faults (wrong input or routing on one rank), in these calls:
+hold the call. All ranks must have the same number of tokens. The ranks compare that number, and report faults
+(wrong input or routing on one rank), in these calls:
 
     on the CPU    in every call
     on CUDA       in the first call with each combination of number of tokens, dtype, and whether gradients
@@ -56,9 +56,9 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call. If the persistent kernel may run it, that kernel computes the routing later.
+        """Routes the call. If the persistent kernel may compute the call, it computes the routing later.
 
-        Until the kernel is launched, the tensors of such a routing have no values.
+        The tensors of the routing then have no values until that kernel is launched.
         """
         self.call = call
         modules = call.modules
@@ -89,7 +89,7 @@ class PaddedCounts:
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Checks that the ranks' calls agree, then chooses the persistent kernel, or n and the restore pair.
+        """Checks that all ranks have equal calls; chooses the persistent kernel, or n and the restore pair.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
         the experts received, and their hidden activation.
@@ -166,16 +166,16 @@ class PaddedCounts:
 
     @functools.cached_property
     def _host_counts(self) -> RankCounts:
-        """The row counts, with all tensors on the host."""
+        """Returns the row counts with all tensors on the host."""
         return self._counts_on(torch.device("cpu"))
 
     @functools.cached_property
     def _device_counts(self) -> RankCounts:
-        """The row counts, with `RankCounts.recv_device` on the device of the rows."""
+        """Returns the row counts with `RankCounts.recv_device` on the device of the rows."""
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
-        """Returns the row counts, which include padding and so are equal for all ranks and experts.
+        """Returns the row counts: the same number for all ranks and experts, because padding is counted.
 
         device: the device of `RankCounts.recv_device`; the other tensors are on the host.
         """
@@ -190,8 +190,9 @@ class PaddedCounts:
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
         """Computes how many padded rows each part of the batch has, so that the batch can be cut into chunks.
 
-        With ``pipeline="solve"`` the numbers are computed again whenever the solver may take other n than
-        before. Otherwise they are computed once, for all n that the options allow.
+        With ``pipeline="solve"`` the padded rows are computed again whenever the solver may take another
+        number of chunks than before. Otherwise they are computed once, for all numbers of chunks that the
+        options allow.
 
         degrees: the numbers of chunks n that may be chosen.
         """
@@ -213,8 +214,8 @@ class PaddedCounts:
         - the padded rows, which can be sorted into chunks;
         - (E,) for each of E experts, the number of its rows that are not padding.
 
-        The routing may have no values yet, because the persistent kernel was to compute it (`defer_routing`).
-        That kernel will not be launched if this method is called, so the method computes the routing.
+        The routing has no values yet if the persistent kernel was expected to compute it (`defer_routing`).
+        This method is called only if that kernel will not be launched. So the method computes the routing.
 
         modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
         """
@@ -229,10 +230,10 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
-    """Checks that the ranks' calls agree, and exchanges faults, unless earlier calls have done so.
+    """Checks that all ranks have the same number of tokens and need of gradients, and exchanges faults.
 
-    The check is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host
-    waits for the exchange, so ranks compare only two kinds of calls: the first call with the values of
+    The check is for layers with ``pad_to_capacity``. On the CPU ranks compare every call. On CUDA the host
+    would wait for the exchange, so ranks compare only two sorts of calls: the first call with the values of
     ``key``, and a call in which a checkpoint routes the same tokens a second time.
 
     call: the call.
@@ -275,8 +276,8 @@ def compares_always(device: torch.device) -> bool:
     """Returns whether ranks compare every call of a layer with ``pad_to_capacity``: True on the CPU.
 
     In such a layer every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
-    The ranks compare that number and report faults. On CUDA the host would wait for the device in each
-    comparison. So the result is False there, and ranks compare only the first call with each `PaddedCallKey`:
+    The ranks compare that number and report faults. On CUDA each comparison would make the host wait for the
+    device. So the result is False on CUDA, and ranks compare only the first call with each `PaddedCallKey`:
     number of tokens, dtype, and whether gradients are needed.
     """
     return device.type != "cuda"

@@ -1,7 +1,7 @@
 """Compares a layer between its ranks: options and replicated values must be the same on all ranks.
 
-Replicated values are those of the gate, the shared expert and callbacks. If options differed, ranks would
-wait for each other until the group's timeout, misread each other's messages, or train different models.
+Replicated values are the values of the gate, the shared expert and callbacks. If options differed, ranks
+would wait for each other until the group's timeout, misread each other's messages, or train different models.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from pmoe.warn import warn_once
 def check_same_options(modules: LayerModules) -> None:
     """Begins a call of several ranks, and compares the layer's options between ranks if they may differ.
 
-    The function is a collective in three calls: in the first call of a layer, in the next call after its
-    options were set, and in the next call after a new default process group has replaced a destroyed one. In
-    all other calls it is not.
+    The function is a collective only in the following calls of a layer:
+
+    - the first call;
+    - the next call after an option was set;
+    - the next call after a new default process group has replaced a destroyed one.
 
     modules: the modules and options of the layer.
 
@@ -55,7 +57,8 @@ def check_same_options(modules: LayerModules) -> None:
 def compare_options(modules: LayerModules) -> bool:
     """Compares the options and values of a layer between its ranks. Collective.
 
-    Returns False if all ranks hold equal experts, which is allowed only if they were built equal; else True.
+    Returns False if all ranks hold equal experts, else True. Equal experts are allowed only if the experts
+    were built equal.
 
     One reduction compares digests of the following on all ranks. Replicated parts are the gate, the shared
     expert and callbacks, which every rank holds:
@@ -158,8 +161,8 @@ def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> 
 def _values_that_differ(modules: LayerModules, part: str) -> str:
     """Returns the warning for a replicated part of the layer that has different values on some ranks.
 
-    The warning names the first tensor that differs, and lists groups of ranks with equal values of that
-    tensor. Collective.
+    The warning names the first tensor that differs. It also lists the ranks in groups; the ranks of a group
+    have equal values of that tensor. Collective.
 
     modules: the modules and options of the layer.
     part: the name of the part, such as "gate".
@@ -191,7 +194,7 @@ def _values_that_differ(modules: LayerModules, part: str) -> str:
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     """Returns a text that lists the options of a layer that were set since its last call; "" for none.
 
-    Another rank shows the text in an error if it begins the same call without having set these options.
+    If another rank begins the same call without having set these options, it raises an error with this text.
 
     words_before: the options as texts, by name, when the ranks last compared them.
     now: the layer's modules and options now.

@@ -1,7 +1,7 @@
 """The first stage of a call: checks the input and calls the gate.
 
-If the input or the routing of one rank is wrong, the other ranks must not wait for its rows. So the rank
-exchanges the number of a `Fault` together with its row counts, and all ranks raise.
+If the input or the routing of one rank is wrong, the other ranks must not wait for the rows of that rank. So
+the rank sends the number of a `Fault` together with its row counts, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
         and M = d_model columns. If ``ask`` is None, `run_gate` calls the gate.
 
     On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
-    with the error, because it must still take part in the exchange of row counts: the exchange reports the
-    fault, and all ranks raise. The second pass of a checkpoint has no exchange, so the rank raises at once.
+    with the error, and takes part in the exchange of row counts. The exchange reports the fault, and all
+    ranks raise. In the second pass of a checkpoint there is no exchange, so the rank raises at once.
     """
     modules = call.modules
     try:
@@ -66,8 +66,8 @@ def needs_gradients(call: Call, *tensors: Tensor) -> bool:
 def apply_start_callbacks(call: Call) -> Tensor:
     """Returns the checked input after the callbacks' ``before_moe_start``: (..., M), or (N, M) with a mask.
 
-    M is d_model. If the call has a mask, N is the number of tokens that it marks: rows of padding are left
-    out, so callbacks and the gate never get them.
+    M is d_model. If the call has a mask, N is the number of tokens (True in the mask). Callbacks and the gate
+    never get rows of padding.
 
     Raises TypeError or FaultError for a wrong input. If a callback fails, raises FaultError with several
     ranks, and the callback's own error with a single rank.
@@ -86,10 +86,10 @@ def apply_start_callbacks(call: Call) -> Tensor:
 
 
 def _tokens_of(call: Call) -> Tensor:
-    """Returns the rows of the input that are tokens, where the call's mask is True: (N, M).
+    """Returns (N, M), the rows of the input for which the call's mask is True.
 
-    N is the number of tokens and M = d_model. Raises FaultError if the shape, device or dtype of the mask
-    does not suit the input.
+    These rows are the N tokens; the other rows are padding. M is d_model. Raises FaultError if the shape,
+    device or dtype of the mask does not suit the input.
     """
     x = call.x
     mask = call.mask
@@ -197,12 +197,12 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
 
     The kernels replace the gate's forward. They do two more things:
 
-    - They count the rows for each expert in each bin. Bins are equal ranges of tokens, in which the ranks
-      exchange row counts.
+    - They count the rows for each expert in each bin. Bins are equal ranges of tokens. The ranks exchange the
+      row counts of each bin.
     - They sort the (token, choice) slots, if the options fix the number of chunks.
 
-    If there are too many bins for the kernels, the kernels count all tokens as one bin, and their order of
-    slots is not used.
+    If there are too many bins for the kernels, the kernels count all tokens as one bin. The order in which
+    they sort the slots is then not used.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
@@ -272,7 +272,7 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
 def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
     """Raises ValueError if the gate's number of experts is not that of the layer.
 
-    The numbers differ if a tool has replaced the parameters of the gate.
+    The two numbers differ, for example, if a tool has replaced the parameters of the gate.
 
     modules: the modules and options of the layer.
     num_scores: the number of scores that the gate gives each token; None if the gate returns no scores.
@@ -289,7 +289,7 @@ def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
 def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
     """Returns an empty batch with an error and its `Fault`, for a rank that could not route its tokens.
 
-    A fault is a number that ranks send with their row counts. The rank needs the empty batch to take part in
+    A fault is a number that ranks send with their row counts. With the empty batch the rank can take part in
     the exchange of row counts, which reports the fault to all ranks.
 
     call: the call.
@@ -318,7 +318,7 @@ def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
 def is_fetched(modules: LayerModules) -> bool:
     """Returns whether the experts' parameters may be on the meta device until the experts are called.
 
-    A library such as accelerate, with offloading, loads the parameters by hooks when the experts are called.
+    With offloading, a library such as accelerate loads the parameters in a hook when the experts are called.
     So the caller must not compare the device of the parameters with that of the input. The result is True if
     the experts have any hook or a replaced forward method.
     """
@@ -374,10 +374,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
 
-    If autocast is on, this is autocast's dtype. If FSDP2 shards the experts with mixed precision, it is the
-    dtype to which FSDP2 casts them. Otherwise rows and parameters are cast in one case: FSDP's mixed
-    precision has cast x and the gate to 16 bits, and has left the experts in float32, because it does not
-    manage them. The result is then the dtype of x.
+    The first case that applies decides:
+
+    - Autocast is on: autocast's dtype.
+    - FSDP2 shards the experts with mixed precision: the dtype to which FSDP2 casts the experts.
+    - FSDP's mixed precision has cast x and the gate to 16 bits, and the experts are in float32, because FSDP
+      does not manage them: the dtype of x.
+    - Otherwise: None.
 
     modules: the modules and options of the layer.
     x: (..., M), the input; M is d_model.

@@ -1,9 +1,9 @@
 """Row counts of a layer with ``pipeline="solve"``, whose number of chunks depends on the row counts.
 
 Rows are counted in bins, equal parts of the batch. A chunk consists of whole bins, so n chunks need a number
-of bins that is a multiple of n. Bins for all n from 1 to 16 would be too many (720720). So rows are counted
-in bins for the numbers of chunks of the last call. If the solver then takes other numbers of chunks, rows are
-counted and exchanged once more:
+of bins that is a multiple of n. For all n from 1 to 16 this would be 720720 bins, which are too many. So rows
+are counted in bins that fit the numbers of chunks of the last call. If the solver then takes other numbers of
+chunks, rows are counted again and the counts are exchanged again:
 
     last call                                  3 chunks in forward, 4 in backward
     this call                                  counts in 12 bins or a multiple of 12, exchanged
@@ -31,8 +31,8 @@ from pmoe.engine.plan.make_plan import SortedSlots
 class SolverCounts(ExactCounts):
     """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
-    Rows are first counted for the numbers of chunks of the last call. If the solver chooses other numbers,
-    the rows are counted and exchanged once more.
+    Rows are first counted for the numbers of chunks of the last call. If the solver chooses other numbers of
+    chunks, the rows are counted again and the counts are exchanged again.
     """
 
     _counts: RankCounts
@@ -67,11 +67,11 @@ class SolverCounts(ExactCounts):
         """Returns row counts for some numbers of chunks, and the sorted (token, choice) slots of the call.
 
         Rows are counted in bins, equal parts of the batch. For each n in ``degrees``, whole bins can be
-        joined to n chunks. The plan of the call is made from the slots. Collective if rows must be counted
-        again.
+        joined to n chunks. The plan of the call is made from the slots. The method is collective if rows must
+        be counted again.
 
-        degrees: the numbers of chunks n, the same on all ranks, because they follow from the number of tokens
-            of the rank that has most.
+        degrees: the numbers of chunks n. They follow from the largest number of tokens of any rank, so they
+            are the same on all ranks.
         """
         modules = self.call.modules
         if set(degrees) != set(self._degrees):

@@ -11,9 +11,9 @@ experts. Three checks prevent this:
                         any rank has loaded a state dict without metadata
                         (safetensors, or a dict made by hand)
 
-Loading is not a collective: one rank may load while the other ranks do not. So a rank that has loaded reports
-it together with the row counts of its next call, and all ranks compare their experts before that call goes on
-(`pmoe.decide.exact_counts.LoadedExchange`).
+Loading is not a collective: one rank may load while the other ranks do not. So a rank that has loaded a state
+dict reports the loading together with the row counts of its next call. All ranks then compare their experts
+before that call goes on (`pmoe.decide.exact_counts.LoadedExchange`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """The fields that say which values a rank holds. Values may be loaded only if these fields are equal.
+        """Returns the fields that say which values a rank holds: they must be equal in the saved record.
 
         The rank and the number of ranks are not among these fields: a rank of a group with a different size
         may hold the same experts.
@@ -139,7 +139,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 class Writer:
     """A function of another library that saves a checkpoint by writing the state dict of a single rank.
 
-    The checkpoint would have only the experts of that rank, so pmoe raises an error.
+    The checkpoint would have only the experts of that rank. So pmoe raises an error if such a function calls
+    ``state_dict()``.
 
     name: the name of the function in error messages.
     on_all_ranks: True if the function calls ``state_dict()`` on every rank, False if only on the rank that
@@ -186,14 +187,14 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     stack, from the nearest caller on, for a caller that it knows:
 
     - A function of `ONE_FILE` writes one file, so the error is raised.
-    - torch's distributed checkpoint saves the experts of all ranks, so no error is raised, unless a full
-      state dict is asked for and the experts are plain tensors.
+    - torch's distributed checkpoint saves the experts of all ranks. The error is raised only if a full state
+      dict is asked for and the experts are plain tensors.
 
-    Unknown callers get no error here. If one of them writes one file, loading that file on another rank
+    Unknown callers get no error here. If an unknown caller writes one file, loading that file on another rank
     raises an error (`_check_whose`).
 
     experts: the experts of this rank.
-    place: which experts they are.
+    place: the record of which experts this rank holds.
     name: the name of the experts module in the model, for errors.
     """
     frame = sys._getframe(1)
@@ -238,11 +239,15 @@ def _check_whose(
     prefix: the name of the module in the model, with a dot at the end.
     local_metadata: the metadata of the module; empty if the state dict has none.
 
-    Raises ValueError, and publishes the error to the other ranks, if the metadata records other experts than
-    this rank holds. Otherwise the layer's next call compares the experts of all ranks, to find out whether
-    the file of one rank was loaded on several: two ranks must not hold equal experts. The comparison is not
-    needed, and is left out, in two cases: the values are certainly this rank's own (`_is_own`), or the
-    metadata records that the experts of all ranks were equal when they were saved.
+    The first case that applies decides:
+
+    - The values are certainly this rank's own (`_is_own`): nothing else is checked.
+    - The metadata records other experts than this rank holds: ValueError is raised, and published to the
+      other ranks.
+    - The metadata records that the experts of all ranks were equal when they were saved: nothing else is
+      checked.
+    - Otherwise the layer's next call compares the experts of all ranks. If two ranks hold equal experts, they
+      have loaded the file of a single rank, and that call raises.
     """
     place: ExpertPlace = experts.place
     parameters = {
@@ -276,9 +281,9 @@ def _check_whose(
 
 
 def _is_own(value: Any, parameter: Tensor) -> bool:
-    """Returns whether a value to be loaded is certainly this rank's own, so that it needs no check.
+    """Returns whether a value to be loaded certainly belongs to this rank's experts, so needs no check.
 
-    This is known in two cases:
+    The answer is True in two cases:
 
     - The value shares the memory of the parameter, because torch's distributed checkpoint has read into that
       memory.
@@ -307,7 +312,7 @@ def check_loaded(modules: LayerModules) -> None:
     modules: the modules and options of the layer.
 
     Raises ValueError on all ranks if two ranks hold the same values. A user who wants equal experts sets
-    ``experts.may_be_equal`` on any rank to allow them once: this check resets the flag.
+    ``experts.may_be_equal`` on any rank. This check then raises no error, and resets the flag.
     """
     experts = modules.experts
     own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal

@@ -1,10 +1,10 @@
 """Finds out whether the weights of experts have changed since an earlier call.
 
 Copies of busy experts can be used again in later calls while no rank's experts change: in evaluation, and
-between the micro-batches of one step. torch counts in-place changes of a tensor, and a new tensor has a new
-address, so most changes are noticed without reading values. Some are not, such as
+between the micro-batches of one step. Two facts show most changes without reading values: torch counts the
+in-place changes of a tensor, and a new tensor has a new address. They do not show a change such as
 ``parameter.data.copy_(...)``, which optimizers use. So checksums of the values of experts that have copies
-are compared too.
+are also compared.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ ExpertsState = tuple[object, ...]
 def state_of(modules: LayerModules) -> ExpertsState | None:
     """Returns a record of this rank's experts, by which later calls notice that the experts were changed.
 
-    The record has the address of each parameter, and torch's count of its in-place changes. The result is
-    None if the record would miss changes: if weights are computed from other parameters in each call, or if a
-    wrapper has taken the place of the experts.
-
-    The setting of the experts, such as the adapter in use, counts too.
+    The record has the address of each parameter, torch's count of the parameter's in-place changes, and the
+    setting of the experts, such as the adapter in use. The result is None if the record would miss changes:
+    if weights are computed from other parameters in each call, or if a wrapper has taken the place of the
+    experts.
 
     modules: the modules of the layer.
     """
@@ -53,9 +52,9 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
     """Returns checksums of the values of some of this rank's experts. The host waits for the device.
 
     Each parameter of each expert has two checksums: weighted sums of the elements' bit patterns, read as
-    integers. In one of them each column has its own odd weight, in the other each row, so that values which
-    change places are noticed, too. Parameters that all experts share are not copied, so they have no
-    checksums.
+    integers. In one checksum each column has its own odd weight; in the other checksum each row has its own
+    odd weight. So the checksums also change if two values are exchanged. Parameters that all experts share
+    are not copied, so they have no checksums.
 
     modules: the modules of the layer.
     places: the experts, by their index among those of this rank.

@@ -1,7 +1,7 @@
 """The engine: runs the tasks of a layer's forward and backward pass on the lanes of a device.
 
-A schedule lists the tasks of a pass, for example "send chunk 0". A lane runs its tasks one after another: a
-CUDA stream, or a thread on the CPU. Several lanes run side by side.
+A schedule lists the tasks of a pass, for example "send chunk 0". A lane is a CUDA stream, or a thread on the
+CPU. A lane runs its tasks one after another; several lanes run at the same time.
 
     autograd    the one autograd Function, which contains both passes; the interface `Runner`
     plan/       which rows each chunk (micro-batch) sends, receives and computes

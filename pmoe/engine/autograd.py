@@ -1,7 +1,7 @@
 """The autograd Function of pmoe's layers: one node of autograd's graph stands for the whole computation.
 
-So the backward pass is one node too, and its tasks run in the order of pmoe's schedule. With a node for each
-operation, autograd would choose the order.
+So one node runs the whole backward pass, and the tasks of the pass run in the order of pmoe's schedule. With
+a node for each operation, autograd would choose the order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Runner(Protocol):
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         """Returns the layer's output T_O, (T, M) for T tokens with M = d_model, and the state for backward.
 
-        The caller has turned autograd off: operations of the pass record no graph.
+        The caller has turned autograd off, so the operations of the pass record no graph.
 
         inputs: the tensors of the call.
         keep: whether a backward pass may follow. If False, no tensors are kept and the state is None.

@@ -1,4 +1,4 @@
-"""The backward pass in two halves: first gradients of inputs, and in a later call those of parameters.
+"""The backward pass in two halves: one call for gradients of inputs, a later one for parameters.
 
 Zero-bubble pipeline schedules need a stage's input gradients at once, for the previous stage, and compute its
 parameter gradients later, when the stage would otherwise wait. So they call autograd twice:
@@ -8,15 +8,16 @@ parameter gradients later, when the stage would otherwise wait. So they call aut
                                                         LW for experts' rows that stay on the rank, XW for the
                                                         shared expert
 
-So each matrix product and each all-to-all runs once. The second call must be for the same output gradient dy.
-If autograd passes another tensor, the ranks compare values in one reduction; if the values differ, the whole
-pass runs again. Otherwise the second half communicates nothing.
+So each matrix product and each all-to-all runs once. The second call must have the same output gradient dy as
+the first call. If autograd passes a different tensor object, each rank compares the values of the two
+tensors, and one reduction tells all ranks whether they differ anywhere; if they do, the whole pass runs
+again. If autograd passes the same object, the second half communicates nothing.
 
 Between the halves, the operands of the parameter gradients are kept for all rows: the experts' inputs T_DI,
 the gradients of their outputs dT_DO, the activated T_M and its gradient dT_M. If chunks share buffers
 (``memory_reuse``), the next chunk overwrites these operands. In that case the first half computes all
-gradients, and keeps those of the parameters for the second half. All implementations of a call other than the
-pipeline (`pmoe.runners`) do the same.
+gradients, and keeps the gradients of the parameters for the second half. All implementations of a call other
+than the pipeline (`pmoe.runners`) do the same.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Later:
 
     grad_TM: (T, M), the output's gradient in the first half, for T tokens with M = d_model columns.
     version: the version counter of grad_TM in the first half, to detect changes in place.
-    of_inputs: the gradients of x_TM, weight_TK and shared_weight_T. That of x_TM is None, because autograd
-        does not ask for it again.
+    of_inputs: the gradients of x_TM, weight_TK and shared_weight_T. The entry of x_TM is None, because
+        autograd does not ask for this gradient again.
     parameters: the function that computes the gradients of all parameters.
     """
 
@@ -77,9 +78,10 @@ class Later:
     def is_for(self, grad_TM: Tensor, ranks: Ranks) -> bool:
         """Returns whether the first half ran for the same gradient of the output. Equal on all ranks.
 
-        If autograd passes the same tensor object as in the first half, unchanged, the result is True. All
-        ranks run the same program, so this is the case on all ranks or on none. Otherwise the values of both
-        tensors are compared, and the ranks agree on the result by a collective.
+        The result is True if autograd passes the tensor object of the first half, and the tensor was not
+        changed. All ranks run the same program, so all ranks find this or none does. Otherwise each rank
+        compares the values of the two tensors. A collective then makes the result False on all ranks if the
+        values differ on any rank.
 
         grad_TM: (T, M), the output's gradient that autograd passes to the second half, for T tokens with M =
             d_model columns.
@@ -93,14 +95,14 @@ class Later:
 
 
 def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | None, ...]:
-    """Computes the gradients that autograd asks for: all, those of inputs, or those of parameters.
+    """Computes the gradients that autograd asks for: of inputs, of parameters, or of both.
 
-    It is for a call whose autograd graph is kept (``retain_graph=True``), so that several backward calls may
-    follow. Returns a gradient for each argument of the autograd Function; None for those that are not asked
-    for.
+    The function is for a call whose autograd graph is kept (``retain_graph=True``), so that several backward
+    calls may follow. Returns a gradient for each argument of the autograd Function; None for an argument for
+    which autograd asks no gradient.
 
-    ctx: the context of the call's autograd Function. If an earlier backward call was a first half, its
-        attribute ``later`` has what that half kept for the second half.
+    ctx: the context of the call's autograd Function. If an earlier backward call was a first half,
+        ``ctx.later`` is the record that this half kept for the second half.
     grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
     run: function (ctx, grad_TM, backward) that runs the function ``backward``, and the checks that every
         backward pass needs.
@@ -169,10 +171,10 @@ def all_at_once(
 ) -> Halves:
     """Runs a whole backward pass at once, for a runner that cannot divide it into two halves.
 
-    In a divided pass the first half computes the gradients of inputs, and the second those of parameters. The
-    result has the same two parts as that of a divided pass: the gradients (here of all tensors), and the
-    function for the second half. Here that function only returns the parameters' gradients, which are already
-    computed.
+    In a divided pass the first half computes the gradients of inputs, and the second half the gradients of
+    parameters. Such a pass returns the gradients of inputs and the function that runs the second half. This
+    function also returns two values: the gradients of all tensors, and a function that only returns the
+    gradients of parameters, which are already computed.
 
     backward: function that runs the pass, a `pmoe.engine.autograd.BackwardFunction`.
     tensors: the saved tensors.
@@ -184,7 +186,7 @@ def all_at_once(
 
 
 class InputsFirst(Backward):
-    """A backward pass in two halves: `run` computes gradients of inputs, `parameter_gradients` the others.
+    """A backward pass in two halves: `run` for gradients of inputs, `parameter_gradients` for the others.
 
     wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
     all_tasks: the schedule of all tasks, of both halves.
@@ -211,7 +213,7 @@ class InputsFirst(Backward):
     def fits(modules: PassModules) -> bool:
         """Returns whether the backward pass of a layer can be run in two halves.
 
-        It cannot if
+        The result is False if
 
         - chunks share buffers (``memory_reuse``), because the next chunk overwrites the operands of the
           parameter gradients;

@@ -1,8 +1,9 @@
 """The device memory of a pass, taken from a pool that all layers of a device share.
 
-A schedule may let chunks take turns in a few buffers of fixed size, its ring slots. A pass takes the memory
-of its slots from the pool when it starts, and gives it back when it ends. So layers that run one after
-another use the same memory. Between two passes, only the tensors that a layer keeps for backward use memory.
+A schedule may let chunks take turns in a few buffers of fixed size, called ring slots. A pass takes the
+memory of its ring slots from the pool when it starts, and gives the memory back when it ends. So layers that
+run one after another use the same memory. Between two passes, only the tensors that a layer keeps for
+backward use memory.
 
 Host memory for offloaded tensors comes from another pool (`pmoe.engine.buffers.host_pool`).
 """
@@ -35,8 +36,8 @@ class Arena:
     schedule: the schedule of the pass, which says which buffers lie in which ring slots.
     sizes: the rows and columns of every buffer.
     like: a tensor with the dtype and device of the memory.
-    buffers: for each buffer that lies in a ring slot, its tensor (rows, columns), by name and chunk, such as
-        "T_DI.0". Buffers without rows are left out.
+    buffers: the tensor (rows, columns) of each buffer that lies in a ring slot. The key is name and chunk,
+        such as "T_DI.0". There is no entry for a buffer without rows.
     """
 
     def __init__(self, pool: DevicePool, schedule: Schedule, sizes: BufferSizes, like: Tensor) -> None:
@@ -95,7 +96,8 @@ class DevicePool:
     def _own(self) -> HostPool:
         """Memory for the buffers of passes on the CPU, where the "device" is the host.
 
-        Created when it is first needed. It is not `Pool.host`, which holds tensors that are offloaded.
+        The pool is created when it is first needed. It is separate from `Pool.host`, the pool for offloaded
+        tensors.
         """
         from pmoe.engine.buffers.host_pool import HostPool
 
@@ -112,8 +114,8 @@ class DevicePool:
     def new(self, like: Tensor, *shape: int) -> Tensor:
         """Returns an uninitialised tensor of the given shape, with the dtype and device of ``like``.
 
-        When no tensor uses its memory any more, the pool can use it again. While torch's profiler runs, the
-        memory comes from torch's allocator and not from the pool, so that the profiler counts it.
+        When no tensor uses the memory any more, the pool can use the memory again. While torch's profiler
+        runs, the memory comes from torch's allocator and not from the pool, so that the profiler counts it.
         """
         is_plain = like.device.type == "cpu" and type(like) in (Tensor, torch.nn.Parameter)
         if is_plain and math.prod(shape) * like.element_size() >= LARGE_BYTES and not _profiler_enabled():
@@ -127,7 +129,8 @@ class DevicePool:
 
         elements: the number of elements.
         like: a tensor with the dtype and device of the result.
-        arena: the pass's record of this memory. Until `give_back` is called for it, `trim` raises an error.
+        arena: the pass's record of this memory. `trim` raises an error until `give_back` is called with this
+            record.
         """
         memory = self.new(like, elements)
         self._running[arena] = memory.nbytes
@@ -179,8 +182,8 @@ class Pool:
     def host(self) -> HostPool:
         """The pool of host memory for offloaded tensors. Created when it is first needed.
 
-        For layers on the CPU it is separate from the pool of buffers (`device`), which is host memory too. So
-        its limit and its counts of bytes are those of offloaded tensors only.
+        For layers on the CPU, the pool of buffers (`device`) is host memory, too, but a separate pool. So the
+        limit and the counts of bytes of this pool are for offloaded tensors only.
         """
         from pmoe.engine.buffers.host_pool import HostPool
 
@@ -189,9 +192,9 @@ class Pool:
     def trim(self) -> None:
         """Gives the free memory of both pools back to the system.
 
-        They are device memory for buffers, and host memory for offloaded tensors. Host memory goes back to
-        the operating system, memory of a GPU to the CUDA driver. Raises RuntimeError while a pass of a layer
-        runs.
+        The pools hold device memory for buffers, and host memory for offloaded tensors. Host memory goes back
+        to the operating system, memory of a GPU to the CUDA driver. Raises RuntimeError while a pass of a
+        layer runs.
         """
         self.device.trim()
         if "host" in self.__dict__:
@@ -207,9 +210,14 @@ def pool(device: torch.device | str = "cpu") -> Pool:
     device: for example "cpu", or "cuda" for the current GPU.
 
     The result has two pools: ``device`` for the buffers of passes, and ``host`` for tensors that are
-    offloaded to the host. Each has the numbers bytes_in_use, peak_bytes (the largest number that was in use)
-    and kept_bytes (free bytes that are kept for later passes). The attribute ``host.limit_bytes`` may be set.
-    The method ``trim()`` gives free memory back to the operating system.
+    offloaded to the host. Both pools have three attributes:
+
+        bytes_in_use   bytes that are used now
+        peak_bytes     the largest value that bytes_in_use has had
+        kept_bytes     free bytes that are kept for later passes
+
+    ``host.limit_bytes``, the limit of the host pool, may be set. The method ``trim()`` of the result gives
+    the free memory of both pools back to the system.
     """
     if isinstance(device, torch.device) and device in _pools:
         return _pools[device]

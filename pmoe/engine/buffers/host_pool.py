@@ -30,8 +30,8 @@ class _Segment:
     memory: the mmap object, or the pinned tensor.
     address, num_bytes: the address of the segment's first byte, and the segment's size in bytes.
     free: the free ranges as (offset, bytes), sorted by offset. Offsets are in bytes from the address.
-    top: the highest end, as an offset in bytes, of all blocks taken since the last trim. In a mapping, only
-        pages below this offset may use physical memory.
+    top: the offset in bytes at which the last of all blocks taken since the last trim ends. In a mapping
+        (``mmap``), only pages below this offset may use physical memory.
     """
 
     memory: Any
@@ -89,9 +89,9 @@ class HostPool:
     peak_bytes: the largest number of bytes that were in use.
 
     A new tensor gets a block of memory in the first free range that is large enough. The block is free again
-    when no tensor refers to its storage. When the pool needs memory, it looks at the reference counts of its
-    blocks to find those that are free. A callback at the last release would not do, because a thread of gloo
-    may release a tensor after the Python interpreter has ended.
+    when no tensor refers to its storage. When the pool needs memory, it finds free blocks by their reference
+    counts. A callback when the last reference disappears would be unsafe, because a thread of gloo may
+    release a tensor after the Python interpreter has ended.
     """
 
     limit_bytes: int
@@ -166,8 +166,8 @@ class HostPool:
     def _released(self, wanted: int) -> torch.UntypedStorage | None:
         """Returns a storage of exactly ``wanted`` bytes that no tensor uses any more; None if there is none.
 
-        Steps of a training run need the same sizes again and again, so most tensors get such a storage. That
-        takes a third of the time of a new block.
+        Steps of a training run need the same sizes again and again, so most tensors get such a storage.
+        Getting one takes a third of the time that a new block takes.
         """
         for block in self._blocks_of_size.get(wanted, ()):
             if _holders(block) == _NONE:
@@ -238,9 +238,9 @@ class HostPool:
     def _segment(self, pinned_size: int, size: int) -> _Segment:
         """Allocates a segment: of pinned_size bytes if the pool is pinned, else a mapping of ``size`` bytes.
 
-        Pinned memory is allocated at once, so a pinned segment is as small as possible. A mapping gets
-        physical memory only when its pages are first written, so it may cover everything that the pool may
-        use.
+        Pinned memory is physical memory from the beginning, so a pinned segment is as small as possible. A
+        mapping gets physical memory only when its pages are first written, so it may have the size of all
+        memory that the pool may use.
         """
         if self._pinned:
             pinned = torch.empty(pinned_size, dtype=torch.uint8, pin_memory=True)
@@ -291,7 +291,7 @@ def _holders(block: _Block) -> int:
 
 
 def _available_bytes() -> int:
-    """Returns the bytes of memory that are available on the machine; if unknown, all that it has."""
+    """Returns the bytes of memory that are available on the machine; its whole memory if that is unknown."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):

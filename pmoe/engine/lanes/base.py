@@ -1,10 +1,10 @@
 """Runs the tasks of a schedule on lanes. A lane runs its tasks in order; lanes run side by side.
 
 On a GPU a lane is a CUDA stream (`pmoe.engine.lanes.cuda`). On the CPU the calling thread computes, gloo
-sends messages asynchronously, and other lanes are threads. All classes of lanes run the same schedules by the
-same three methods, so tests on the CPU with gloo also test the order of tasks on a GPU:
+sends messages asynchronously, and other lanes are threads. All classes of lanes run the same schedules, and
+have the same three methods. So tests on the CPU with gloo also test the order of tasks on a GPU:
 
-    run(task, action)   for each task, in the order of the schedule: starts it after the tasks it waits for
+    run(task, action)   for each task, in the order of the schedule: starts the task after those it waits for
     finish()            after the last task: waits for all lanes
     abandon()           after an error: makes it safe to free the buffers
 """
@@ -53,7 +53,7 @@ class Lanes(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Makes the compute lane wait for all other lanes, so that later computation sees all results.
+        """Makes the compute lane wait for all other lanes, so that later computation can read all results.
 
         Called after the last task.
         """

@@ -1,7 +1,7 @@
 """The lanes of a GPU, which run tasks side by side: each lane is a CUDA stream.
 
-If a task must wait for a task of another lane, its stream waits for an event that was recorded on the other
-lane's stream.
+If a task must wait for a task of another lane, the stream of the waiting task waits for an event that was
+recorded on the other lane's stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class CudaLanes(Lanes):
     The compute lane is the caller's current stream. The streams of the other lanes are shared by all passes
     on a device.
 
-    All buffers of a pass are allocated on the compute stream, and kept until `finish`. By then the compute
-    stream has waited for the other streams, so torch's allocator may reuse the memory, and record_stream is
-    not needed. It is different for tensors that users' modules allocate, because they may be freed earlier
+    All buffers of a pass are allocated on the compute stream, and kept until `finish`. `finish` makes the
+    compute stream wait for the other streams, so torch's allocator may then reuse the memory without
+    ``record_stream``. Tensors that users' modules allocate may be freed earlier, so they need `record_stream`
     (`pmoe.engine.variants.offload.hold_for`).
     """
 
@@ -75,8 +75,8 @@ class CudaLanes(Lanes):
     def _await_readers_of_the_host(self, device: torch.device) -> None:
         """Makes this pass's copies to the host wait for earlier passes' copies from the host to the device.
 
-        An earlier pass may have released host memory while its copies from this memory are only queued. This
-        pass may get the same memory, and would overwrite what the queued copies still have to read.
+        An earlier pass may have released host memory while its copies from this memory were still queued. If
+        this pass gets the same memory, it must not overwrite values that the queued copies have yet to read.
         """
         copies_in = self._streams.get((device, Lane.COPY_IN))
         if Lane.COPY_OUT in self._stream and copies_in is not None:

@@ -37,8 +37,8 @@ class RecordedPass:
 class Journal:
     """The times at which tasks ran, for every pass that ran in a `recording` block.
 
-    A journal is complete only after the block has ended, because on a GPU the times are read from events at
-    that moment.
+    A journal is complete only after the block has ended, because on a GPU the times are read from CUDA events
+    at the end of the block.
 
     spans: the start and end of each task, of all passes.
     passes: one record for each pass, in the order in which the passes began.
@@ -123,7 +123,7 @@ def recording() -> Iterator[Journal]:
     """Records the times of all tasks of all layers in this process: ``with recording() as journal: step()``.
 
     On the CPU the recorded time of a message begins when the message is issued. So the time includes waiting
-    for the previous message of the same lane (queue of tasks).
+    for the previous message of the lane (queue of tasks).
     """
     journal = Journal()
     watchers.append(journal)

@@ -23,8 +23,8 @@ def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = F
     schedule: the tasks that the lanes will run.
     ranks: the layer's ranks.
     in_steps: whether some communication tasks consist of several collectives, one after another. On the CPU
-        such a task must wait for each collective. A thread does that, so that the calling thread can go on
-        computing.
+        such a task must wait for each collective. So it runs in a thread of its own, and the calling thread
+        can go on computing.
     """
     if rows.device.type == "cuda":
         from pmoe.engine.lanes.cuda import CudaLanes

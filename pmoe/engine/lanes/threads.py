@@ -26,8 +26,8 @@ class ThreadLanes(CpuLanes):
 
     Lanes that copy are always threads.
 
-    in_steps: whether lanes that communicate are threads too. True if some communication tasks wait for a
-        collective before they return. In a thread, they do not delay computation in the calling thread.
+    in_steps: whether lanes that communicate are threads, too. It must be True if some communication tasks
+        wait for a collective before they return: in a thread, such a task does not delay the calling thread.
     """
 
     def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool) -> None:
@@ -72,9 +72,9 @@ class ThreadLanes(CpuLanes):
     def _communicate(self, task: Task, action: Action, awaited: Sequence[Future[Any]]) -> None:
         """Runs a communication task from beginning to end, in the thread of its lane.
 
-        After a task has failed, this rank starts no other task. A peer may still be in the collective that
-        failed. If this rank started another collective, the peer would take its rows for rows of the failed
-        one.
+        After a task has failed, this rank starts no other task. Another rank may still be in the collective
+        that failed. If this rank started its next collective, that other rank would take the rows of the next
+        collective for rows of the failed one.
 
         task: the task.
         action: the function that does the task's work.

@@ -2,8 +2,8 @@
 
 For each chunk, backward first restores the experts' input T_DI and hidden activation T_M. The plan's restore
 pair says how: each is kept, offloaded to the host, or made again. Then backward computes gradients, in two
-tasks. Task C computes the gradients of the rows, which other ranks wait for. Task W computes the gradients of
-the parameters, which no rank waits for: it runs while the gradients of rows are sent.
+tasks. Task C computes the gradients of the rows, for which other ranks wait. Task W computes the gradients of
+the parameters, for which no rank waits. So W runs while the gradients of rows are sent.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ class Backward(Pass):
     grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
     saved: the state that the forward pass left.
     kept: the saved T_DI and T_M, for each set of rows that forward's experts computed in one task.
-    sums, shared_sums: for each parameter of the experts, and of the shared expert, its gradient summed over
-        chunks; None for a parameter that needs no gradient.
+    sums, shared_sums: for each parameter of the experts (sums) and of the shared expert (shared_sums), the
+        gradient summed over chunks; None for a parameter that needs no gradient.
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows, sorted by expert.
     weight_sorted, grad_weight_sorted: (rows,), the routing weights of this rank's sorted rows and their
         gradients. Set only if some rows are not sent, because their experts are on this rank, and no kernel
-        has sorted the weights (`PassPlan.by_kernel`). Only the values of these rows are used.
-    grad_weight: (T * K,), the gradients of the routing weights. Those for received rows return to the tokens'
-        ranks in one message, by way of these tensors:
+        has sorted the weights (`PassPlan.by_kernel`). Only the values for the rows that are not sent are
+        used.
+    grad_weight: (T * K,), the gradients of the routing weights. The gradients for received rows return to the
+        tokens' ranks in one message. They pass through these tensors, in this order:
 
-        grad_weight_rows       (N,)  as the chunks compute them, sorted by expert
-        grad_weight_gathered   (N,)  in the order in which rows arrived; the same tensor if they were sorted
+        grad_weight_rows       (N,)  sorted by chunk and expert, as the tasks of the chunks compute them
+        grad_weight_gathered   (N,)  in the order of arrival; if that is the same order, the same tensor
         grad_weight_leaving          the numbers to send: after a reduce-scatter if experts are sharded, else
-                                     the same tensor as grad_weight_gathered
+                                     the tensor grad_weight_gathered
         grad_weight_home       (S,)  the S numbers that return to this rank
 
-    rows, hidden: restored T_DI and T_M that are still needed, by `Unit` (the set of rows of one task).
+    rows, hidden: the restored T_DI (rows) and T_M (hidden) that later tasks need, by `Unit` (the set of rows
+        of one task).
     pending: the result of `Experts.input_gradient` that `Experts.weight_gradient` needs, by `Unit`.
     grad_hooks: the gradients of the parameters of hooks, summed so far; None for a parameter without a
         gradient yet.
@@ -154,15 +156,16 @@ class Backward(Pass):
         return self.send_rows("send_again", self.brought_by_SI, i)
 
     def arrived_again(self, i: int) -> Tensor:
-        """Returns the rows of chunk i that backward made to arrive again, still sorted by source rank."""
+        """Returns the rows of chunk i that arrived again in backward, sorted by source rank."""
         return self.buffer("T_DI", i)
 
     def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
         """Returns the saved tensors of forward from which one backward task restores its T_DI and T_M.
 
-        Each entry has the saved tensors of one forward task, and pairs of slices: which of its rows become
-        which rows of the backward task. In this class both passes have the same chunks, so there is one entry
-        with all rows. The subclass `OffloadingBackward` handles different chunks.
+        Each entry has the saved tensors of one forward task, and pairs of slices: rows of the forward task,
+        and the rows of the backward task to which they are copied. In this class both passes have the same
+        chunks, so there is one entry with all rows. The subclass `OffloadingBackward` handles different
+        chunks.
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
@@ -218,8 +221,8 @@ class Backward(Pass):
     def local(self, j: int) -> None:
         """Computes the gradients of block j of the rows that stay on this rank (task L).
 
-        Rows stay if their expert is on this rank. The task computes the gradients of the rows and of their
-        routing weights, not those of parameters.
+        A row stays if its expert is on this rank. The task computes the gradients of the rows and of their
+        routing weights, but not the gradients of parameters.
         """
         rows = self.pass_plan.pieces[j].rows
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
@@ -264,9 +267,9 @@ class Backward(Pass):
             grad_weight_N.copy_(computed_N)
 
     def _weights_in_source_order(self) -> None:
-        """Puts the gradients of the routing weights into the order of arrival, in which they are sent back.
+        """Sorts the gradients of the routing weights into the order of arrival, in which they are sent back.
 
-        The last chunk's task calls it, because the gradients of all chunks are then ready.
+        The task of the last chunk calls this method, because the gradients of all chunks are then ready.
         """
         regroup = self.weight_message.regroup
         if regroup is not None:
@@ -287,7 +290,8 @@ class Backward(Pass):
     def wgrad(self, i: int, place: str = "") -> None:
         """Computes the gradients of the experts' parameters from the rows of one task (task W).
 
-        They are added to the sums over chunks. The experts' input (T_DI) of these rows is freed afterwards.
+        The gradients are added to the sums over chunks. Then the experts' input (T_DI) of these rows is
+        freed.
 
         i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
             because their experts are on this rank, if place is "_L".

@@ -1,21 +1,21 @@
 """The base class of both passes: the buffers of a pass, and the tasks that both passes share.
 
-Both passes send rows to the experts' ranks and back. Only the names of the tensors differ. The tasks are
-gather (G), all-to-all to the experts (S), experts (C), all-to-all back (R), and sum for each token (O):
+Both passes send rows to the experts' ranks and back. Only the names of the tensors differ. The tasks are:
+gather (G), all-to-all to the experts (S), experts (C), all-to-all back (R), and sum for each token (O).
 
     forward     T_I  -G-> send -S-> T_DI  -C-> T_DO  -R-> home  -O-> T_O
     backward    dT_O -G-> send -S-> dT_DO -C-> dT_DI -R-> dhome -O-> dT_I
     in `Pass`   source              received   sent_back  home_name  result
 
 In forward, T_I is the layer's input, T_DI the rows that the experts received, T_DO the experts' output, home
-the output after its return to the tokens' rank, and T_O the layer's output. In backward, dX is the gradient
-of X.
+the experts' output after it has returned to the tokens' rank, and T_O the layer's output. In backward, dX is
+the gradient of X.
 
-Backward also needs T_DI and the experts' hidden activation T_M. The plan's restore pair says for each of them
-whether it is kept, offloaded to the host, or made again. T_DO is not saved, and backward uses the routing of
-forward. The other buffers lie in ring slots (memory in which chunks take turns), or each has memory of its
-own (`PassModules.rotates`). "_L" marks buffers of rows that are not sent, because their experts are on this
-rank.
+Backward also needs T_DI and the experts' hidden activation T_M. The plan's restore pair says for each of the
+two whether it is kept, offloaded to the host, or made again. T_DO is not saved. Backward uses the routing of
+forward. All other buffers lie in ring slots (memory in which chunks take turns), or each has memory of its
+own (`PassModules.rotates`). "_L" at the end of a name is for rows that are not sent, because their experts
+are on this rank.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class AutocastState:
     def again(self) -> AbstractContextManager[object]:
         """Returns a context manager that restores this autocast state, but without autocast's cache.
 
-        The pass runs without autograd. With the cache, autocast would store casts of parameters that have no
-        autograd graph, and use them again later in the same block: those parameters would then get no
-        gradients.
+        The pass runs without autograd. With the cache, autocast would store casts of parameters without an
+        autograd graph, and use these casts again later in the caller's autocast block. The parameters would
+        then get no gradients.
         """
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
@@ -111,7 +111,8 @@ class Inputs:
     def autocast_for(self, experts: Experts) -> AbstractContextManager[object]:
         """Returns the context manager in which ``experts`` compute: the caller's autocast, or no autocast.
 
-        Only experts that are a user's modules run under autocast. The tensors of all others are cast before.
+        Only experts that are a user's modules run under autocast. The tensors of all other experts have been
+        cast already.
         """
         device_type = self.x_TM.device.type
         if self.autocast is None and not torch.is_autocast_enabled(device_type):
@@ -121,7 +122,7 @@ class Inputs:
 
     @property
     def all(self) -> list[Tensor | None]:
-        """All tensors of the call in one list: inputs, then parameters of experts, shared expert and hooks.
+        """All tensors of the call: first the inputs, then parameters of experts, shared expert and hooks.
 
         The autograd Function takes its tensors in the same order.
         """
@@ -242,8 +243,8 @@ class Pass:
         GPU, or this rank's experts together with its copies of other ranks' busy experts.
     sizes_type: the class of ``sizes``, which has the rows and columns of every buffer of the pass.
     own: the buffers that are not in ring slots, by name and chunk, "send.0" for example.
-    home: (rows, M), the results of all chunks on the tokens' rank; None if chunks share buffers, because each
-        chunk then has such a buffer in a ring slot.
+    home: (rows, M), the results of all chunks on the tokens' rank; None if chunks share buffers, because the
+        results of each chunk then have a buffer in a ring slot.
     """
 
     direction: str
@@ -344,18 +345,18 @@ class Pass:
     def buffer(self, name: str, i: int) -> Tensor:
         """Returns buffer ``name`` of chunk i: memory of its own if it has any, otherwise its ring slot.
 
-        A ring slot is memory in which chunks take turns. If the buffer has neither, memory of its own is
-        allocated for it (`own_buffer`).
+        A ring slot is memory in which chunks take turns. If the buffer has no memory of its own and no ring
+        slot, new memory is allocated for it (`own_buffer`).
         """
         key = f"{name}.{i}"
         slots = self.arena.buffers
         return slots[key] if key in slots and key not in self.own else self.own_buffer(name, i)
 
     def temporary(self, name: str, i: int) -> Tensor:
-        """Returns the ring slot of buffer ``name`` of chunk i; if it has none, newly allocated memory.
+        """Returns the ring slot of buffer ``name`` of chunk i; newly allocated memory if it has no slot.
 
-        A ring slot is memory in which chunks take turns. The pass keeps no reference to new memory, which is
-        therefore freed as soon as the caller drops it.
+        A ring slot is memory in which chunks take turns. The pass keeps no reference to newly allocated
+        memory. So that memory is freed as soon as the caller drops the result.
         """
         slot = self.arena.buffers.get(f"{name}.{i}")
         return self.new(*self.sizes.shape(f"{name}.{i}")) if slot is None else slot
@@ -396,7 +397,7 @@ class Pass:
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
-        rows_NM: (N, M), these N rows (T_DI) with M = d_model columns, sorted by expert.
+        rows_NM: (N, M), the N rows of the task (T_DI) with M = d_model columns, sorted by expert.
         out: (N, M), memory for the result; None lets the experts choose it.
         grad_weight_N: (N,), memory for the gradient of the routing weights; None in forward.
         """
@@ -423,7 +424,7 @@ class Pass:
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         """Copies the tokens of block j of the rows that stay on this rank to ``out``, and returns ``out``.
 
-        Rows stay if their expert is on this rank. One task computes one block.
+        A row stays if its expert is on this rank. One task computes one block of such rows.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the block, M), memory for the copies.
@@ -473,8 +474,8 @@ class Pass:
     def result_of(self, i: int) -> Tensor:
         """Returns the memory into which the experts write their results for chunk i.
 
-        If rows arrived sorted by expert, it is the buffer that is sent back. Otherwise it is a temporary
-        buffer, and `in_source_order` copies the results from there to the buffer that is sent back.
+        If rows arrived sorted by expert, the result is the buffer that is sent back. Otherwise it is a
+        temporary buffer, from which `in_source_order` copies the rows to the buffer that is sent back.
         """
         if self.regroup[i] is None:
             return self.leaving_buffer(i)
@@ -487,7 +488,8 @@ class Pass:
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
         """Copies the experts' results for chunk i to the buffer that is sent back, in the order of arrival.
 
-        Does nothing if rows arrived sorted by expert: the experts then wrote to that buffer.
+        Does nothing if rows arrived sorted by expert, because the experts then wrote to the buffer that is
+        sent back.
 
         rows_NM: (N, M), the N results with M = d_model columns, sorted by expert.
         """
@@ -507,7 +509,8 @@ class Pass:
     def home_rows(self, i: int, rows: slice) -> Tensor:
         """Returns memory for the results of some of chunk i's rows, in the home buffer on the tokens' rank.
 
-        All results of a rank's tokens return to its home buffer. There the results of each token are summed.
+        All results of a rank's tokens return to the home buffer of that rank. The results of each token are
+        then summed.
 
         i: the number of the chunk.
         rows: a slice of this rank's sorted rows (`PassPlan`). Every row in it must belong to chunk i.
@@ -562,10 +565,11 @@ class Pass:
     # ---- run
 
     def actions(self) -> Actions:
-        """Maps each kind of task in the schedule to the method that runs it, given the number of a chunk.
+        """Returns a dict from each kind of task in the schedule to the method that runs the task.
 
-        A kind LOCAL_... is for rows that stay on this rank. It uses the method for received rows with the
-        argument place="_L": LOCAL_WGRAD calls wgrad(i, place="_L"), for example.
+        The argument of the method is the number of a chunk. A kind LOCAL_... is for rows that stay on this
+        rank. Its method is the one for received rows, with the argument place="_L": LOCAL_WGRAD calls
+        wgrad(i, place="_L"), for example.
         """
         return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
 
@@ -590,7 +594,9 @@ class Pass:
 
 
 def split_by_chunk(per_row: Tensor, pass_plan: PassPlan) -> tuple[Tensor, ...]:
-    """Splits a tensor with one value for each row that this rank's experts receive into one part per chunk.
+    """Splits a tensor of values for received rows into parts, one for each chunk.
+
+    Received rows are the rows that were sent to this rank's experts.
 
     per_row: (N,), the values of the N rows, sorted by chunk.
     pass_plan: the plan of the pass, which has the number of rows of each chunk.

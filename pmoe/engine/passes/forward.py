@@ -24,7 +24,7 @@ class Scalars:
     sent: (S,), the numbers for the rows that this rank sends.
     own: (rows,), the numbers that the all-to-all brings to this rank.
     arrived: (N,), the numbers for all rows that this rank's experts compute. If experts are sharded, an
-        all-gather inside the node brings those of the other ranks.
+        all-gather inside the node brings the numbers that arrived at the other ranks.
     copies: the memory from which that all-gather sends.
 
     Without sharded experts there is no all-gather, and own, arrived and copies are the same tensor.
@@ -49,7 +49,7 @@ class Forward(Pass):
         sent, because their experts are on this rank, and no kernel has sorted the weights
         (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
-    scalars: the messages with one number for each row. The first one carries the routing weights.
+    scalars: the messages with one number for each row. The first message carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.
     """
@@ -112,7 +112,7 @@ class Forward(Pass):
     def local(self, j: int) -> None:
         """Computes block j of the rows that stay on this rank, because their experts are on it (task L).
 
-        The results are written to the home buffer, in which combine puts the results from other ranks.
+        The results are written to the home buffer, to which combine also writes the results from other ranks.
         """
         rows = self.pass_plan.pieces[j].rows
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
@@ -167,7 +167,7 @@ class Forward(Pass):
 
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
             because their experts are on this rank.
-        kept: the record to fill. It contains the hidden activation T_M already.
+        kept: the record in which T_DI is stored. It contains the hidden activation T_M already.
         rows_NM: (N, M), the N rows of T_DI, with M = d_model columns.
         changed: whether a user's module changed rows_NM in place.
         """
@@ -177,8 +177,8 @@ class Forward(Pass):
     def _check_recipe(self, recipe: Any, changed: bool) -> None:
         """Raises RuntimeError if backward could not recompute the hidden activation T_M from the input T_DI.
 
-        It could not if a module changed its input, or if it drew random numbers and backward has other
-        chunks.
+        Backward could not do this in two cases: a module changed its input; or a module drew random numbers,
+        and backward has other chunks than forward.
 
         recipe: the random states and other values that `Experts.recipe` returned before the computation.
         changed: whether a user's module changed T_DI in place.

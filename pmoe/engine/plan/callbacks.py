@@ -1,7 +1,7 @@
 """Callbacks: a user's hooks at six points of a layer (FSMoE, section 3.1).
 
-Two points are before and after the layer. The other four are inside, and chunks (micro-batches) reach them
-one by one (`pmoe.engine.variants.callbacks`).
+Two points are before and after the layer. The other four are inside the layer; at these, a hook runs once for
+each chunk (micro-batch) (`pmoe.engine.variants.callbacks`).
 
 Letters: N rows of a chunk, M = d_model.
 """
@@ -19,15 +19,15 @@ POINTS = ("before_dispatch", "after_dispatch", "before_combine", "after_combine"
 
 
 class Callback:
-    """A user's hooks at six points of a layer. A subclass overrides those that it needs.
+    """A user's hooks at six points of a layer. A subclass overrides the hooks that it needs.
 
-    Each hook returns the tensor with which the layer continues. The four hooks inside the layer get the rows
-    of one chunk (micro-batch), (N, M) with M = d_model, and must return as many rows. N may be 0.
+    Each hook returns the tensor with which the layer continues. The four hooks inside the layer get the N
+    rows of one chunk (micro-batch), (N, M) with M = d_model, and must return N rows. N may be 0.
 
     - before_dispatch may return rows with any number of columns and any dtype, the same on every rank. The
-      all-to-all sends these rows as they are, and after_dispatch must turn them into (N, M) rows of the
-      layer's dtype.
-    - before_combine and after_combine may do the same with results of the experts. Results are already
+      all-to-all sends exactly these rows, and after_dispatch must turn them into (N, M) rows of the layer's
+      dtype.
+    - before_combine and after_combine may change the experts' results in this way. Results are already
       multiplied by their routing weights.
     - If ``memory_reuse`` sends rows again in backward, before_dispatch and after_dispatch run again on these
       rows.
@@ -43,7 +43,7 @@ class Callback:
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
         """Gets the N rows of a chunk before dispatch sends them, (N, d_model); returns (N, columns).
 
-        The number of columns may differ from d_model. The all-to-all sends as many columns as are returned.
+        The number of columns may differ from d_model. The all-to-all sends all columns that are returned.
         """
         return rows
 
@@ -124,8 +124,9 @@ class Hooks:
         point: one of `POINTS`, "before_dispatch" for example.
         rows: (N, columns), the N rows of the chunk. At a point before an all-to-all, columns is d_model.
         chunk: the number of the chunk, for the hooks and for error messages.
-        like: a tensor with the layer's columns and dtype. The result must have these too, with one exception:
-            hooks at a ``before_`` point may return others if hooks at the ``after_`` point turn them back.
+        like: a tensor with the layer's number of columns and dtype. The result must have both, with one
+            exception: hooks at a ``before_`` point may return another number of columns or another dtype if
+            there are hooks at the ``after_`` point, which must restore both.
 
         Raises TypeError or ValueError if a hook returns anything else.
         """

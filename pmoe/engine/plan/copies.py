@@ -1,18 +1,18 @@
-"""The copies of busy experts in one call: which ranks host them, and which part of the weights each sends.
+"""The copies of busy experts in one call: which ranks host them, and which rank sends which weights.
 
-With ``balance``, rows of a busy expert are computed by its owner (the rank to which the expert belongs) and
-by other ranks, which host copies of the expert. An expert's weights are sent as one row of numbers: all its
-parameters, one after the other. With C copies the row is cut into C parts. The owner sends each host another
-part (task V), and the hosts send each other the parts that they got (task VR). So no rank sends or receives
-the row more than about twice:
+With ``balance``, the rows of a busy expert are computed by its owner (the rank to which the expert belongs)
+and by its hosts (other ranks with a copy of the expert). An expert's weights are sent as one row of numbers:
+all its parameters, one after the other. With C copies the row is cut into C parts. The owner sends each host
+a different part (task V). Then each host sends its part to all other hosts (task VR). So no rank sends or
+receives more than about twice the size of the row:
 
     C = 2        owner   host a   host b
     V            a b     a        b          the owner sends part a to host a, part b to host b
     VR                   a b      a b        host a sends part a to host b, and b sends b to a
 
-Gradients are sent in the opposite direction. Each host sends every other host that host's part of its
-gradient (task VGR). Then each host sums its own part over all copies, and sends the sum to the owner (task
-VG).
+Gradients are sent in the opposite direction. Each host has a gradient of the whole expert, from its own rows.
+First each host sends part a of its gradient to host a, part b to host b, and so on (task VGR). Then host a
+sums all parts a and sends the sum to the owner; each other host does so with its own part (task VG).
 
 Letters: W ranks, E_local experts that a rank owns, P numbers of an expert's parameters.
 """
@@ -35,8 +35,8 @@ from pmoe.schedule.restore import CopiesFate
 class ExpertPart(NamedTuple):
     """A part of an expert's weights, or of its gradient, that is sent between this rank and another.
 
-    All weights of an expert in one row of numbers are cut into ``of_all`` parts, whose sizes differ by at
-    most one number.
+    All weights of an expert form one row of numbers. The row is cut into ``of_all`` parts, whose sizes differ
+    by at most one number.
 
     peer: the other rank.
     expert: the expert's index among all experts.
@@ -50,7 +50,7 @@ class ExpertPart(NamedTuple):
     of_all: int
 
     def of(self, num_elements: int) -> slice:
-        """Returns which elements of an expert's weights belong to this part, if all are put in one row.
+        """Returns which elements of an expert's weights, put in one row, belong to this part.
 
         num_elements: P, the number of elements of the whole expert.
         """
@@ -65,11 +65,11 @@ class KeptCopies:
     Later calls use them as long as no rank's experts change (`pmoe.decide.unchanged_experts`), instead of
     sending the weights again.
 
-    pairs: all copies of all ranks, as pairs (expert, rank). They are the same on every rank.
+    pairs: all copies of all ranks, as pairs (expert, rank). The set is the same on every rank.
     sent_experts: this rank's experts that have copies on other ranks.
     dtype: dtype of the copies.
-    state: the state of this rank's experts when their weights were sent. If it is still equal, the experts
-        have not changed.
+    state: the record of this rank's experts when their weights were sent. If a new record is equal to it, the
+        experts have not changed.
     weights: (C, P), the weights of the C copies that this rank hosts, with P numbers each; None before they
         have arrived.
     """
@@ -91,12 +91,12 @@ class HostedCopies:
     """The copies of busy experts in one call: what this rank hosts, sends and receives.
 
     In a call with copies, experts and copies have common indices. Each rank has E_local + `per_rank` indices:
-    first those of its own experts, then those of the copies that it hosts, sorted by expert. The last indices
-    of a rank that hosts fewer copies than another rank are unused.
+    first its own experts, then the copies that it hosts, sorted by expert. A rank that hosts fewer than
+    `per_rank` copies does not use its last indices.
 
-    An expert's weights are sent as one row of P numbers. If it has several copies, the row is cut into parts:
-    the owner sends each host a different part (task V), and the hosts send each other the parts that they got
-    (task VR).
+    An expert's weights are sent as one row of P numbers. If the expert has several copies, the row is cut
+    into parts: the owner sends each host a different part (task V), and each host sends its part to all other
+    hosts (task VR).
 
     plan: which ranks host copies of which experts, the same on all ranks.
     rank: this rank.
@@ -104,10 +104,10 @@ class HostedCopies:
     num_local: E_local, the experts that each rank owns.
     trained: for each tensor with which experts compute (`Experts.operands`), whether any rank needs its
         gradient.
-    fate: what happens to the copies' weights until backward: "keep" keeps them on their ranks, "communicate"
-        sends them again, "present" uses those that an earlier call has kept.
-    kept: the record in which the copies' weights are kept for later calls; None if they are not. With
-        fate="present" it has them already.
+    fate: how backward gets the copies' weights: "keep" keeps them on their ranks after forward, "communicate"
+        sends them again, "present" uses the weights that an earlier call has kept.
+    kept: the record in which the copies' weights are kept for later calls; None if they are not kept. With
+        fate="present" the record has the weights already.
     """
 
     plan: CopyPlan
@@ -125,7 +125,7 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
-        """The experts of which each rank hosts a copy: for each rank their indices, in rising order."""
+        """The list of experts of which a rank hosts copies, for each rank, as indices in rising order."""
         hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for expert in sorted(self.plan.hosts):
             for rank, _ in self.plan.hosts[expert][1:]:
@@ -144,12 +144,12 @@ class HostedCopies:
 
     @functools.cached_property
     def relays(self) -> bool:
-        """Whether some expert has several copies. Their hosts then send each other parts of its weights."""
+        """Whether some expert has several copies. The hosts of such an expert send each other its weights."""
         return any(len(hosts) > 2 for hosts in self.plan.hosts.values())
 
     @functools.cached_property
     def sent_experts(self) -> list[int]:
-        """The numbers of this rank's own experts that have copies on other ranks, in rising order."""
+        """The indices of this rank's own experts that have copies on other ranks, in rising order."""
         first = self.rank * self.num_local
         return [expert for expert in range(first, first + self.num_local) if expert in self.plan.hosts]
 
@@ -184,8 +184,8 @@ class HostedCopies:
     def relayed(self) -> list[ExpertPart]:
         """The parts of weights that this rank, as host of copies, sends to other hosts of the same experts.
 
-        The experts' owners have sent these parts to this rank (task V); task VR sends them on. They have the
-        same order as in the message.
+        The experts' owners have sent these parts to this rank (task V); task VR sends them to the other
+        hosts. They have the same order as in the message.
         """
         parts = []
         for expert in self.hosted:
@@ -198,8 +198,8 @@ class HostedCopies:
     def completed(self) -> list[ExpertPart]:
         """The parts of weights that this rank receives from other hosts of the same experts (task VR).
 
-        With the parts from the experts' owners they make this rank's copies complete. They have the same
-        order as in the message.
+        These parts and the parts from the experts' owners are all weights of this rank's copies. They have
+        the same order as in the message.
         """
         parts = []
         for expert in self.hosted:
@@ -209,11 +209,12 @@ class HostedCopies:
         return sorted(parts)
 
     def elements_by_peer(self, parts: Iterable[ExpertPart], num_elements: int) -> list[int]:
-        """Returns how many elements of a message are for each other rank, or from each other rank.
+        """Returns how many elements of a message go to each rank (or, for a message that arrives, come from
+        it).
 
-        The result has a number for each of the W ranks, as an all-to-all needs them.
+        The result has W numbers, one for each rank, in the form that an all-to-all needs.
 
-        parts: the parts of experts' weights or gradients of which the message consists.
+        parts: all parts of experts' weights or gradients in the message.
         num_elements: P, the number of elements of an expert.
         """
         elements = [0] * self.num_ranks
@@ -225,9 +226,9 @@ class HostedCopies:
     def numbered_hosts(self, num_experts: int) -> tuple[list[int], list[int]]:
         """Returns how the rows of each expert are divided among the expert and its copies.
 
-        Each row of an expert gets a position u in 0 ... 2**32 - 1. The range of positions is cut into one
-        interval for the expert itself and one for each copy (`pmoe.planner.copies.row_cuts`). The result is
-        two lists with an entry for each interval, in order:
+        Each row of an expert gets a position u in 0 ... 2**32 - 1. The range of positions is cut into
+        intervals: one for the expert itself and one for each copy (`pmoe.planner.copies.row_cuts`). The
+        result is two lists with an entry for each interval, in the order of experts and positions:
 
             bounds   expert * 2**32 + first position of the interval. These rise from entry to entry, so that
                      a row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
@@ -236,8 +237,9 @@ class HostedCopies:
 
         num_experts: the number of experts of all ranks, without copies.
 
-        Example: 2 ranks with one expert each, expert 0 has a copy on rank 1, half of the rows each -> bounds
-        [0, 2**31, 2**32] and numbers [0, 3, 2]: rank 1's own expert has index 2, its copy index 3.
+        Example: 2 ranks have one expert each. Expert 0 has a copy on rank 1, which gets half of the rows.
+        Then bounds are [0, 2**31, 2**32] and numbers are [0, 3, 2]: on rank 1 the own expert has index 2, and
+        the copy has index 3.
         """
         width = self.num_local + self.per_rank
         bounds = []
@@ -260,7 +262,7 @@ def trained_share(tensors: Sequence[Tensor], trained: Sequence[bool]) -> float:
     """Returns the fraction of the experts' elements whose gradients are needed.
 
     tensors: the tensors with which experts compute (`Experts.operands`).
-    trained: for each of them, whether its gradient is needed.
+    trained: for each of these tensors, whether its gradient is needed.
     """
     num_elements = sum(tensor.numel() for tensor in tensors)
     num_trained = sum(

@@ -1,11 +1,11 @@
 """Makes the plan of a call: sorts its (token, choice) pairs, and cuts them into chunks (micro-batches).
 
-The ranks have exchanged their row counts before, and the counts are on the host. So a plan is made without
-communication, and without a synchronisation of host and device.
+Before this the ranks have exchanged their row counts, and the counts are on the host. So a plan is made
+without communication, and without a synchronisation of host and device.
 
-Row counts are exchanged for bins: small ranges of tokens. A chunk is a run of neighbouring bins, so forward
-and backward may have different numbers of chunks over the same bins. Example: n = 2 chunks in forward and 4
-in backward need lcm(2, 4) = 4 bins:
+Row counts are exchanged for bins: small ranges of tokens. A chunk consists of neighbouring bins, so forward
+and backward may have different numbers of chunks that consist of the same bins. Example: n = 2 chunks in
+forward and 4 in backward need lcm(2, 4) = 4 bins:
 
     bins                 0 | 1 | 2 | 3
     chunks of forward      0   |   1
@@ -60,7 +60,7 @@ class SortedSlots:
     tokens: a `Tokens`: the number of tokens and, only if tokens have different numbers of slots, a tensor
         with the token of each slot.
     padding: with ``pad_to_capacity=True``, the map between tokens and padded rows (the same number of rows
-        for each expert); else None. Each padded row then counts as a token with one slot.
+        for each expert); else None. If it is set, each padded row counts as a token with one slot.
     weight: (T * K,), the routing weight of each slot, if kernels have sorted the slots; else None.
     """
 
@@ -82,11 +82,11 @@ class SortedSlots:
         self._counted: dict[int, Tensor] = {}
 
     def take_routes(self, routes: Routes, n: int | None) -> None:
-        """Stores the counts and the order that the routing kernels have computed, so that PyTorch need not.
+        """Stores the counts and the order that routing kernels have computed; PyTorch then computes neither.
 
         routes: the result of the kernels: row counts, and the sorted (token, choice) pairs.
-        n: the number of chunks for which the kernels have sorted the pairs; None if their order is not that
-            of `slots`, so that only the counts can be used.
+        n: the number of chunks for which the kernels have sorted the pairs; None if the kernels' order
+            differs from the order of `slots`, so that only the counts can be used.
         """
         self._counted[routes.counts_nE.shape[0]] = routes.counts_nE
         if n is not None and isinstance(self.modules.order, SortedOrder):
@@ -108,8 +108,8 @@ class SortedSlots:
     def num_pieces(self, n: int) -> int:
         """Returns m, the number of blocks in which rows that stay on this rank are computed.
 
-        Each block is one task. m is n if chunks take turns in shared buffers, otherwise often less, because
-        fewer matrix products are faster.
+        Each block is one task. If chunks take turns in shared buffers, m = n. Otherwise m is often smaller
+        than n, because fewer and larger matrix products are faster.
 
         n: number of chunks.
         """
@@ -121,7 +121,7 @@ class SortedSlots:
     def sent(self, n: int) -> SortedRows:
         """Returns the (token, choice) pairs in the order in which dispatch sends their rows.
 
-        In this class it is the order of `slots`. In the subclass `DeduplicatedSlots` several pairs share a
+        In this class this is the order of `slots`. In the subclass `DeduplicatedSlots` several pairs share a
         row, so the order differs.
 
         n: number of chunks.
@@ -173,9 +173,9 @@ class SortedSlots:
         choice: the number of chunks of each pass, and how backward restores the experts' input and hidden
             activation.
 
-        The caller must hide this function from activation checkpointing, which expects the same operations
-        when it runs the forward pass a second time. The two runs may differ: sorted pairs are cached, so if
-        one of the runs finds them in the cache, only the other run sorts.
+        Activation checkpointing runs the forward pass a second time, and expects the same operations in both
+        runs. This function may break that: sorted pairs are cached, so perhaps only one of the runs sorts. So
+        the caller must hide this function from activation checkpointing.
         """
         return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
@@ -186,13 +186,14 @@ class SortedSlots:
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
 
         For hooks, and for experts that are a user's modules, forward saves an autograd graph for each chunk.
-        Backward cannot use a part of such a graph. So with hooks, backward always gets forward's number of
-        chunks. With modules it gets that number if one of its own chunks would need a part of a forward
-        chunk.
+        Backward cannot use a part of such a graph. So backward gets forward's number of chunks
 
-        choice: the number of chunks of each pass before they are cut finer, and which tensors are kept.
-        counts: the exchanged row counts. Their ``depth`` says for each number of chunks how often it must be
-            cut finer (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
+        - always, if there are hooks;
+        - with a user's modules, if a chunk of backward would need a part of a chunk of forward.
+
+        choice: the number of chunks of each pass before chunks are cut finer, and which tensors are kept.
+        counts: the exchanged row counts. ``counts.depth`` says for each number of chunks how often the chunks
+            must be cut finer (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:
@@ -370,7 +371,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
 
 
 def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> PassPlan:
-    """Returns the plan of a pass with what a kernel has computed for it.
+    """Returns the plan of a pass, with the order of rows that a kernel has computed added to it.
 
     weight: (T * K,), the routing weights that the kernel got.
     """
@@ -412,9 +413,9 @@ def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
 def _takes_positions(orders: SortedSlots) -> bool:
     """Returns whether the passes may copy and sum rows by the kernels of `pmoe.kernels.permute`.
 
-    If they may, positions of rows are stored as int32, which these kernels read. The kernels copy one row for
-    each of a token's K choices. So they cannot run if several choices share a row (`DeduplicatedSlots`), or
-    if tokens have different numbers of choices.
+    If the result is True, positions of rows are stored as int32, which these kernels read. The kernels copy
+    one row for each of a token's K choices. So they cannot run if several choices share a row
+    (`DeduplicatedSlots`), or if tokens have different numbers of choices.
 
     orders: the sorted (token, choice) pairs of the call.
     """
@@ -428,14 +429,14 @@ def _takes_positions(orders: SortedSlots) -> bool:
 def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     """Returns the slots whose routing weights are sent, (S,), by destination rank, then chunk, then expert.
 
-    A slot is a (token, choice) pair; S of them are sent. The slots of a chunk for a rank are contiguous in
-    ``slot``, and ``sizes`` says how many they are. So they are reordered by copying slices, without a sort
+    A slot is a (token, choice) pair; S slots are sent. In ``slot`` the slots that a chunk sends to a rank are
+    contiguous, and ``sizes`` has their number. So the slots are reordered by copying slices, without a sort
     and without waiting for the GPU.
 
     slot: (T * K,), the slots of T tokens with K choices each, sorted by chunk, then destination rank, then
         expert.
-    sizes: for each chunk P + 1 numbers: the rows that it sends to each of P ranks, and last the rows that
-        stay on this rank.
+    sizes: for each chunk P + 1 numbers: how many rows it sends to each of P ranks, and how many rows stay on
+        this rank.
     """
     if slot.is_cuda:  # one operation joins them: each is a launch
         flat = [*itertools.chain.from_iterable(sizes)]
@@ -476,8 +477,8 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
 
     Experts are distributed over P ranks, and each expert is split over L ranks of a node.
 
-    come: (P * L,), the number of rows from each source rank: L blocks of P numbers. A block has the rows that
-        one of the L ranks of this node receives in the all-to-all, from each of P ranks.
+    come: (P * L,), the number of rows from each source rank, as L blocks of P numbers. Each of the L ranks of
+        this node has a block: the numbers of rows that it receives from each of P ranks in the all-to-all.
     grid: the layer's ranks.
 
     Returns (P,), the numbers of this rank's own block, for the all-to-all; and (L,), the sum of each block,
@@ -520,13 +521,14 @@ def _regroup_chunks(
 ) -> list[Tensor | None]:
     """Returns for each of n chunks the index that sorts its rows by expert (`Chunk.regroup`), or None.
 
-    On CUDA one sort serves all chunks, because each operator is a kernel launch.
+    On CUDA a single sort computes the indices of all chunks, because every further operator would be a kernel
+    launch.
 
     fine: (W, n, E_local, bins of a chunk), numbers of rows that arrive, by source rank, chunk, expert and
         bin, on the device of the rows. A bin is a range of tokens; a chunk has several.
     come_by_chunk: (n, W), numbers of the same rows by chunk and source rank, on the host.
-    are_several: for each chunk, whether its rows come from several ranks. The index of another chunk is None,
-        because its rows arrive sorted.
+    are_several: for each chunk, whether its rows come from several ranks. If they do not, the index of the
+        chunk is None, because its rows arrive sorted.
     """
     if not fine.is_cuda:
         return [
@@ -561,8 +563,8 @@ def _ends(
     n: the number of chunks.
     num_pieces: the number of blocks of rows that stay.
     rank: this rank.
-    num_staying: for how many of this rank's experts its own rows stay; 0 if no rows stay. The numbers behind
-        these are copies of other ranks' busy experts, whose rows are sent like all others.
+    num_staying: for how many of this rank's experts its own rows stay; 0 if no rows stay. The indices after
+        these experts are copies of other ranks' busy experts, and rows for copies are always sent.
     """
     on_device = bins.recv_device
     if not on_device.is_cuda:
@@ -589,8 +591,9 @@ def _ends(
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
     """Sums row counts of n chunks to row counts of m blocks, (m, E), for E experts.
 
-    A block has rows that stay on this rank, and is computed by one task. If m < n, the first n - m + 1 chunks
-    share the first block, and each other chunk has a block of its own (`pmoe.schedule.tasks.piece_of`).
+    A block consists of rows that stay on this rank, and one task computes it. If m < n, the rows of the first
+    n - m + 1 chunks are in the first block, and each other chunk has a block of its own
+    (`pmoe.schedule.tasks.piece_of`).
 
     counts_nE: (n, E), numbers of rows by chunk and expert.
     m: the number of blocks, at most n.

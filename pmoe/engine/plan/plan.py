@@ -6,8 +6,8 @@ Every other slot gets a row: a copy of its token, with M = d_model columns.
 
 The slots are sorted so that the rows which a chunk sends are contiguous. Rows whose expert is on this rank
 are not sent. They are divided into pieces, and one task computes one piece (`pmoe.schedule.tasks.piece_of`).
-If there are as many pieces as chunks, each piece comes after the chunk with its number. If there are fewer,
-all pieces come after the last chunk:
+If there are as many pieces as chunks, piece i comes after the rows that chunk i sends. If there are fewer
+pieces than chunks, all pieces come after the last chunk:
 
     2 chunks, 2 pieces   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
     3 chunks, 2 pieces   | chunk 0 sends | chunk 1 sends | chunk 2 sends | piece 0 | piece 1 | dropped slots |
@@ -26,9 +26,9 @@ input):
       sort by expert                                                Chunk.regroup
     T_DI                        by expert, then source rank         Chunk.received
 
-The experts' results go through the same steps in reverse. The last one, the all-to-all R, writes them to the
-home buffer on the tokens' rank. The rows of the home buffer have the order of the sorted slots: the result of
-slot s is row `PassPlan.position` [s].
+The experts' results go through the same steps in reverse. The last step, the all-to-all R, writes the results
+to the home buffer on the tokens' rank. The rows of the home buffer have the order of the sorted slots: the
+result of slot s is row `PassPlan.position` [s].
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Chunk:
 
     "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
 
-    tokens: slice of this rank's T tokens.
-    slots: slice of this rank's T * K (token, choice) pairs: those of the chunk's tokens.
-    sent: slice of this rank's sorted rows: those that the chunk's dispatch all-to-all sends.
+    tokens: slice of this rank's T tokens: the tokens of the chunk.
+    slots: slice of this rank's T * K (token, choice) pairs: the pairs of the chunk's tokens.
+    sent: slice of this rank's sorted rows: the rows that the chunk's dispatch all-to-all sends.
     send_rows: (P,) numbers of rows to each of the P ranks over which experts are distributed.
-    recv_rows: (P,) numbers of rows from each of these ranks.
+    recv_rows: (P,) numbers of rows from each of these P ranks.
     received: number of rows for each of this rank's E_local experts, after the all-gather if experts are
         sharded.
     regroup: (N,) int64, the index that sorts the N arrived rows by expert: T_DI, the experts' input, is
@@ -125,7 +125,7 @@ class Chunk:
 class LocalChunk:
     """Rows that are computed in one task and not sent, because their experts are on this rank.
 
-    rows: slice of this rank's sorted rows: those of all its tokens, in the order of the pass (`PassPlan`).
+    rows: which of this rank's sorted rows; these are all rows of its tokens, in the order of `PassPlan`.
     groups: number of these rows for each of this rank's E_local experts.
     """
 
@@ -161,8 +161,8 @@ class KernelOrder:
     rank, then chunk, then expert. The numbers of rows that stay on this rank follow, sorted by chunk.
 
     slot: (rows,) int64, the (token, choice) pair of each number.
-    weight: (T * K,), the routing weights of all pairs, from which the kernel took ``taken``; None if it took
-        none.
+    weight: (T * K,), the routing weights of all pairs, from which the kernel took ``taken``; None if the
+        kernel took no weights.
     taken: (rows,), the routing weights in this order; None if the kernel took none.
     """
 
@@ -173,7 +173,8 @@ class KernelOrder:
     def sort(self, weight: Tensor) -> Tensor:
         """Returns the routing weights in this order, (rows,).
 
-        weight: (T * K,), the routing weights of all pairs. Nothing is computed if the kernel got these.
+        weight: (T * K,), the routing weights of all pairs. If the kernel has sorted this tensor already, its
+            result is returned.
         """
         if self.taken is not None and self.weight is not None and _is_same(weight, self.weight):
             return self.taken
@@ -181,7 +182,7 @@ class KernelOrder:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of one dimension are the same memory, read in the same way."""
+    """Returns whether two tensors of one dimension have the same address, shape, stride and dtype."""
     is_alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
     return is_alike and one.data_ptr() == other.data_ptr()
 
@@ -191,14 +192,15 @@ class PassPlan:
     """The plan of one pass, forward or backward: its chunks, and the order of its rows.
 
     A slot is one of the T * K (token, choice) pairs of this rank. "Sorted rows" are all rows of this rank's
-    tokens: chunk by chunk those that are sent, and those that are not (the module's docstring has a picture).
+    tokens, in the order of the pass: the rows that are sent, chunk by chunk, and the rows that are not sent
+    (the module's docstring has a picture).
 
     chunks: the n micro-batches.
     pieces: the rows that are not sent, because their experts are on this rank, in m blocks that are computed
         one by one; () if all rows are sent.
     weights: the message of routing weights; None if all rows of all ranks stay on their rank.
-    slot: (rows,) int64, the slot of each sorted row. Not to be read with ``send_once=True``, because several
-        slots then share one row. It is int32 if kernels have sorted the slots.
+    slot: (rows,) int64, the slot of each sorted row. It is int32 if kernels have sorted the slots. With
+        ``send_once=True`` the tensor must not be read, because several slots share one row.
     row_token: (rows,) int64, the token of each sorted row. It is empty if kernels have sorted the slots.
     position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
         to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
@@ -234,8 +236,8 @@ class PassPlan:
         """The number of rows of each buffer of the pass, for each chunk.
 
         Rows that stay on this rank are computed in blocks (`pieces`). If there are fewer blocks than chunks,
-        the fields ``local`` and ``home`` of the result mean nothing, because such rows do not belong to
-        single chunks. Nothing reads these fields then.
+        rows of several chunks share a block. The fields ``local`` and ``home`` of the result then have no
+        meaning, and are not read.
         """
         chunks = self.chunks
         n = len(self.chunks)
@@ -260,12 +262,12 @@ class PassPlan:
 
     @functools.cached_property
     def home(self) -> list[slice]:
-        """The slices of sorted rows of each chunk's tokens: the rows that are sent, then those that are not.
+        """The slice of sorted rows that belong to each chunk's tokens: first the rows that are sent.
 
         "Sorted rows" are all rows of this rank's tokens, in the order of the pass. The home buffer collects
         results on the tokens' rank, and has the results of these rows at the same positions. The slices are
-        valid only if all rows are sent, or if the rows that are not sent are computed in one block for each
-        chunk. Nothing reads them otherwise.
+        valid in two cases: all rows are sent, or the rows that are not sent are computed in one block for
+        each chunk. In other cases the slices are not read.
         """
         sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
@@ -275,12 +277,12 @@ class PassPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PassModules(abc.ABC):
-    """The parts of a layer that its passes use: ranks, experts, and the steps before and after the experts.
+    """The parts of a layer that its passes use: ranks, experts, and the steps before and after experts.
 
     The steps are three of FSMoE's modules (section 3.1): order, dispatch, combine. All fields are the same
     for all calls of a layer, except for ``copies``. `pmoe.call.modules.LayerModules` implements the class.
 
-    grid: the layer's ranks: those over which experts are distributed, and those that share each expert.
+    grid: the layer's ranks: the ranks over which experts are distributed, and the ranks that share an expert.
     experts: this rank's experts.
     shared_expert: the expert that computes every token; None if there is none.
     order: copies tokens to rows, and sums the rows of each token.
@@ -313,7 +315,7 @@ class PassModules(abc.ABC):
     def stages(self) -> Stages:
         """The optional steps that every call of the layer has, such as a shared expert or sharded experts.
 
-        They do not depend on row counts, so all ranks have the same steps, and their collectives match.
+        The steps do not depend on row counts, so all ranks have the same steps, and the collectives match.
         """
 
     @property
@@ -327,10 +329,10 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def wires(self) -> Wires | None:
-        """The formats to which rows and results are converted before they are sent.
+        """The formats to which rows and results are converted before they are sent, so that fewer bytes are
+        sent.
 
-        Example: "e4m3", an 8-bit float, to send fewer bytes. None if the layer sends all rows in their own
-        dtype.
+        Example: "e4m3", an 8-bit float. None if the layer sends all rows in their own dtype.
         """
 
     @property
@@ -356,19 +358,19 @@ class PassModules(abc.ABC):
     def num_indices(self) -> int:
         """The number of indices that each rank has for its experts and for copies of other ranks' experts.
 
-        Without copies these are the rank's E_local experts. In a call with copies of busy experts, experts
-        and copies have common indices: each rank has E_local indices for its experts, and one more for each
-        copy on the rank that hosts most copies. A rank that hosts fewer leaves its last indices unused.
+        Without copies the number is E_local, the number of the rank's experts. In a call with copies of busy
+        experts, experts and copies have common indices. Each rank then has E_local + c indices, where c is
+        the largest number of copies that any rank hosts. A rank that hosts fewer copies does not use its last
+        indices.
         """
         return self.experts.num_local_experts + (0 if self.copies is None else self.copies.per_rank)
 
     @functools.cached_property
     def staying(self) -> range:
-        """The indices of this rank's experts whose rows from this same rank stay on it; else an empty range.
+        """The indices of this rank's experts for which rows of this rank's own tokens are not sent.
 
         The range is empty if rows are also sent from a rank to itself. Copies of busy experts are never in
-        the range, because copies compute received rows only: a row for a copy is sent even if both are on the
-        same rank.
+        the range, because a row for a copy is sent even if the row and the copy are on the same rank.
         """
         first_expert = self.grid.ep.rank * self.num_indices
         return range(first_expert, first_expert + self.experts.num_local_experts * self.stages.local)
@@ -390,7 +392,7 @@ class Plan:
     slot_token: (S,) int64, the token of each of the S (token, choice) pairs, if the gate gives tokens
         different numbers of experts; None if each token has K.
     padding: with ``pad_to_capacity=True``, the map between tokens and padded rows; else None. With padding
-        every expert gets the same number of rows, and both passes run on these rows as if each were a token.
+        every expert gets the same number of rows, and both passes treat each of these rows as a token.
     """
 
     modules: PassModules

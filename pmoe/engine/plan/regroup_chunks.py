@@ -33,12 +33,11 @@ forward chunk become which rows of the backward chunk.
 class ChunkRegrouping:
     """The map from the rows of backward's chunks to the rows of forward's chunks.
 
-    received: for the rows that experts receive: from which forward chunks, and from which of their rows, each
-        backward chunk is copied.
+    received: for the rows that experts receive: the forward chunks from which each backward chunk is copied,
+        and the rows of each.
     local: the same for each block of the rows that are not sent, because their experts are on this rank
         (`PassPlan.pieces`).
-    weight_map: (N,) int64, for each of the N received rows in backward's order, its number in forward's
-        order.
+    weight_map: (N,) int64, the number in forward's order of each of the N received rows in backward's order.
     """
 
     received: ChunkRuns
@@ -99,7 +98,7 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
 
 
 def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) -> Tensor:
-    """Returns for each row in backward's order its number in forward's order, (num_rows,) int64.
+    """Returns (num_rows,) int64, the number in forward's order of each row in backward's order.
 
     The rows of all chunks of a pass are numbered one after another.
 
@@ -113,7 +112,7 @@ def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) ->
 
 
 def _pieces(counts_LE: Tensor, n: int, n_backward: int) -> tuple[Tensor, Tensor]:
-    """Returns for each block of rows (one bin, one expert) its size and its first row in forward's order.
+    """Returns the size of each block of rows (one bin, one expert), and its first row in forward's order.
 
     A bin is a range of tokens; a chunk consists of whole bins. Both results are (L * E,) int64, for L bins
     and E experts. Blocks are in the order of backward's rows: by chunk, then expert, then bin.
@@ -123,7 +122,7 @@ def _pieces(counts_LE: Tensor, n: int, n_backward: int) -> tuple[Tensor, Tensor]
     """
 
     def by_chunk(per_bin: Tensor, chunks: int) -> Tensor:
-        """Flattens values by bin and expert, (L, E), to the order of rows: chunk, then expert, then bin.
+        """Flattens values (L, E), by bin and expert, to the order of rows: chunk, then expert, then bin.
 
         per_bin: (L, E), a value for each of L bins and E experts.
         chunks: the number of chunks of the pass.

@@ -7,9 +7,9 @@ and sum (O). Backward runs the gradients of the hooks in the opposite order:
     forward    G before_dispatch  S  after_dispatch  C  before_combine   R  after_combine   O
     backward   G after_combine    S  before_combine  C  after_dispatch   R  before_dispatch O
 
-Hooks between S and R are a part of task C. But if experts are sharded, an all-gather (AG) comes after S and a
-reduce-scatter (RS) before R. Hooks then run between S and AG, and between RS and R, in tasks of their own
-(HA, HB).
+If experts are not sharded, hooks between S and R are a part of task C. If they are sharded, an all-gather
+(AG) comes after S and a reduce-scatter (RS) before R. Hooks then run in tasks of their own: HA between S and
+AG, and HB between RS and R.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class _Hooked(Pass):
     def open(self, i: int) -> None:
         """Runs hooks on the arrived rows of chunk i, before the all-gather inside the node (task HA).
 
-        Only if experts are sharded. Otherwise `arrived` runs these hooks, as a part of the experts' task.
+        The task exists only if experts are sharded. Otherwise `arrived` runs these hooks, as a part of the
+        experts' task.
         """
         self.own[f"arrived.{i}"] = self.at(self.leaving_points[1], i, self.buffer("arrived", i))
 
@@ -134,17 +135,17 @@ class _Hooked(Pass):
     def close(self, i: int) -> None:
         """Runs hooks on the results of chunk i, after the reduce-scatter inside the node (task HB).
 
-        Only if experts are sharded. Otherwise `in_source_order` runs these hooks, as a part of the experts'
-        task.
+        The task exists only if experts are sharded. Otherwise `in_source_order` runs these hooks, as a part
+        of the experts' task.
         """
         if self._any(self.returning_points):
             self._return_changed("leaving", i, self.buffer("leaving", i))
 
     def _return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
-        """Runs hooks on results of chunk i, and sends back what they return.
+        """Runs hooks on results of chunk i, and makes the rows that they return the buffer that is sent back.
 
-        The rows that they return replace the buffer that is sent back. A buffer with the same columns and
-        dtype is allocated for the results that come back to this rank.
+        Another buffer with the columns and dtype of these rows is allocated for the results that come back to
+        this rank.
 
         name: the name of the buffer that is sent back.
         rows_NM: (N, M), the N results, with M = d_model columns.
@@ -246,8 +247,8 @@ class HookGraph:
     A point is, for example, the moment before the rows are sent.
 
     graph: the recorded graph.
-    tensors: the tensors that autograd saved for the graph. They are kept here and not in the graph; backward
-        puts them back into the graph before it differentiates it.
+    tensors: the tensors that autograd saved for the graph. They are kept here and not in the graph. Backward
+        puts them back into the graph before it differentiates the graph.
     shape, dtype: shape and dtype of the rows that the hooks got.
     parameters: the parameters of callbacks that are modules; backward computes their gradients.
     """

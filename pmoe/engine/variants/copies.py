@@ -1,22 +1,22 @@
 """Forward and backward passes in which other ranks compute with copies of busy experts (``balance``).
 
-The rank that owns a busy expert sends the expert's weights to the ranks that host a copy. In backward, these
-ranks send back the gradients of the copies. Sending and adding are tasks of the pass:
+The rank that owns a busy expert sends the expert's weights to its hosts: the ranks with a copy. In backward,
+the hosts send back the gradients of the copies. Sending and adding are tasks of the pass:
 
-    V     the owner sends weights to the hosts: all of an expert's weights if it has one copy. If it has
-          several, each host gets another part
+    V     the owner sends an expert's weights to the host, if the expert has one copy. If it has several
+          copies, the owner sends a different part of the weights to each host
     VR    the hosts of one expert send each other their parts of the weights
     C     computes the rank's own experts and its copies (`pmoe.experts.with_copies`)
     KW    computes the gradients of the copies' parameters
     VGR   the hosts of one expert send each other parts of their gradients
     VG    the hosts send the gradients to the owner
-    VA    the owner adds them to the gradients of its experts
+    VA    the owner adds these gradients to the gradients of its experts
 
 An expert is sent as one row of P numbers: all its parameters, one after the other. `HostedCopies` says which
 rank sends which part of which expert. Parameters that all experts share, such as a shared adapter, are not
 sent, because every rank has them. The row of an expert's gradients has only the parameters that are trained.
 
-Letters: C copies that this rank hosts, P numbers of an expert's parameters, G of its gradients.
+Letters: C copies that this rank hosts, P numbers in an expert's parameters, G numbers in its gradients.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class _WithCopies(Pass):
     """A pass with copies of busy experts: this rank may host copies, or own experts that other ranks host.
 
     copied: (C, P), the weights of the C copies that this rank hosts, P numbers each.
-    messages: the buffers of the messages that bring these weights. None once the weights have been copied out
-        of them. Also None if no weights are sent, because an earlier pass or call has kept them.
+    messages: the buffers of the messages that bring these weights. None after the weights have been copied
+        from the buffers to ``copied``. Also None if no weights are sent, because an earlier pass or call has
+        kept them.
     experts: the rank's experts and its copies.
     """
 
@@ -77,9 +78,9 @@ class _WithCopies(Pass):
 
     @functools.cached_property
     def stacked(self) -> list[int]:
-        """The places, among ``parameters``, of those that have a value for each expert.
+        """The indices in ``parameters`` of the parameters that have a value for each expert.
 
-        The others are shared by all experts.
+        The other parameters are shared by all experts.
         """
         experts = self.plan.modules.experts
         shared = {at for at, name in enumerate(experts.call_names) if name in experts.replicated_names}
@@ -91,7 +92,7 @@ class _WithCopies(Pass):
 
     @functools.cached_property
     def expert_elements(self) -> int:
-        """P, how many numbers all parameters of one expert have together."""
+        """P, the number of elements that all parameters of one expert have together."""
         return elements_of_expert(self.stacked_parameters())
 
     def buffer_for(self, parts: Sequence[ExpertPart], num_elements: int) -> Tensor:
@@ -105,9 +106,9 @@ class _WithCopies(Pass):
     def new_messages(self) -> _Messages:
         """Returns memory for the messages that bring weights to the copies of busy experts.
 
-        There is a message from the owners of experts to the hosts of copies (task V) and, if some expert has
-        several copies, one among the hosts (task VR). Called on the compute lane, as all allocations of a
-        pass are (`Pass.__init__`).
+        There is a message from the owners of experts to the hosts of copies (task V). If some expert has
+        several copies, there is also a message between hosts (task VR). The method must be called on the
+        compute lane, because all memory of a pass is allocated there (`Pass.__init__`).
         """
         hosted = self.hosted
         sent = self.buffer_for(hosted.scattered, self.expert_elements)
@@ -205,14 +206,15 @@ class _WithCopies(Pass):
     def of_copy(self, expert: int) -> Tensor:
         """Returns the weights, (P,) for P numbers, of a copy that this rank hosts.
 
-        expert: the number, among all experts, of the expert that was copied.
+        expert: the index, among all experts, of the expert that was copied.
         """
         return self.copied[self.hosted.hosted.index(expert)]
 
     def copy_weights(self, _: int) -> dist.Work | None:
         """Starts the all-to-all that sends weights of busy experts to the hosts of their copies (task V).
 
-        If an expert has several copies, each host gets another part of its weights.
+        If an expert has several copies, each host gets a different part of the expert's weights. Task VR then
+        brings each host the other parts.
         """
         hosted = self.hosted
         messages = self.messages
@@ -226,8 +228,8 @@ class _WithCopies(Pass):
     def relay_weights(self, _: int) -> dist.Work | None:
         """Starts the all-to-all in which hosts of copies of one expert send each other its weights (task VR).
 
-        Each host has received one part of the weights from the expert's owner, and sends it to all other
-        hosts.
+        Each host has received one part of the weights from the expert's owner. The host sends this part to
+        all other hosts of the expert.
         """
         hosted = self.hosted
         messages = self.messages
@@ -280,12 +282,13 @@ class CopiesForward(_WithCopies, Forward):
 class CopiesBackward(_WithCopies, Backward):
     """A backward pass with copies of busy experts.
 
-    The attributes listed after `chunks_left` are set after the last chunk, and not at all if the experts are
-    frozen.
+    The attributes listed after `chunks_left` are set after the last chunk. If the experts are frozen, they
+    are never set.
 
-    copy_sums: for each parameter, the gradients of the copies' parameters, summed over chunks. None for a
-        parameter that no rank trains. For a parameter that all experts share, it is the sum of this rank.
-    chunks_left: the number of chunks whose gradients are not in these sums yet.
+    copy_sums: for each parameter, the gradients of the copies, summed over chunks. The entry is None for a
+        parameter that no rank trains. For a parameter that all experts share, the entry is the sum to which
+        this rank's own experts add their gradients, too.
+    chunks_left: the number of chunks whose gradients are not in ``copy_sums`` yet.
     copied_gradients: (C, G), the gradients of the C copies that this rank hosts, G numbers each.
     relay_sent, relay_arrived: the messages in which hosts of the same expert send each other parts of their
         gradients (task VGR). None if no expert has several copies.
@@ -321,7 +324,7 @@ class CopiesBackward(_WithCopies, Backward):
 
     @functools.cached_property
     def trained(self) -> list[int]:
-        """The places, among ``parameters``, of those whose gradients are sent to the experts' owners."""
+        """The indices in ``parameters`` of the parameters whose gradients are sent to the experts' owners."""
         return [at for at in self.stacked if self.hosted.trained[at]]
 
     def trained_parameters(self) -> list[Tensor]:
@@ -330,13 +333,13 @@ class CopiesBackward(_WithCopies, Backward):
 
     @functools.cached_property
     def gradient_elements(self) -> int:
-        """G, the number of an expert's gradients that are sent to its owner."""
+        """G, the number of elements of an expert's gradients that are sent to the expert's owner."""
         return elements_of_expert(self.trained_parameters())
 
     def _make_sums(self) -> None:
-        """Allocates the gradients of the copies, and the sums over chunks from which they come.
+        """Allocates the gradients of the copies, and the sums over chunks from which they are copied.
 
-        If the sums have the dtype of the gradients, both are the same memory.
+        If the sums have the dtype of the gradients, one memory is used for both, and nothing is copied.
         """
         new = self.pool.new
         self.copied_gradients = new(self.parameters[0], len(self.hosted.hosted), self.gradient_elements)
@@ -358,7 +361,8 @@ class CopiesBackward(_WithCopies, Backward):
         super().recompute(i, place)
 
     def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
-        """Returns the hidden activation T_M of one task, copied from forward's chunks, also that of copies.
+        """Returns the hidden activation T_M of one task, for experts and copies, copied from forward's
+        chunks.
 
         saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
@@ -369,8 +373,8 @@ class CopiesBackward(_WithCopies, Backward):
     def copy_wgrad(self, i: int) -> None:
         """Computes the gradients of the copies' parameters from chunk i, and adds them up (task KW).
 
-        After the last chunk, the sums are in `copied_gradients`, one row for each copy, and the messages that
-        send them have memory.
+        After the last chunk, the method writes the sums to `copied_gradients`, one row for each copy, and
+        allocates the messages in which they are sent.
         """
         unit = (i, "")
         self.experts.copy_gradient(self.pending[unit], self.groups(unit), self.copy_sums)
@@ -397,15 +401,15 @@ class CopiesBackward(_WithCopies, Backward):
     def gradient_of_copy(self, expert: int) -> Tensor:
         """Returns the gradient, (G,) for G numbers, of a copy that this rank hosts.
 
-        expert: the number, among all experts, of the expert that was copied.
+        expert: the index, among all experts, of the expert that was copied.
         """
         return self.copied_gradients[self.hosted.hosted.index(expert)]
 
     def relay_gradients(self, _: int) -> dist.Work | None:
         """Starts the all-to-all in which hosts of copies of one expert send each other gradients (task VGR).
 
-        Each host is responsible for one part of the expert's gradient. It gets this part from all other
-        hosts, so that it can sum it.
+        Each host sums one part of the expert's gradient over all hosts. So each host receives this part of
+        the gradient from all other hosts.
         """
         hosted = self.hosted
         assert self.relay_sent is not None and self.relay_arrived is not None
@@ -431,8 +435,8 @@ class CopiesBackward(_WithCopies, Backward):
     def _sum_own_parts(self, arrived: Tensor) -> None:
         """Sums gradients of copies over all hosts of an expert, and writes the sums into the owner's message.
 
-        Each host of an expert's copies sums one part of the expert's gradient. It adds the other hosts'
-        gradients to its own, in order of rank, in float32 or a wider dtype.
+        Each host of an expert's copies sums one part of the expert's gradient. The host adds the other hosts'
+        gradients to its own in order of rank, in float32 or a wider dtype.
 
         arrived: the message that task VGR received: the other hosts' gradients for the parts that this rank
             sums.
@@ -474,7 +478,7 @@ class CopiesBackward(_WithCopies, Backward):
 
 
 def elements_of_expert(parameters: Sequence[Tensor]) -> int:
-    """Returns the number of elements that one expert has of parameters of several experts.
+    """Returns how many elements of the given parameters belong to one expert.
 
     parameters: (E_local, ...) each, for E_local experts.
     """
@@ -482,11 +486,11 @@ def elements_of_expert(parameters: Sequence[Tensor]) -> int:
 
 
 def _reuse_memory(memory: Tensor, _: Tensor, *shape: int) -> Tensor:
-    """Returns ``memory``, where `GradientSum` asks for new memory of a shape.
+    """Returns ``memory``. It replaces the function by which `GradientSum` allocates new memory.
 
     memory: the memory.
-    _: the tensor whose dtype and device are asked for; ``memory`` has the same.
-    shape: the shape that is asked for, that of ``memory``.
+    _: a tensor with the dtype and device of the memory.
+    shape: the shape of the memory.
     """
     assert memory.shape == shape
     return memory

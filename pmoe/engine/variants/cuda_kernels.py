@@ -1,8 +1,8 @@
 """Forward and backward passes on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows.
 
 The arguments that all launches of a pass share are checked once, when the pass begins, to save time of the
-host. If the kernels cannot run the layer's order (the module that sorts rows) or its experts, the tasks of
-the base classes, in PyTorch operators, run instead.
+host. If the kernels cannot compute what the layer's order (the module that sorts rows) or its experts
+compute, the methods of the base classes run, which use PyTorch operators.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pmoe.schedule.restore import GATHERED_AGAIN
 
 
 class _OnCuda(Pass):
-    """A pass whose rows are copied and summed by pmoe's CUDA kernels, where these can read the rows.
+    """A pass in which pmoe's CUDA kernels copy and sum the rows, if they can read the rows.
 
     moves: launches the kernels that copy and sum rows; None if these kernels cannot read the rows of this
         pass.
@@ -58,10 +58,10 @@ class _OnCuda(Pass):
 
     @functools.cached_property
     def row_token(self) -> Tensor:
-        """The token of each sorted row, whether it is sent or not, (rows,).
+        """The token of each sorted row, (rows,), of rows that are sent and of rows that are not.
 
-        Kernels need no tokens of rows. So if kernels sorted the slots, the tokens are computed only when
-        other operators must copy rows.
+        Kernels copy rows without this tensor. So if kernels sorted the slots, the tensor is computed only
+        when other operators must copy rows.
         """
         pass_plan = self.pass_plan
         is_empty = pass_plan.row_token.numel() < pass_plan.slot.numel()
@@ -127,7 +127,7 @@ class _OnCuda(Pass):
             super().put_back(leaving_NM, regroup.long(), rows_NM)
 
     def _moves_by(self, regroup: Tensor, rows_NM: Tensor) -> bool:
-        """Returns whether a kernel can reorder rows by an index, given their dtypes and place in memory.
+        """Returns whether a kernel can reorder rows by an index: their dtypes and addresses must suit it.
 
         regroup: the index that sorts the rows by expert. The kernel reads it only as int32.
         rows_NM: (N, M), the N rows, with M = d_model columns.
@@ -183,8 +183,8 @@ class CudaForward(_OnCuda, Forward):
 
         i: number of the chunk.
         arrived: (N, M), the buffer from which the experts would load N rows with M = d_model columns. The
-            result is False for a buffer other than the one that received the rows of chunk i, such as a
-            sorted copy.
+            result is False if this is not the buffer that received the rows of chunk i, but a sorted copy,
+            for example.
         """
         regroup = self.regroup[i]
         if regroup is None or regroup.dtype != torch.int32:
@@ -239,7 +239,7 @@ class CudaForward(_OnCuda, Forward):
         out_NM: (N, M), memory for the results of M = d_model columns, or memory with the same layout and
             alignment.
         num_rows: N, the number of rows.
-        top_k: how many of the rows are copies of one row of ``source``.
+        top_k: into how many rows each row of ``source`` is copied.
         """
         experts = self.experts
         if not isinstance(experts, LaunchedExperts):
@@ -252,8 +252,8 @@ class CudaForward(_OnCuda, Forward):
 class CudaBackward(_OnCuda, Backward):
     """A backward pass on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows.
 
-    grad_of_piece: the gradients of the output of rows that stay on this rank, by block. They were copied
-        together with the block's input, and no task has read them yet.
+    grad_of_piece: by block of rows that stay on this rank, the gradients of the output of these rows. An
+        entry was copied together with the block's input, and is removed when a task reads it.
     grad_by_number: (rows,), the gradients of the routing weights of this rank's rows, in the order of
         `PassPlan.by_kernel`; None without that order.
     """
@@ -296,10 +296,12 @@ class CudaBackward(_OnCuda, Backward):
     def _gather_both(self, j: int) -> None:
         """Copies the input of block j, and the gradients of its output, by one launch.
 
-        The task that recomputes the hidden activation needs only the input, and the next task of the compute
-        lane the gradients. The slot in which these lie (memory in which blocks take turns) is free already:
-        both tasks write the first buffers of their block, and the last readers of the block before came
-        earlier in the same lane. Copies nothing if backward does not read the input from the tokens again.
+        The task that recomputes the hidden activation needs the input only. The next task of the compute lane
+        needs the gradients. They may be copied before that task begins: the memory for them, in which blocks
+        take turns, is free already, because the tasks that read the block before ran earlier in the same
+        lane.
+
+        Nothing is copied if backward does not read the input from the tokens again.
 
         j: number of the block of rows that stay on this rank.
         """
@@ -326,5 +328,5 @@ class CudaBackward(_OnCuda, Backward):
 
 
 def is_readable(rows: Tensor) -> bool:
-    """Returns whether kernels can read a tensor (rows, columns): its strides and address suit their loads."""
+    """Returns whether kernels can read a tensor (rows, columns), judged by its strides and its address."""
     return rows.data_ptr() % VECTOR_BYTES == 0 and strides_fit(rows)

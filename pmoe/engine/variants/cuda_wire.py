@@ -1,9 +1,9 @@
 """Passes on a GPU that send rows in a narrower number format, which CUDA kernels pack and unpack.
 
-One launch packs the rows of a chunk while it gathers them from the tokens, and one unpacks them while it
-sorts them by expert. The second one is a launch more than without a wire where rows arrive sorted, or where
-the experts' first product would sort them. Where the kernels cannot, PyTorch operations pack and unpack
-(`pmoe.engine.variants.wire`), and a warning gives the reason once.
+One launch packs the rows of a chunk while it gathers them from the tokens. Another launch unpacks the rows
+while it sorts them by expert. Without a wire (a narrower format), the second launch would not be needed if
+rows arrive sorted, or if the experts' first product can sort them. If the kernels cannot pack or unpack,
+PyTorch operations do so (`pmoe.engine.variants.wire`), and a warning gives the reason once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pmoe.warn import warn_once
 
 
 class _WiredOnCuda(WiredPass):
-    """A pass whose messages are packed and unpacked by pmoe's CUDA kernels, where they can.
+    """A pass in which pmoe's CUDA kernels pack and unpack the messages, if they support the format.
 
     moves: launches the kernels that copy and sum rows; None if these kernels cannot read the rows of this
         pass (`pmoe.engine.variants.cuda_kernels`).
@@ -32,7 +32,7 @@ class _WiredOnCuda(WiredPass):
 
     @functools.cached_property
     def kernels(self) -> dict[WireName | None, MessageKernels | None]:
-        """The launches of the kernels by format of messages; None for a format that the kernels refuse."""
+        """The object that launches the kernels, for each format; None for an unsupported format."""
         found: dict[WireName | None, MessageKernels | None] = {}
         for wire in (self.wires.rows, self.wires.of(self.direction)):
             if wire is None or wire in found:

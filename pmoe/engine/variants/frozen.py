@@ -13,8 +13,8 @@ from pmoe.schedule.tasks import Schedule
 class FrozenBackward(Backward):
     """A backward pass that computes gradients of rows and routing weights, but not of the experts.
 
-    It frees saved tensors that only the gradients of the experts' parameters would need, as soon as it has
-    the gradients of the rows.
+    Some saved tensors would be needed only for the gradients of the experts' parameters, after the gradients
+    of the rows. The pass frees these tensors as soon as it has the gradients of the rows.
     """
 
     schedule: Schedule

@@ -1,14 +1,14 @@
 """Passes that keep the hidden activation T_M in e4m3 until backward (the fate "e4m3").
 
-e4m3 is a float8 type. Each 128 columns of a row share a float32 scale, as in the messages of ``wire="e4m3"``
-(`pmoe.comm.wire`). The last scale of a row may be for fewer columns. Packing and unpacking are parts of the
-experts' tasks:
+e4m3 is a float8 type. Every 128 columns of a row share a float32 scale, as in the messages of ``wire="e4m3"``
+(`pmoe.comm.wire`). The last scale of a row may be for fewer columns. The experts' tasks also pack and unpack:
 
     forward    T_DI -> T_M -> T_DO    then T_M -> packed T_M, which is saved
     backward   packed T_M -> T_M      then the gradients, from this rounded T_M
 
-Forward computes with T_M as it is, so the output is not rounded. In backward all that follows from T_M does:
-the nonlinearity's derivative, the gradient of the second matrix, and the gradients of routing weights.
+Forward computes with T_M before it is rounded to e4m3, so the rounding does not change the output. Backward
+computes with the rounded T_M. So the rounding changes three results of backward: the nonlinearity's
+derivative, the gradient of the second matrix, and the gradients of routing weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from pmoe.schedule.wire import message_bytes
 class _Packing(Pass):
     """A pass that packs or unpacks hidden activations, a block of rows at a time.
 
-    Blocks keep temporary float32 values small. They have as many rows as the experts' own blocks.
+    Working on a block at a time keeps the memory for temporary float32 values small. A block has as many rows
+    as the blocks in which the experts compute.
     """
 
     def check_dtype(self) -> None:

@@ -3,8 +3,8 @@
 They run MPipeMoE's strategies S1 to S3. Forward copies tensors to the host (tasks DI and DM), and backward
 copies them back to the device (tasks HI and HM).
 
-`OffloadingBackward` has a second use. If backward's chunks differ from forward's, and nothing is offloaded,
-its methods copy rows from the chunks that forward kept on the device to backward's chunks
+`OffloadingBackward` is also used if nothing is offloaded, but backward's chunks differ from forward's. Its
+methods then copy rows from the chunks that forward kept on the device to backward's chunks
 (`pmoe.engine.plan.regroup_chunks`).
 """
 
@@ -125,19 +125,20 @@ class OffloadingForward(Forward):
             copy(target, tensor)
 
     def _lies_in_a_slot(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in a ring slot (a buffer in which chunks take turns).
+        """Returns whether a tensor lies in a ring slot (a buffer in which chunks take turns).
 
-        Other tensors need `hold_for`. All ring slots of a pass share one storage.
+        All ring slots of a pass share one storage. A tensor outside a ring slot must be held for the lane
+        that copies it (`hold_for`).
         """
         slot = next(iter(self.arena.buffers.values()), None)
         return slot is not None and slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class OffloadingBackward(Backward):
-    """A backward pass that copies T_DI or T_M to its own buffers, from where forward kept them.
+    """A backward pass that copies T_DI or T_M from memory of the forward pass to buffers of its own.
 
-    T_DI is the experts' input, T_M their hidden activation. Forward kept them in host memory, or on the
-    device in chunks that differ from backward's.
+    T_DI is the experts' input, T_M the hidden activation. Forward has kept them in host memory, or on the
+    device in chunks that differ from backward's chunks.
 
     compute_stream: the CUDA stream of the compute lane; None on the CPU.
     """
@@ -226,10 +227,10 @@ def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
 
 
 def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
-    """Keeps a freed tensor's memory from being reused before ``stream`` has finished its work with it.
+    """Prevents torch from reusing a freed tensor's memory while ``stream`` still works with the tensor.
 
-    Needed if another stream allocated the tensor, because torch's allocator knows only that stream. Does
-    nothing if stream is None.
+    This is needed if the tensor was allocated on another stream, because torch's allocator waits for the
+    allocating stream only. Does nothing if ``stream`` is None.
 
     stream: the stream whose work uses the tensor.
     tensor: the tensor.

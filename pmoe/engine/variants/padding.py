@@ -7,9 +7,9 @@ Both passes run on padded rows as if each row were a token with a single expert.
 padded rows, and sums the results of each token. A padded row without a token is zero, and so are its routing
 weight and its gradient: it is sent and computed, but changes no result.
 
-The rows are divided into bins, so that every chunk can consist of whole bins. Example: 2 experts a and b,
-capacity 5, in 2 bins of 3 rows for each expert. The place of a row is its number among the rows of its
-expert:
+The rows are divided into bins, so that every chunk can consist of whole bins. Example: 2 experts a and b with
+capacity 5, and 2 bins with 3 rows of each expert. The line "place" has the number of each row among the rows
+of its expert:
 
     row      0  1  2 | 3  4  5 || 6  7  8 | 9 10 11
     bin             0          ||         1
@@ -42,8 +42,8 @@ class PaddedRowCounts:
 
     num_experts: E, the number of experts of all ranks.
     capacity: the number of rows of each expert that a rank keeps.
-    bins: the number of equal parts of the rows. Rows are sorted by bin, then by expert. So n chunks have
-        equally many rows, for every n that divides ``bins``.
+    bins: the number of bins, equal parts of the rows. Rows are sorted by bin, then by expert. So all of n
+        chunks have the same number of rows, for every n that divides ``bins``.
 
     Capacity is rounded up to a multiple of ``bins``; the added rows stay empty. Example: capacity 5 in 2 bins
     gives 3 rows in each bin for each expert; with 2 experts that is N = 12 rows.
@@ -73,7 +73,7 @@ class PaddedRowCounts:
     ) -> RankCounts:
         """Returns the row counts of a call, in the same type as an exchange of counts among ranks returns.
 
-        With padding every rank sends every expert equally many rows, so no exchange is needed.
+        With padding every rank sends every expert the same number of rows, so no exchange is needed.
 
         num_ranks: the number of ranks of the layer.
         device: the device of the rows.
@@ -93,11 +93,11 @@ class PaddedRowCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """The map between tokens and padded rows. Its methods copy values from one to the other.
+    """The map between tokens and padded rows. Its methods copy values from tokens to rows and back.
 
     A slot is a (token, choice) pair: T tokens have K choices each. `spread` copies values from tokens to
-    rows, and `gather` sums values of rows for each token. As matrices, the two are transposes of each other,
-    so each computes the gradient of the other.
+    rows, and `gather` sums the values of each token's rows. As matrices, `spread` and `gather` are transposes
+    of each other, so each computes the gradient of the other.
 
     slot_N: (N,) int64, the slot of each of the N padded rows, a number in 0 ... T * K - 1; T * K for an empty
         row.
@@ -115,7 +115,7 @@ class Padding:
         return _taken(tokens_TM, self.slot_N // self.position_TK.shape[1])
 
     def gather(self, rows_NM: Tensor) -> Tensor:
-        """Returns for each of T tokens the sum of its padded rows, (T, M), added in the order of its choices.
+        """Returns (T, M), the sum of the padded rows of each of T tokens, added in the order of its choices.
 
         rows_NM: (N, M), the N padded rows with M = d_model columns.
         """
@@ -131,9 +131,9 @@ class Padding:
         return _taken(weight_TK.reshape(-1), self.slot_N).unsqueeze(1)
 
     def gather_weights(self, weight_N1: Tensor) -> Tensor:
-        """Returns for each (token, choice) pair the value of its padded row, (T, K); zero for dropped pairs.
+        """Returns (T, K), the value of the padded row of each (token, choice) pair; zero for dropped pairs.
 
-        weight_N1: (N, 1), a value for each of the N padded rows: the gradient of its routing weight.
+        weight_N1: (N, 1), a value for each of the N padded rows: the gradient of the row's routing weight.
         """
         return _taken(weight_N1.reshape(-1), self.position_TK.view(-1)).view_as(self.position_TK)
 
@@ -185,8 +185,8 @@ class PaddedCallKey:
     """The values of a padded call that must be equal on all ranks.
 
     A padded call is a call of a layer with ``pad_to_capacity``: every rank computes all row counts from its
-    own number of tokens, without an exchange. If the ranks differed, collectives would not match. On a GPU
-    the ranks compare the values only at the first call that has them.
+    own number of tokens, without an exchange. If the values differed between ranks, collectives would not
+    match. On a GPU the ranks compare the values only in the first call with these values.
 
     num_tokens: T, the number of tokens of a rank.
     needs_grad: whether backward may follow.
@@ -209,7 +209,7 @@ class PaddedCallKey:
     ) -> CountsExchange:
         """Starts to send these values to the other ranks. `check_same_calls` checks what arrives.
 
-        A collective. The host waits once, when the caller calls ``finish`` on the result.
+        The method is a collective. The host waits only when the caller calls ``finish`` on the result.
 
         grid: the layer's ranks.
         num_experts: E, the number of experts of all ranks.
@@ -217,7 +217,7 @@ class PaddedCallKey:
         fault: an error of this rank, which is to be raised on all ranks: a `Fault`, or its number as an int64
             scalar on the device.
         traffic: counts the bytes sent.
-        training: whether the layer is in training mode. Ranks may differ in it.
+        training: whether the layer is in training mode. The value may differ between ranks.
         """
         facts_FE = torch.empty(2, num_experts, dtype=torch.int64, device=device)
         facts_FE[0] = self.num_tokens
@@ -228,7 +228,7 @@ class PaddedCallKey:
 def check_same_calls(counts: RankCounts) -> None:
     """Raises ValueError on every rank if the ranks differ in their number of tokens or in `needs_grad`.
 
-    Calls with ``pad_to_capacity`` must have equal values on all ranks, because row counts are not exchanged.
+    With ``pad_to_capacity`` both must be equal on all ranks, because row counts are not exchanged.
 
     counts: the result of ``finish()`` of the exchange that `PaddedCallKey.exchange` started.
     """

@@ -1,16 +1,16 @@
 """Passes that send a token only once to each rank, even for several experts there (``send_once=True``).
 
-The rank that receives the row copies it for each of these experts, and sums their results before it returns
-them as one row. Example: the K = 3 experts of a token are on ranks 2, 0 and 2. A slot is a (token, choice)
-pair:
+The rank that receives the row copies it for each of these experts. The rank then sums their results, and
+returns the sum as one row. Example: the K = 3 experts of a token are on ranks 2, 0 and 2. A slot is a (token,
+choice) pair:
 
     slot (choice)      0        1        2
     rank               2        0        2
     carrier            0        1        0         the slot whose row carries the token
     row                sent     sent     -         2 rows are sent instead of 3
 
-A routing weight is still sent for every slot. With each weight, a number is sent that says which row carries
-the weight's token. Rows are counted from 0 among those that go to the same rank in the same chunk.
+A routing weight is still sent for every slot. With each weight, the number of the row that carries the
+weight's token is sent. The rows that go to one rank in one chunk are numbered from 0.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 
     rank_TK: (T, K) int64, the rank of each slot's expert.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
-    carrier_TK: the first result, (T, K) int64: for each slot the first kept choice of its token with the same
-        rank.
+    carrier_TK: the first result, (T, K) int64: for each slot, the first kept choice of the slot's token whose
+        expert is on the same rank.
     carries_TK: the second result, (T, K) bool: whether a slot is its own carrier, so that a row is sent for
         it; False if the slot is dropped.
 
@@ -59,8 +59,8 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 class DeduplicatedSlots(SortedSlots):
     """The sorted routing of a call in which a token is sent only once to each rank.
 
-    If several of a token's experts are on one rank, the first of these choices gets a row, and the other
-    choices use the same row.
+    If several of a token's experts are on one rank, the first of these choices gets a row. The other choices
+    use this row, too.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DeduplicatedSlots(SortedSlots):
     ) -> DeduplicatedRows:
         """Returns numbers by which a receiver finds the row of each routing weight.
 
-        Several weights may share a row, so their order alone does not tell the row.
+        Several weights may share a row, so the position of a weight in the message does not tell its row.
 
         n: number of chunks.
         weights: the message of routing weights.
@@ -131,8 +131,9 @@ class DeduplicatedRows:
 
     number: (S,) int32, for each of the S weights that this rank sends: the number of its row among the rows
         that go to the same rank in the same chunk. This number is sent with the weight.
-    base: (N,) int64, for each of the N weights that arrive: where the rows of its source rank begin among all
-        rows that arrive in its chunk. The weight's row is base + the number that arrived.
+    base: (N,) int64, for each of the N weights that arrive: the number of the first row that its source rank
+        sends in its chunk, among all rows that arrive in the chunk. The weight's row is base + the number
+        that arrived.
     """
 
     number: Tensor
@@ -153,7 +154,7 @@ class _Once(Pass):
 class OnceForward(_Once, Forward):
     """A forward pass in which one received row is copied for several experts.
 
-    With the routing weights it sends numbers that say which row to copy.
+    The pass sends a number with each routing weight: the number of the row to copy.
     """
 
     number: Scalars
@@ -173,10 +174,11 @@ class OnceForward(_Once, Forward):
         return waited
 
     def sorted_weights(self) -> Tensor:
-        """Returns the N routing weights that arrived, (N,), sorted by chunk and expert; also sets `regroup`.
+        """Returns (N,), the N routing weights that arrived, sorted by chunk and expert; also sets `regroup`.
 
-        `regroup` is, for each chunk, the index that copies and sorts the received rows. It follows from the
-        numbers that arrived with the weights.
+        `regroup` has an index for each chunk. Received rows [index] are the rows in the order in which the
+        experts compute them: a received row appears once for each of its experts. The index is computed from
+        the numbers that arrived with the weights.
         """
         assert self.pass_plan.once is not None
         row = self.pass_plan.once.base + self.number.arrived

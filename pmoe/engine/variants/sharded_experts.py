@@ -108,14 +108,14 @@ class ShardedBackward(_Sharded, Backward):
         self.grad_weight_parts = self.grad_weight_rows.new_empty(own_rows * self.sharing.esp.size)
 
     def all_gather_again(self, i: int) -> None:
-        """Gathers the rows of chunk i that were sent again, from all ranks inside the node (task AGI)."""
+        """Gathers from all ranks inside the node the rows of chunk i that were sent again (task AGI)."""
         self.gather_inside("arrived_again", "T_DI", "copies_again", i)
 
     def share_weights(self, _: int) -> None:
         """Sums the gradients of routing weights over the ranks inside the node (task PG).
 
         The gradient of a row's routing weight is an inner product over hidden columns. Each rank of the node
-        has some of these columns, and so a part of the sum.
+        has some of these columns, and has computed the sum over them.
         """
         leaving = self.grad_weight_leaving
         parts = self.grad_weight_parts

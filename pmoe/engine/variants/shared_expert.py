@@ -100,7 +100,7 @@ class SharedExpertBackward(_WithSharedExpert, Backward):
     def shared(self, _chunk: int) -> None:
         """Computes the gradients of the shared expert's inputs and of the factors of its outputs (task X).
 
-        The factors are one number for each token, by which forward has multiplied the output.
+        Each token has a factor. Forward has multiplied the shared expert's output by it.
         """
         inputs = self.saved.inputs
         hidden = self.kept[SHARED].hidden

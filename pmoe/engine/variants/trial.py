@@ -5,9 +5,9 @@ The choice may need too much memory on one rank, while the other ranks wait for 
 the rank goes on with its tasks:
 
     task of computation or of a copy     does nothing
-    task of communication                sends and receives rows without meaning, in memory that the pass has
+    task of communication                sends and receives rows with any values, in memory that the pass has
 
-When the pass has ended, the ranks compare whether one of them failed, and drop the choice.
+When the pass has ended, the ranks exchange whether any of them failed. If so, all ranks drop the choice.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _OnTrial(Pass):
     def _attempt(
         self, action: Callable[[int], dist.Work | None], sends: bool, chunk: int
     ) -> dist.Work | None:
-        """Runs a task. After a failed allocation, runs only tasks that send, with rows without meaning.
+        """Runs a task. After a failed allocation, runs only tasks that send, with rows of any values.
 
         Returns the Work of the task's collective; None if it started none.
 
@@ -115,7 +115,8 @@ class TrialForward(_OnTrial, Forward):
     def taken_bytes(self) -> int:
         """The bytes of the buffers that the pass has taken so far.
 
-        They are its ring slots (buffers in which chunks take turns), and the buffers of single chunks.
+        These buffers are the ring slots (memory in which chunks take turns), and the buffers of single
+        chunks.
         """
         tensors = [*self.own.values(), self.result_TM]
         if self.home is not None:

@@ -1,16 +1,19 @@
 """Passes that send rows in a narrower number format (``wire``, ``wire_backward`` and ``wire_combine``).
 
-``wire`` is the format of the dispatched rows in forward, ``wire_backward`` that of the gradients which
-backward dispatches (dT_DO), and ``wire_combine`` that of the results which both passes send back. Packing and
-unpacking are parts of tasks of each chunk: the gather (G) copies rows and packs them into messages, and the
-experts' task (C) unpacks the messages and sorts the rows by expert. The all-to-all (S) between them sends
-messages:
+The options name the formats of three kinds of rows:
+
+    wire            rows that forward dispatches
+    wire_backward   gradients that backward dispatches (dT_DO)
+    wire_combine    results that both passes send back
+
+For each chunk, the gather (G) copies rows and packs them into messages. The all-to-all (S) sends the
+messages. The experts' task (C) unpacks the messages and sorts the rows by expert:
 
     T_I  -G-> rows, packed into send  -S-> T_DI, messages  -C-> T_DI_sorted, rows  -C-> T_DO
 
 A message is a row of bytes (`pmoe.comm.wire`), so any all-to-all can send it. Rows that stay on their rank
-are not packed. If backward sends T_DI again, the same rows are packed into the same bytes as in forward. If
-the messages are kept (the fate "message"), backward unpacks the same bytes again, and sends nothing.
+are not packed. If backward sends T_DI again, the rows are packed into the same bytes as in forward. If the
+messages are kept (the fate "message"), backward unpacks the kept messages, and T_DI is not sent again.
 
 With ``wire_combine``, the experts' task also packs their results, and the task that sums the rows of each
 token (O) unpacks them:
@@ -146,7 +149,7 @@ class WiredForward(WiredPass, Forward):
 class WiredBackward(WiredPass, Backward):
     """A backward pass that sends gradients, and T_DI if it is sent again, to the experts as messages.
 
-    If forward kept the messages of T_DI, the pass unpacks these.
+    If forward kept the messages of T_DI, the pass unpacks these messages and T_DI is not sent again.
     """
 
     def gather_again(self, i: int) -> None:
@@ -197,9 +200,12 @@ class WiredBackward(WiredPass, Backward):
 def check_wired(modules: PassModules, wires: Wires) -> None:
     """Raises ValueError if a layer cannot send rows in these formats.
 
-    A format must suit the dtype of the experts' parameters. Callbacks with hooks inside the layer allow no
-    format, because they see and replace the rows that are sent. If experts are sharded, results cannot be
-    sent in a narrower format, because the ranks of a node sum them on the way.
+    The error is raised in three cases:
+
+    - A format does not suit the dtype of the experts' parameters.
+    - Callbacks have hooks inside the layer: such hooks read and replace the rows that are sent.
+    - Experts are sharded, and results are to be sent in a narrower format: the ranks of a node sum partial
+      results before they are sent.
 
     modules: the layer's modules.
     wires: the formats for both passes.

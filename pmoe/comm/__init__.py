@@ -43,8 +43,8 @@ def make_exchanges(
     """Returns the modules for MoELayer's arguments ``dispatch`` and ``combine``.
 
     Args:
-        dispatch: name of an exchange, or a module, which is returned as it is.
-        combine: name of an exchange, or a module, which is returned as it is. None takes the name in
+        dispatch: name of an exchange, or a module, which is returned unchanged.
+        combine: name of an exchange, or a module, which is returned unchanged. None takes the name in
             ``dispatch``, or "flat" if ``dispatch`` is a module.
         nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
             None for the number in LOCAL_WORLD_SIZE. Only hierarchical exchanges made by name use it.

@@ -1,7 +1,7 @@
 """Agreement among ranks: collectives that give every rank the same numbers or values.
 
-All ranks must call these functions equally often, in the same order, and with equally many values, because
-each call is a collective.
+Each call is a collective. So all ranks must make the same calls in the same order, and pass the same number
+of values to each.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
 def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
     """Raises on every rank if the block raises on any rank. A collective at the end of the block.
 
-    The failed rank raises its own error. Every other rank raises an error that has the failed rank's number
-    and the text of its error. The class of this second error is
+    The failed rank raises its own error. Every other rank raises a new error with the number of the failed
+    rank and the text of that rank's error. The class of the new error depends on the failed rank's error:
 
-    - TypeError, ValueError or ImportError if the first error is an instance of one of these;
-    - the class of the first error if that is a kind of OSError;
+    - TypeError, ValueError or ImportError, if the failed rank's error is an instance of one of these;
+    - the class of the failed rank's error, if that is OSError or a subclass of it;
     - RuntimeError otherwise.
 
     stage: what the block does, in words of an error message.

@@ -28,9 +28,9 @@ class Traffic:
     rows: bytes of token rows, between nodes and inside a node.
     scalars: bytes of tensors with one number for each row, such as routing weights.
     weights: bytes of the weights of busy experts' copies, and of the gradients of these weights.
-    inside: those of the bytes in ``rows`` and ``scalars`` that went to ranks of the same node. Hierarchical
-        all-to-alls and the collectives of sharded experts count them. Flat all-to-alls do not, because they
-        do not know the nodes.
+    inside: the bytes in ``rows`` and ``scalars`` that went to ranks of this rank's node. Hierarchical
+        all-to-alls and the collectives of sharded experts count these bytes. Flat all-to-alls do not, because
+        they do not know the nodes.
     """
 
     counts: int = 0
@@ -43,7 +43,7 @@ class Traffic:
     def total(self) -> int:
         """Bytes of all kinds: counts + rows + scalars + weights.
 
-        ``inside`` is not added, because ``rows`` and ``scalars`` have its bytes already.
+        ``inside`` is not added, because its bytes are counted in ``rows`` and ``scalars`` already.
         """
         return self.counts + self.rows + self.scalars + self.weights
 
@@ -71,7 +71,7 @@ class Exchange(abc.ABC):
     Subclass `Dispatch` for rows that go to experts, `Combine` for results that come back, or both. The two
     have the same methods; a layer uses a module only in the direction of its class.
 
-    Every rank must call each method equally often and in the same order, because methods start collectives.
+    Methods start collectives, so all ranks must call the same methods in the same order.
 
     ranks: the ranks that exchange rows. `bind` sets them.
     traffic: the counter of sent bytes. `bind` sets it.
@@ -90,8 +90,8 @@ class Exchange(abc.ABC):
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
         """Stores the ranks among which rows are exchanged, and the counter of sent bytes.
 
-        The layer calls it on every rank when the layer is built. Subclasses that need process groups of their
-        own make them in this method.
+        The layer calls this method on every rank when the layer is built. A subclass that needs process
+        groups of its own makes them in this method.
 
         ranks: the ranks that exchange rows.
         traffic: where `exchange` counts the bytes that it sends.
@@ -102,8 +102,8 @@ class Exchange(abc.ABC):
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.
 
-        Only an exchange in several collectives overrides this method. It sends rows by way of other ranks,
-        which must know how many rows to expect.
+        Only an exchange that consists of several collectives overrides this method. Such an exchange sends
+        rows by way of other ranks, which must know how many rows to expect.
 
         Rows are counted in F bins, which are equal ranges of a rank's tokens. The subclass decides what its X
         numbers for each bin are. A chunk (micro-batch) consists of neighbouring bins, and the layer adds

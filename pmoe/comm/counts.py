@@ -9,12 +9,16 @@
        n = 4 chunks   |   0   |   1   |   2   |   3   |
        n = 2 chunks   |       0       |       1       |
 
-2. One max-reduction of a few numbers follows in three cases. If chunks take turns in buffers of fixed size
-   (ring slots), all ranks must cut their batches finely enough for the fullest slot of any rank. If one
-   buffer must hold all rows of a rank, all ranks must know the largest number of rows that any rank receives.
-   If busy experts may have copies, all ranks must know the load of each expert: its rows from all ranks.
+2. One max-reduction of a few numbers follows in three cases:
 
-No rank ever holds the counts of all pairs of ranks.
+   - Chunks take turns in buffers of fixed size (ring slots). All ranks must then cut their batches into so
+     many chunks that no chunk overflows a slot on any rank.
+   - One buffer holds all rows of a rank. All ranks must then know the largest number of rows that any rank
+     receives.
+   - Busy experts may have copies on other ranks. All ranks must then know the load of each expert: its rows
+     from all ranks.
+
+No rank ever has the whole table of counts, from every rank to every rank.
 
 Letters:
 
@@ -133,7 +137,8 @@ class RankCounts:
         relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
                          other ranks, X for each bin (`Exchange.relay_counts`); None if it passes on none
 
-    The following are the same on every rank, so decisions that follow from them are the same too:
+    The following values are equal on all ranks, so decisions that follow from them are equal on all ranks,
+    too:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
@@ -186,7 +191,7 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy without device memory: its ``..._device`` fields have the tensors of the host."""
+        """Returns a copy without device memory: the fields ``..._device`` then have host tensors, too."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
@@ -272,12 +277,13 @@ class Slots:
     limits_own: bool = False
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns, for each n in ``degrees``, how many times n chunks are cut finer for this rank.
+        """Returns for each n in ``degrees`` how often n chunks must be cut finer to fit on this rank.
 
-        Each time, the batch is cut into more and smaller chunks (`cuts` lists their numbers). That ends when
-        every chunk brings this rank at most as many rows as fit into a ring slot, a buffer of fixed size. It
-        also ends when each chunk is a single bin, because bins, equal ranges of a rank's tokens by which rows
-        are counted, cannot be cut. The results are int64 scalars on the device.
+        A chunk fits if the rows that it brings to this rank fit into a ring slot, a buffer of fixed size. If
+        a chunk does not fit, the batch is cut into more and smaller chunks; `cuts` lists the numbers of
+        chunks. The smallest possible chunk is one bin: a range of tokens for which rows are counted. A batch
+        that is cut into single bins is not cut finer, even if a chunk does not fit. The results are int64
+        scalars on the device.
 
         recv_FWE: (F, W, E_local) int64 on the device: the rows in each of F bins from each of W ranks for
             each expert.
@@ -313,13 +319,14 @@ class Loads:
     """A request, sent with the row counts, for the load of each expert and for maxima of other numbers.
 
     The load of an expert is the number of rows that all ranks together have for it. Each rank knows the loads
-    of its own experts when the row counts have arrived. It contributes these, and 0 for the experts of other
-    ranks, to a max-reduction.
+    of its own experts when the row counts have arrived. In a max-reduction each rank passes these loads, and
+    0 for the experts of other ranks. So all ranks get all loads.
 
-    own_place: this rank, or its place in the grid (`Grid.ep`) if each expert is split over ranks. The ranks
-        of one place contribute equal loads.
+    own_place: the index of the ranks that own this rank's experts: this rank, or its index in `Grid.ep` if
+        each expert is split over ranks. All ranks that share an expert pass the same loads.
     num_experts: E, the experts of all ranks.
-    marks: non-negative numbers of this rank, equally many on every rank. All ranks get the maximum of each.
+    marks: non-negative numbers of this rank, of which all ranks get the maximum. All ranks must have the same
+        number of marks.
 
     Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7) -> max of (5, 3, 0, 0) and (0, 0, 0, 7).
     """
@@ -334,11 +341,13 @@ class Loads:
         return self.num_experts + len(self.marks)
 
     def write(self, recv_FWE: Tensor, out: Tensor) -> None:
-        """Writes this rank's part of a max-reduction: the loads of its experts, and its marks.
+        """Writes this rank's input of a max-reduction: the loads of its experts, and the numbers in
+        ``marks``.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
-        out: (size,) int64 zeros, where the numbers are written.
+        out: (size,) int64, filled with zeros. The loads are written at the indices of this rank's experts
+            among all E experts. The marks are written after index E - 1.
         """
         num_local = recv_FWE.shape[2]
         first = self.own_place * num_local
@@ -350,7 +359,7 @@ class Loads:
         """Returns row counts with the loads of all experts, and the largest value of each of `Loads.marks`.
 
         counts: the row counts.
-        agreed: the result of the max-reduction, which ends with the numbers of this request.
+        agreed: the result of the max-reduction; its last `size` numbers are those of this request.
         """
         numbers = agreed[len(agreed) - self.size :]
         return replace(
@@ -362,9 +371,9 @@ class Loads:
 def cuts(n: int, bins: int) -> tuple[int, ...]:
     """Returns the numbers of chunks into which n chunks may be cut, in rising order: n, ..., ``bins``.
 
-    Each number is a multiple of the one before, so the ends of its chunks include those of the coarser
-    chunks. The factor from one number to the next is the smallest prime factor of (bins / number): 2 as long
-    as possible.
+    Each number is a multiple of the number before, so finer chunks are parts of the coarser chunks. The
+    factor from one number to the next is the smallest prime factor of (bins / number). So the factor is 2 as
+    long as possible.
 
     n: number of chunks. It divides ``bins``.
     bins: number of bins, the equal ranges of a rank's tokens by which rows are counted.
@@ -384,10 +393,13 @@ def cuts(n: int, bins: int) -> tuple[int, ...]:
 def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> float:
     """Returns the slack of the ring slots of a layer whose busy experts may have copies on other ranks.
 
-    Under even routing, 1 / W of the rows stay on their rank, and slots need room for the others. Without
-    copies, a slot also has room for rows like these. A rank that hosts copies receives all rows that it
-    computes, so it would fill all of that room in every call. With copies there is none, and a chunk with
-    more rows is cut.
+    Under even routing, 1 / W of a chunk's rows stay on their rank, so a ring slot needs room only for the
+    other (W - 1) / W. Without copies, slots have room for all rows, so 1 / W of a slot is a reserve for
+    uneven routing. All rows for copies are received, so a rank that hosts copies would fill this reserve in
+    every call. So with copies slots have no reserve, and a chunk with more rows is cut:
+
+        rows stay on their rank (bypass_local)   slack * (W - 1) / W
+        all rows are sent                        slack
 
     slack: the option ``slack``.
     num_ranks: W, the ranks among which rows are sent.
@@ -399,8 +411,8 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
     """Returns the number of rows that a ring slot holds: ceil(slack * max_tokens * top_k / n).
 
-    It is ``slack`` times the rows that one of n chunks brings a rank under even routing. `Slots.depths`
-    computes the same number on the device.
+    Under even routing, each of n chunks brings a rank max_tokens * top_k / n rows; a slot holds ``slack``
+    times as many. `Slots.depths` computes the same number on the device.
 
     Example: slack 1.25, top_k 2, 1000 tokens in 4 chunks -> 625.
     """
@@ -431,9 +443,9 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
 def max_bins(num_experts: int) -> int:
     """Returns the most bins to which `num_bins` may double: min(MAX_BINS, MAX_COUNTS // num_experts).
 
-    Bins are equal ranges of a rank's tokens, by which rows are counted. A message of row counts has one count
-    for each bin and each expert, so that the bound limits its size. The number of bins exceeds the bound only
-    if the least common multiple of the numbers of chunks does.
+    Bins are equal ranges of a rank's tokens, for which rows are counted. A message of row counts has one
+    count for each bin and each expert, so this bound limits the size of the message. The number of bins
+    exceeds the bound only if the least common multiple of the numbers of chunks exceeds it.
 
     num_experts: number of experts of all ranks.
     """
@@ -478,7 +490,7 @@ backward pass.
 
 
 def mode_of_call(*, needs_grad: bool, training: bool) -> int:
-    """Returns flags that describe a call which begins now: TRAINING, GRAD_ENABLED and others, as one number.
+    """Returns flags of a call that begins now, such as TRAINING and GRAD_ENABLED, as one number.
 
     Ranks send the flags in front of their row counts and compare them, because all ranks must make the same
     kind of call.
@@ -499,8 +511,8 @@ def mode_of_call(*, needs_grad: bool, training: bool) -> int:
 class CountsExchange:
     """One exchange of row counts. It begins when the object is built and ends with `finish`.
 
-    The caller may do other work in between, such as sort rows. `finish` holds the only host synchronisation
-    of a layer's forward pass.
+    Between the two the caller may do other work, such as sorting rows. `finish` contains the only host
+    synchronisation of a layer's forward pass.
 
     The message to each rank is int32. A rank's tokens are cut into F equal ranges, the bins. For each bin the
     message has X counts: the rows for each expert of the receiving rank, and one more number if a token is
@@ -509,10 +521,9 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: with ``bypass_local``, rows from a rank to its own experts are not sent. This is the number
-        of experts that are its own; they come first. The experts after them are copies of other ranks'
-        experts, whose rows are always sent. None if there are no copies. The caller may set it before
-        `finish`.
+    num_staying: how many of a rank's experts are its own; they come first. The experts after them are copies
+        of other ranks' experts. With ``bypass_local``, rows from a rank to its own experts are not sent, but
+        rows to copies always are. None if there are no copies. The caller may set the number before `finish`.
     """
 
     tokens_W: Tensor
@@ -543,23 +554,23 @@ class CountsExchange:
         counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins (equal ranges of its
             tokens) for each of the E experts of all ranks. Dropped rows are not counted.
         num_tokens: number of this rank's tokens.
-        fault: this rank's `Fault`, or a scalar on the rows' device: the fault's number as int64, or a
-            floating-point number, the largest magnitude of the gate's logits. If that is not finite, the
+        fault: this rank's `Fault`, or a scalar on the rows' device. An int64 scalar is the fault's number. A
+            floating-point scalar is the largest magnitude of the gate's logits; if it is not finite, the
             fault is NOT_FINITE.
         needs_grad: whether this rank wants gradients.
         training: whether the layer is in training mode.
         dtype: dtype of the rows that will be sent.
         traffic: where the bytes of the exchange are counted.
         slots: limits of the rows that a rank may receive: room in ring slots (buffers of fixed size) and on
-            the host. `finish` returns whether all ranks stay within them. None checks nothing. It must be
-            None on all ranks or on none.
+            the host. `finish` returns whether all ranks stay within these limits. None checks nothing. It
+            must be None on all ranks or on none.
         once_FP: (F, P) int64 on the rows' device: rows for each of P ranks, if a token is sent only once to a
             rank (`RankCounts.sent_once`); else None.
         exchanges: dispatch and combine, in case they send rows by way of other ranks; else ().
         bypass_local: whether rows from a rank to itself are not sent.
         asks_max_rows: whether `RankCounts.max_rows` is computed; the same on all ranks.
-        one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If some rank
-            has not, `RankCounts.max_rows` is None on all ranks.
+        one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If this is
+            False on some rank, `RankCounts.max_rows` is None on all ranks.
         loads: asks for the loads of all experts. It must be None on all ranks or on none.
         """
         counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
@@ -673,10 +684,13 @@ class CountsExchange:
 
         On several ranks it is a collective, after the messages of the other ranks have arrived.
 
-        Returns two things. The first is (F, W, X) on the device, the counts that this rank received from each
-        of W ranks: for each of F bins (equal ranges of tokens) X counts, the rows for each of its experts and
-        perhaps one more (`_split`). The second is a list of tensors on the host: the counts that this rank
-        sent, the counts that it received, the headers, the result of `_agree`, and those of `_relay`.
+        Returns two values:
+
+        - (F, W, X) on the device, the counts that this rank received from each of W ranks for each of F bins
+          (equal ranges of tokens). The X counts are the rows for each of this rank's experts, and perhaps one
+          more number (`_split`).
+        - A list of tensors on the host: the counts that this rank sent, the counts that it received, the
+          headers, the result of `_agree`, and the results of `_relay`.
         """
         if self._messages is not None:
             return self._by_kernels(self._messages)
@@ -708,8 +722,8 @@ class CountsExchange:
             E_local of the X counts are rows for each expert of a rank. One more count follows if a token is
             sent only once to a rank that holds several of its experts.
 
-        Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once. The second is
-        None if a token is sent separately for each of its experts.
+        Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once. The second
+        result is None if a token is sent separately for each of its experts.
         """
         if not self._counted_once:
             return counts_FRX, None
@@ -721,9 +735,9 @@ class CountsExchange:
         A hierarchical all-to-all sends rows by way of other ranks, which must know how many rows will arrive.
         Rows are counted in F bins, equal ranges of a rank's tokens.
 
-        Returns a list of two int64 tensors on the device, for dispatch and for combine: (F, R), the R numbers
-        for each bin that `Exchange.relay_counts` has returned. R is 0 if this rank passes on nothing. Returns
-        [] if neither of the two all-to-alls is hierarchical.
+        If neither all-to-all is hierarchical, the result is []. Otherwise it is a list of two int64 tensors
+        on the device, one for dispatch and one for combine. Each is (F, R), the result of
+        `Exchange.relay_counts`: R numbers for each bin. R is 0 if this rank passes on no rows.
 
         device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order of
             `Grid.by_arrival`. The X counts of a bin are rows for each expert of this rank, and one more count
@@ -754,9 +768,10 @@ class CountsExchange:
             irregular       1 if a rank does not have exactly one row for each choice of its tokens
             depth           how often each number of chunks must be cut finer (`Slots.depths`)
 
-        Every rank has received all headers, so their maximum needs no communication. The other numbers follow
-        from the counts, so they need a reduction after the counts have arrived. It is left out if neither
-        `Slots` nor `RankCounts.max_rows` nor `Loads` is asked for, and the numbers are 0.
+        Every rank has received all headers, so their maximum needs no communication. The other numbers are
+        computed from the counts, so they need a max-reduction after the counts have arrived. If the caller
+        asks for none of `Slots`, `RankCounts.max_rows` and `Loads`, there is no reduction, and these numbers
+        are 0.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
@@ -792,8 +807,8 @@ class CountsExchange:
 
         Returns None, and launches nothing, if the kernels cannot write these counts.
 
-        The kernels write plain row counts only: experts are not sharded, each row is sent for one expert, no
-        rank passes on rows of others, and the loads of experts are not asked for.
+        The kernels can write the counts if experts are not sharded, each row is sent for one expert, no rank
+        passes on rows of other ranks, and the loads of experts are not asked for.
 
         header: the numbers in front of the counts.
         fault: the argument of the constructor.
@@ -820,8 +835,9 @@ class CountsExchange:
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
         """Computes the numbers that the host needs by kernels, and copies them to the host. A collective.
 
-        Returns two things, as `_to_host` does: (F, W, X) on the device, the X counts that this rank received
-        from each of W ranks for each of F bins (equal ranges of tokens); and a list of tensors on the host.
+        Returns the same two values as `_to_host`: (F, W, X) on the device, the X counts that this rank
+        received from each of W ranks for each of F bins (equal ranges of tokens); and a list of tensors on
+        the host.
 
         messages: the messages of all ranks.
         """
@@ -858,9 +874,9 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     Each rank has sent a header of four numbers in front of its row counts. If some ranks are in training mode
     and others are not, the function only warns.
 
-    The headers also have each rank's `GroupRecord.life`: the number of the default process group, counted
-    over all default groups of this job. The function sets this rank's number to the largest of all ranks, so
-    that all ranks use the same keys in the store.
+    The headers also have each rank's `GroupRecord.life`: 1 for the first default process group of this job, 2
+    for the second, and so on. The function sets this rank's number to the largest number of any rank, so that
+    all ranks use the same keys in the store.
 
     modes: for each rank, the third number of its header: the sum of bits such as TRAINING, and of LIFE times
         its `GroupRecord.life`.
@@ -871,9 +887,9 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     ranks.record.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
 
     def with_and_without(flag: int) -> tuple[str, str]:
-        """Returns two texts for messages: the ranks that have set the flag, and those that have not.
+        """Returns two texts for messages: the ranks that have set the flag, and the other ranks.
 
-        Each is "" if there are no such ranks.
+        A text is "" if it would name no rank.
 
         flag: a bit of the mode that each rank has sent with its row counts, such as TRAINING.
         """
@@ -927,8 +943,9 @@ def _by_rank(values: Sequence[str]) -> str:
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Returns a list of ranks as a text for messages; "" for no ranks.
 
-    The text names at most eight ranks, and says how many more there are. Example: (0, 2, 3) -> "ranks 0, 2,
-    3"; (1,) -> "rank 1".
+    The text names at most eight ranks, and then has the number of the others.
+
+    Examples: (0, 2, 3) -> "ranks 0, 2, 3"; (1,) -> "rank 1".
     """
     if not ranks:
         return ""

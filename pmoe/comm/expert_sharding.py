@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter of irregular numbers of rows among the ranks that share experts.
 
 FSMoE, section 2.2, calls them ESP-AllGather and ESP-ReduceScatter. In this file each is one irregular
-all-to-all, because no backend has all-gathers and reduce-scatters of different numbers of rows. A rank sends
-no more bytes than in the best ring algorithm.
+all-to-all, because no backend has an all-gather or a reduce-scatter in which ranks have different numbers of
+rows. A rank sends no more bytes than in the best ring algorithm.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ShardCollectives:
     def copies(self, own_rows: int) -> int:
         """Returns how many rows of scratch memory `all_gather` needs to send ``own_rows`` rows.
 
-        `all_gather` runs as an all-to-all, which sends one copy of the rows to each rank. With two ranks the
-        number is 0, because the only peer gets the rows themselves.
+        `all_gather` runs as an all-to-all, which needs one copy of the rows for each other rank. With two
+        ranks the result is 0, because the rows can be sent to the only other rank without a copy.
         """
         return own_rows * self.esp.size if self.esp.size > 2 else 0
 

@@ -12,7 +12,7 @@ This file also has
 
 - `wait_for`, which waits for a collective;
 - `at_stage` and `publishing_failures`, contexts that publish an error of their block;
-- `enter_call` and `backward_pass`, with which a call and its backward pass begin. They raise an error on a
+- `enter_call` and `backward_pass`, with which a call and its backward pass begin. Both raise an error on a
   rank that has left an earlier pass in the middle (`check_whole`).
 """
 
@@ -58,19 +58,19 @@ failure_published: threading.Event = threading.Event()
 class PeerError(RuntimeError):
     """The error of a rank that stops waiting because a peer has published a failure.
 
-    Its text quotes the failure.
+    The text of the error quotes that failure.
     """
 
 
 def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
     """Records that this rank leaves a forward or backward pass before its end, and publishes the error.
 
-    The other ranks would otherwise wait for the collectives that this rank does not start any more. If the
-    rank has left the group before, the record keeps the first error.
+    This rank starts no more collectives of the pass. So without the report the other ranks would wait for it.
+    If the rank has left the group before, the record keeps the first error.
 
     error: the error with which the rank leaves.
     ranks: the group whose collectives the pass uses.
-    stage: what the rank did when it failed, in words; "" if the error's own text says so.
+    stage: what the rank did when it failed, in words; "" if the error's text has these words already.
     by_itself: True if this rank has raised the error itself, False if a peer or a failed collective caused
         it.
     """
@@ -114,9 +114,9 @@ def publish_leaving(record: GroupRecord) -> None:
 def publish_outside_pass(error: BaseException) -> None:
     """Publishes an error raised outside of any forward or backward pass, such as one of load_state_dict.
 
-    Peers that wait for this rank in their next call raise the error too. Outside of a pass this rank has left
-    no collective unfinished, so the group can still be used: if the program goes on after the error, this
-    rank's next call withdraws the report.
+    If peers wait for this rank in their next call, they raise the error, too. An error outside of a pass
+    leaves no collective unfinished, so the group can still be used. If the program goes on after the error,
+    this rank's next call withdraws the report.
     """
     world = dist.group.WORLD
     if world is None:
@@ -140,13 +140,13 @@ A peer that waits for a collective leaves after about a second, because it reads
 def settle(ranks: Ranks) -> bool:
     """Returns whether a group may be used again, after this rank has left a pass over it in the middle.
 
-    It may be used if all ranks left that pass by errors of their own and after the same collectives: no rank
-    then waits for a collective that another rank did not start. The function reads from the store at which
-    collective the other ranks left, for at most `PATIENCE_SECONDS`. If the result is True, it clears this
-    rank's record of leaving.
+    The group may be used again if every rank left that pass by an error of its own, and all ranks had started
+    the same collectives: then no rank waits for a collective that another rank did not start. The function
+    waits at most `PATIENCE_SECONDS` until the store says after which collective each other rank left. If the
+    result is True, the function clears this rank's record of leaving.
 
-    If the result is False, the caller must call `publish_leaving` again. It then publishes an empty
-    `GroupRecord.left_at`, from which the other ranks see that the group cannot be used, and stop waiting.
+    If the result is False, the caller must call `publish_leaving` again. That call publishes an empty
+    `GroupRecord.left_at`, which tells the other ranks that the group cannot be used. So they stop waiting.
     """
     group = ranks.group
     record = ranks.record
@@ -196,7 +196,7 @@ def _any_failed(record: GroupRecord) -> str:
 def _write(values: dict[str, str]) -> None:
     """Writes values into the store, in the order of the dict. Returns after 2 seconds at the latest.
 
-    The limit is needed because the store may be on a rank that has stopped, and then it never answers.
+    The limit is needed because the store may be on a rank that has stopped: the store then never answers.
 
     values: the text for each key.
     """
@@ -218,7 +218,7 @@ def _write(values: dict[str, str]) -> None:
 def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:
     """Waits for a collective. On a GPU the current stream waits, and the host does not.
 
-    On the CPU it raises PeerError if a rank of the group publishes a failure in the meantime.
+    On the CPU the function raises PeerError if a rank of the group publishes a failure during the wait.
 
     work: the collective.
     group: the group whose failures are looked for; None for none.
@@ -237,7 +237,7 @@ def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
     """Replaces each value by its maximum over the ranks of the group. A collective.
 
     On a GPU the host does not wait for the result. On the CPU the call raises PeerError if a rank of the
-    group publishes a failure in the meantime.
+    group publishes a failure during the wait.
 
     values: a tensor of any shape, which is overwritten.
     """
@@ -246,7 +246,7 @@ def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
-    """Waits for a collective on the CPU, and checks in between whether peers have published a failure.
+    """Waits for a collective on the CPU, and checks while waiting whether peers have published a failure.
 
     work: the collective.
     group: the group whose failures are looked for.
@@ -272,8 +272,8 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
 def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
     """Adds to ``reasons`` the reasons, as texts, why a collective of the group will not end.
 
-    The reasons are failures that ranks of the group have published. If there are none, the reasons are peers
-    that wait for this rank before a call that this rank will not make (`pmoe.comm.meeting`).
+    The reasons are failures that ranks of the group have published. If there are no failures, the reasons are
+    sentences about peers that wait for this rank before a call that it will not make (`pmoe.comm.meeting`).
 
     group: the group.
     reasons: a list to which texts are added.
@@ -285,13 +285,13 @@ def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
 def failures(group: dist.ProcessGroup) -> list[str]:
     """Returns the published errors because of which a collective of the group will not end.
 
-    A rank leaves a group if an error ends a pass over the group before all its collectives have run. The
-    errors of the group's ranks that are returned:
+    A rank leaves a group if an error ends a pass over the group before all collectives of the pass have run.
+    The error of a rank of this group is returned in three cases:
 
-    - A rank has left this group, and the ranks did not all leave it after the same collectives.
-    - A rank has left another group (of another layer, say) and so may never come to the collective of this
-      group. If the present rank has left that other group too, the error is an old one and is not returned.
-    - A rank failed outside of any pass (`publish_outside_pass`).
+    - The rank has left this group, unless all ranks left it after the same collectives.
+    - The rank has left a different group (of another layer, say), so it may never come to the collective of
+      this group. If the calling rank has left that group, too, the error is old and is not returned.
+    - The rank failed outside of any pass (`publish_outside_pass`).
     """
     store = dist.distributed_c10d._get_default_store()
     record = record_of_group(group)
@@ -323,8 +323,9 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
     A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
-    It is raised again with the stage in its text. Other errors are this rank's own and are raised unchanged.
-    Errors of both kinds are published for the peers, which may wait for this rank (`leave`).
+    Such an error is raised again with the stage in its text. All other errors are this rank's own and are
+    raised unchanged. Both sorts of errors are published for the peers, which may wait for this rank
+    (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.
@@ -352,9 +353,10 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context that publishes an error of its block, so that peers stop waiting for this rank.
 
-    It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
-    that rank. An error counts as leaving a pass in the middle. Errors that all ranks raise together must not
-    be published: no rank waits, and a report would end the next call of the peers.
+    The context is for errors that a single rank may raise (from users' code, or a failed allocation) while
+    its peers wait for that rank. After such an error the rank has left a pass in the middle. An error that
+    all ranks raise together must not be published: no rank waits, and the report would end the next call of
+    the peers.
 
     ranks: the ranks of the layer.
     stage: what the block does, in words. The error of this rank's next call quotes it.
@@ -381,7 +383,8 @@ _first_calls = itertools.count(1)
 def enter_call(ranks: Ranks, changed: str = "") -> None:
     """Begins a call of a layer: checks the group, and waits for the peers if their calls may differ.
 
-    A layer without a name gets the name "MoELayer N" if N - 1 layers of this process got such a name before.
+    A layer without a name gets the name "MoELayer N", where N counts the layers of this process that got such
+    a name.
 
     ranks: the ranks of the layer.
     changed: the options that were changed since the layer's last call, in words; "" for none. If options were
@@ -421,10 +424,12 @@ def _warn_alone(ranks: Ranks) -> None:
 def check_whole(ranks: Ranks) -> None:
     """Raises RuntimeError if this rank has left an earlier pass over the group in the middle.
 
-    The collectives of the next pass would otherwise be paired with those that the peers still wait for. The
-    failure is published, so that the peers raise too. There is one exception: if all ranks left that pass by
-    errors of their own and after the same collectives, the group can be used again. To find that out, the
-    function may wait some seconds (`settle`).
+    Without this error, a collective of the next pass would be paired with a collective of the earlier pass,
+    for which the peers still wait. The failure is published, so that the peers also raise.
+
+    No error is raised if every rank left the earlier pass by an error of its own, and all ranks had started
+    the same collectives: the group can then be used again. The function may wait some seconds to find this
+    out (`settle`).
     """
     if ranks.size == 1 or not ranks.record.reason_left:
         return
@@ -448,7 +453,7 @@ def check_whole(ranks: Ranks) -> None:
 def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManager[None]:
     """Returns a context for the backward pass of a call, which records that this pass is running.
 
-    A peer that skips the backward pass is detected by that record (`pmoe.comm.meeting`).
+    The record is used to detect a peer that skips the backward pass (`pmoe.comm.meeting`).
 
     ranks: the ranks of the layer.
     number: the number of the call, which `Ranks.expect_backward` has returned in forward; 0 for none.
@@ -468,8 +473,9 @@ def meet(ranks: Ranks, why: str) -> None:
     why: why this rank waits, as the end of a sentence that begins with "rank 3". Errors of the peers quote
         the text.
 
-    Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs
-    another pass, and so will not come, reads in the store that this rank waits, and publishes a failure.
+    Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs a
+    different pass will never come to this call. That peer reads in the store that this rank waits, and
+    publishes a failure.
     """
     group = ranks.group
     assert group is not None

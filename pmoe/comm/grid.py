@@ -26,7 +26,7 @@ class Grid:
     ep: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
     esp: the L ranks that hold different columns of the same experts. Rows are gathered among them.
     order: (W,), the rank (its number in ``all``) at each place of the grid, line by line. After the
-        gathering, rows are sorted by their source rank in this order.
+        all-gather among ``esp``, rows are sorted by source rank in this order.
 
     Example: P = 3, L = 2. The place of a rank in ``order`` is esp.rank * P + ep.rank:
 
@@ -54,8 +54,8 @@ class Grid:
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
         """Copies counts for each of P ranks to the L ranks that share the experts of that rank.
 
-        P is the number of ranks among which rows are dispatched. Each of their experts is split over L ranks,
-        which all must know how many rows the expert gets.
+        P is the number of ranks among which rows are dispatched. Each expert of such a rank is split over L
+        ranks. All L ranks must know how many rows the expert gets.
 
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
@@ -71,7 +71,7 @@ class Grid:
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
         """Reorders counts by source rank into the order of the rows after the all-gather inside the node.
 
-        The all-gather collects the rows that each of the L ranks that share experts has received.
+        L ranks share experts. The all-gather brings each of them the rows that any of them has received.
 
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.
@@ -89,7 +89,7 @@ class Grid:
             source ranks, in the order that `by_arrival` returns.
 
         Returns (F, P, X). The W - P other ranks dispatch their rows to the ranks that share this rank's
-        experts, and this rank gathers the rows from them.
+        experts. This rank gets these rows from the sharing ranks, by the all-gather.
         """
         start = self.esp.rank * self.ep.size
         return arrival_FWX[:, start : start + self.ep.size]
@@ -104,8 +104,8 @@ class Grid:
 
         Returns whether a new group replaces a destroyed one (`Ranks.reconnect`).
 
-        Raises ValueError if the grid comes from a device mesh, which pickling loses: the layer must be built
-        again. Raises RuntimeError or ValueError if no group can take the place of the old one.
+        Raises ValueError if the grid was made from a device mesh, because pickling loses the mesh: the layer
+        must be built again. Raises RuntimeError or ValueError if no group can replace the old group.
         """
         if self.is_sharded and self.all.group is None:
             raise ValueError(

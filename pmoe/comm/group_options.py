@@ -12,14 +12,15 @@ import torch.distributed as dist
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of a group's collectives; None if it cannot be read.
 
-    New groups are made with this timeout. Otherwise they would get torch's default instead of the user's.
+    New groups are made with this timeout, because torch would give them its default timeout and not the
+    user's.
     """
     timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
     return timeout
 
 
 def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup]) -> None:
-    """Sets the timeout of ``others`` to that of ``group``. Does nothing if that timeout cannot be read."""
+    """Gives ``others`` the timeout of ``group``. Does nothing if that timeout cannot be read."""
     timeout = timeout_of(group)
     if timeout is not None:
         for other in others:
@@ -38,8 +39,8 @@ def backend_options(group: dist.ProcessGroup) -> Any:
 def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
     """Returns arguments of torch.distributed.new_group for a group like ``group``: its backend and timeout.
 
-    If ``group`` does not have all processes, use_local_synchronization is set: only members call new_group
-    then.
+    If ``group`` does not have all processes, use_local_synchronization is set, so that only members call
+    new_group.
     """
     options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
     some = dist.get_world_size(group) < dist.get_world_size()

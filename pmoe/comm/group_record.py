@@ -18,15 +18,16 @@ import torch.distributed as dist
 class GroupRecord:
     """A rank's record of a process group: the calls that have used it, and the errors that ended a pass.
 
-    A group is whole while its collectives match on all ranks. If a rank leaves a forward or backward pass in
-    the middle, by an error, its peers wait for collectives that the rank never starts.
+    A group is whole while its collectives match on all ranks. If an error makes a rank leave a forward or
+    backward pass in the middle, the group is not whole: peers wait for collectives that the rank never
+    starts.
 
     name: the group's name, the same on all its ranks.
     life: the number of the default group under which the group was made: 1 for the first one that layers used
         in this job, 2 for the second. torchrun's store outlives a group that is destroyed and made again
         under the same name; this number in the keys of the store tells the two groups apart.
     reason_left: why this rank left a pass in the middle; "" while the group is whole.
-    left_with: the text of that error, as peers get it.
+    left_with: the text of the error by which this rank left, in the form that peers get.
     left_at: `place` at the moment when this rank left by an error of its own; "" if a peer or a collective
         caused the error. If all ranks left by errors of their own at the same place, the group can be used
         again.
@@ -76,7 +77,7 @@ class GroupRecord:
 
     @contextlib.contextmanager
     def backward_pass(self, number: int, layer: str) -> Iterator[None]:
-        """Records, while the block runs, that it is the backward pass of a call.
+        """Records, as long as the block runs, that the backward pass of a call is running.
 
         number: the call's number; 0 if `open_call` has not recorded the call.
         layer: the name of the call's layer.
@@ -144,7 +145,7 @@ def _life() -> int:
     old and the new group in the store. Only default groups with which this rank has used layers are counted.
 
     The counter is in the default group's store; a store such as torchrun's outlives the group. The store is
-    asked once for each default group. The result is 0 if there is no default group or no store, or if the
+    read once for each default group. The result is 0 if there is no default group or no store, or if the
     store does not answer within 5 seconds.
     """
     world = dist.group.WORLD

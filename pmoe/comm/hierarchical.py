@@ -60,9 +60,9 @@ class HierarchicalExchange(Dispatch, Combine):
     def connect(self) -> NodeGroups:
         """Returns this rank's process groups inside its node and across nodes.
 
-        The first call makes the groups, and is a collective. This object does not store them, and looks them
-        up each time, so that layers can be copied and pickled. An unpickled layer makes its groups at its
-        first exchange of row counts.
+        The first call makes the groups, and is a collective. This object does not store the groups, so that
+        layers can be copied and pickled; each call looks the groups up. An unpickled layer makes its groups
+        at its first exchange of row counts.
         """
         assert self.ranks.group is not None
         return connect(self.ranks.group, self.topology)
@@ -77,9 +77,9 @@ class HierarchicalExchange(Dispatch, Combine):
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64. A collective.
 
-        It is called only if there are several nodes and a node has several ranks. There are X numbers for
-        each of F bins, the equal ranges of a rank's tokens by which rows are counted; the subclass decides
-        what they are. `relay_counts` returns the same numbers, but None if this rank passes on no rows.
+        The method is called only if there are several nodes and some node has several ranks. Rows are counted
+        in F bins, equal ranges of a rank's tokens. The subclass decides what the X numbers of a bin are.
+        `relay_counts` returns the same numbers, but None if this rank passes on no rows.
 
         send_FW, recv_FW: (F, W) int64, for each bin the numbers of rows to and from each of W ranks.
         """
@@ -88,10 +88,10 @@ class HierarchicalExchange(Dispatch, Combine):
     def carry(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
-        """Exchanges rows in several collectives: what `exchange` does if there are several nodes with several
-        ranks.
+        """Exchanges rows in several collectives. `exchange` calls this method if it needs several.
 
-        The arguments are those of `exchange`:
+        It does if there are several nodes and some node has several ranks. The arguments are those of
+        `exchange`:
 
         rows, out: contiguous (N,) or (N, M): N rows of M columns, in blocks for each rank and from each rank,
             in order of rank.
@@ -178,8 +178,8 @@ class HierarchicalExchange(Dispatch, Combine):
             order.
         send_rows: the number of rows for each rank of the process group.
         recv_rows: the number of rows that come from each of the W ranks among which rows are exchanged.
-        sources: the W ranks, in the order in which their rows arrive. Each rank of the process group delivers
-            the rows of equally many consecutive ranks of this list.
+        sources: the W ranks, in the order in which their rows arrive. If the process group has G ranks, the
+            first rank of the group delivers the rows of the first W / G ranks in this list, and so on.
         across: True for the process group across nodes, False for the group inside the node.
         """
         sizes = [recv_rows[rank] for rank in sources]
@@ -193,10 +193,10 @@ class HierarchicalExchange(Dispatch, Combine):
 
 
 def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tensor | None = None) -> Tensor:
-    """Returns ``rows`` with its blocks in another order. A block is a run of consecutive rows.
+    """Returns ``rows`` with its blocks in a new order. A block is a range of consecutive rows.
 
     sizes: the number of rows of each block.
-    order: the index of each block, in the new order.
+    order: the indices of the blocks, in the new order.
     out: takes the result; None allocates memory for it.
 
     The rows are copied once. If no row moves, nothing is copied: the result is ``rows``, and ``out`` is not
@@ -213,7 +213,7 @@ def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tens
 def _nothing_moves(sizes: Sequence[int], order: Sequence[int]) -> bool:
     """Returns whether no row moves if blocks of these sizes are put in this order.
 
-    It is True also if only empty blocks move.
+    The result is also True if only empty blocks move.
     """
     filled = [block for block in order if sizes[block]]
     return filled == sorted(filled)

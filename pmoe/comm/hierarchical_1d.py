@@ -1,7 +1,7 @@
 """1D hierarchical all-to-all: each node gathers its rows at a leader, and the leaders exchange them.
 
-It is HetuMoE's hierarchical all-to-all (Nie et al., arXiv 2203.14685), which FSMoE (section 3.1) calls 1DH.
-Between two nodes there is one message, as large as it can be. In return rows are sent twice more inside a
+This is HetuMoE's hierarchical all-to-all (Nie et al., arXiv 2203.14685), which FSMoE (section 3.1) calls 1DH.
+All rows from one node to another are in a single message. The costs: rows are sent two more times inside a
 node, and the leader needs memory for the rows of its whole node.
 
 Rank (a, i) is the i-th rank of node a, and (a, 0) is the leader of node a:
@@ -62,9 +62,7 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         return len(self.topology.inside(self.ranks.rank))
 
     def _to_leader(self, rows: int) -> list[int]:
-        """Returns a number of rows for each rank of this node: all ``rows`` for its leader, 0 for the
-        others.
-        """
+        """Returns a number of rows for each rank of this node: ``rows`` for the leader, else 0."""
         return [rows] + [0] * (self._local - 1)
 
     def carry(

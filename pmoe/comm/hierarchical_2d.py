@@ -1,11 +1,11 @@
 """2D hierarchical all-to-all: first inside each node, then across nodes among ranks at equal places.
 
-A rank's place is its number among the ranks of its node. The method is Tutel's 2DH all-to-all (Hwang et al.,
-arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al., arXiv 2201.05596). FSMoE, section 3.1,
-offers it beside the flat all-to-all.
+A rank's place is its number among the ranks of its node. Tutel calls this method 2DH (Hwang et al., arXiv
+2206.03382); DeepSpeed-MoE also uses it (Rajbhandari et al., arXiv 2201.05596). FSMoE, section 3.1, offers the
+method beside the flat all-to-all.
 
-With L ranks on each node, there are L times fewer messages between nodes, each about L times larger. In
-return rows are sent once more inside the node. All ranks do the same work; none is a leader.
+With L ranks on each node, there are L times fewer messages between nodes, each about L times larger. The
+cost: rows are sent one more time, inside the node. All ranks do the same work; none is a leader.
 
 Rank (a, j) is at place j of node a. Rows of rank (a, i) for rank (b, j) are sent in two steps:
 

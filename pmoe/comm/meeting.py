@@ -6,17 +6,18 @@ rows of the peers' backward pass. A meeting before the call detects this:
 
 - A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
   If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, none comes.
-- If a peer runs that backward pass while a rank waits in a meeting, the waiting rank has skipped the pass:
+- If a rank waits in a meeting while a peer runs that backward pass, the waiting rank has skipped the pass:
 
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-A rank also comes to a meeting if its options were changed since its last call, because messages of other
-sizes would abort the processes of its peers. If all ranks have changed their options, all come.
+A rank also comes to a meeting if its options were changed since its last call. With new options a message may
+have a new size, which would abort the processes of its peers. If all ranks have changed their options, all
+come.
 
-A call has the number of its exchange of row counts. The exchange is a collective, so all ranks have the same
-number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no meeting for a backward pass
-on a GPU.
+The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has
+the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no
+meeting for a backward pass on a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ little.
 class Meeting:
     """One rank's part in a meeting: the wait, before its next call, until all ranks of the group have come.
 
-    Its keys in the store are below pmoe/meet/LIFE/GROUP (`GroupRecord.life` and the group's name):
+    The keys of a meeting in the store begin with pmoe/meet/LIFE/GROUP (`GroupRecord.life` and the group's
+    name):
 
         NUMBER        how many ranks have come to the meeting of that number
         NUMBER/all    set when all have come
@@ -103,7 +105,7 @@ class Meeting:
     def publish(self) -> None:
         """Writes into the store which call this rank is about to make, and why it waits for the other ranks.
 
-        Peers read this with `left_out`, and raise an error if they will not make that call.
+        Peers read this record with `left_out`. A peer that will not make that call raises an error.
         """
         if not self._is_published:
             numbers = ",".join(map(str, self._record.open_calls))
@@ -121,8 +123,8 @@ class Meeting:
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits for this rank before a call that it will not make.
 
-    In each case the peer and this rank do different things: this rank runs a backward pass that the peer has
-    skipped, or this rank has already made the call for which the peer waits.
+    There are two cases: this rank runs a backward pass that the peer has skipped, or this rank has already
+    made the call for which the peer waits.
 
     record: this rank's record of the group.
     own_rank: this rank's number in the group.

@@ -17,11 +17,12 @@ class Ranks:
     A single rank does not communicate. A copy of the object has the same group. A pickled object has no
     group; after loading, `reconnect` takes the default group.
 
-    group: None takes the default group if torch.distributed is initialised, else there is a single rank.
+    group: the process group. None takes the default group if torch.distributed is initialised, else the
+        object is a single rank.
     size, rank: the number of ranks in the group, and this rank's number in it.
     layer: the name, in errors, of the layer that owns this object; "" before the layer's first call.
-    takes_default: whether the group is the default one. If it is destroyed, a new default group may take its
-        place.
+    takes_default: whether the group is the default group. If that is destroyed, a new default group may
+        replace it.
     by_default: whether the user passed no group or mesh. A layer of one rank may then be an oversight, so its
         first call warns if there are other ranks.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
@@ -148,7 +149,7 @@ class Ranks:
         )
 
     def count_exchange(self) -> None:
-        """Gives the exchange of row counts that begins now the next number among the group's exchanges.
+        """Numbers the exchange of row counts that begins now: the next number among the group's exchanges.
 
         The layer's call that starts the exchange has the same number.
         """
@@ -175,8 +176,8 @@ class Ranks:
     def take_number(self) -> None:
         """Gives the layer its number among the layers of the group, after its first exchange of row counts.
 
-        All ranks take part in the same exchange, so they give the layer the same number. Ranks compare the
-        number in later exchanges, to find out whether all of them call the same layer.
+        All ranks take part in the same exchange, so the layer gets the same number on all ranks. Ranks
+        compare the number in later exchanges, to find out whether all ranks call the same layer.
         """
         self.record.num_layers += 1
         self.number = self.record.num_layers

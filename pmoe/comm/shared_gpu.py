@@ -1,9 +1,8 @@
-"""Lets several ranks of an NCCL job share one GPU: the environment that allows it, and a hint if it is
-missing.
+"""Lets several ranks of an NCCL job share one GPU, by environment variables.
 
-NCCL refuses a job in which two ranks have the same host and GPU. It compares hosts by a text, which the
-variable NCCL_HOSTID can set. A rank with a text of its own counts as a machine of its own, so ranks send rows
-through sockets. Such a job is slow. It shows whether results are right, not how long they take.
+NCCL refuses a job in which two ranks have the same host and GPU. NCCL identifies a host by a text, which the
+variable NCCL_HOSTID can set. If each rank has a different text, NCCL takes each rank for a machine of its
+own, and ranks send rows through sockets. Such a job is slow: it can test results, but not measure times.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
     """Returns the grid of ranks that a mesh describes.
 
     mesh: with the dimensions "ep", over which experts are spread, and "esp", over which each expert is split.
-        They may come in either order, and one may be missing.
+        Both orders are allowed, and one of the two dimensions may be missing.
 
     Raises ValueError for other dimensions, and TypeError if ``mesh`` is not a DeviceMesh.
     """
@@ -147,8 +147,8 @@ class Topology:
     def across(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that have the same place in their nodes as ``rank``, in group order.
 
-        A rank's place is its number among the ranks of its node. Nodes with too few ranks have no rank at
-        that place.
+        A rank's place is its number among the ranks of its node. If a node has too few ranks, it has no rank
+        at that place.
         """
         place = self.place(rank)
         ranks = (node[place] for node in self.members if place < len(node))
@@ -225,18 +225,20 @@ _node_groups = weakref.WeakKeyDictionary()
 def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
     """Returns this rank's process groups inside its node and across nodes.
 
-    The first call for a topology makes them, and is a collective of ``group``.
+    The first call for a topology makes these groups, and is a collective of ``group``:
 
-    - If ``group`` has all processes, each process makes all groups in one order, because torch requires it.
-    - If ``group`` has only some of the processes, its members make only their own groups
-      (use_local_synchronization). Torch then names a group after its ranks and the number of groups that the
-      process is in. Processes with different numbers would use different names, and hang (pytorch issue
-      173608).
+    - If ``group`` has all processes, each process makes the groups of all processes, in the same order,
+      because torch requires this.
+    - If ``group`` has only some of the processes, each member makes only its own two groups
+      (use_local_synchronization). Torch then makes the name of a new group from its ranks and from the number
+      of groups that the process already belongs to. If this number differed between processes, the names
+      would differ, and the processes would hang (pytorch issue 173608).
 
-    The groups stay until torch.distributed is shut down: a second group of the same name would find the keys
-    of the first one in the store.
+    The groups exist until torch.distributed is shut down. They are not made a second time, because a second
+    group with the same name would find the keys of the first group in the store.
 
-    Raises ValueError, on every rank of ``group``, if the processes are in different numbers of groups.
+    Raises ValueError on every rank of ``group``, before any group is made, if ``group`` has only some of the
+    processes and its members belong to different numbers of groups.
     """
     known = _node_groups.setdefault(group, {})
     if topology not in known:
@@ -271,10 +273,10 @@ def _make_groups(
 
 
 def _check_number_of_groups(ranks: Ranks) -> None:
-    """Raises ValueError, on every rank, unless all processes are in equally many process groups.
+    """Raises ValueError on every rank if processes belong to different numbers of process groups.
 
-    Torch puts this number into the name of a new group of some processes. With different numbers torch would
-    hang.
+    Torch puts this number into the name of a new group that has only some of the processes. With different
+    names the processes would hang.
     """
     known = len(dist.distributed_c10d._world.pg_names)
     numbers = gathered(ranks, known, stage="comparing the numbers of process groups")

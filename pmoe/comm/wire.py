@@ -1,7 +1,8 @@
 """Packs rows into messages of a narrower number format, and unpacks them: e4m3 with scales, or bfloat16.
 
-A message is the sequence of bytes in which a row is sent. With ``wire="bfloat16"`` it has the row's values
-rounded to bfloat16. With ``wire="e4m3"``, a float8 format, it has for M columns in B = ceil(M / 128) blocks:
+A message is the sequence of bytes in which a row is sent. With ``wire="bfloat16"`` a message has the row's
+values, rounded to bfloat16. With ``wire="e4m3"``, a float8 format, the M columns of a row are divided into B
+= ceil(M / 128) blocks, each with a scale. The message is:
 
     | number 0 | number 1 | ... | number M - 1 | up to 3 unused bytes | scale 0 | ... | scale B - 1 |
       float8, 1 byte each                                               float32, 4 bytes each
@@ -10,8 +11,9 @@ rounded to bfloat16. With ``wire="e4m3"``, a float8 format, it has for M columns
     number = value / scale, computed in float32 and rounded once to e4m3
     unpacked value = number * scale, computed in float32 and rounded once to the rows' type
 
-A block of zeros stays zeros. A block with an Inf or a NaN becomes NaN as a whole, because its scale is Inf or
-NaN. So a value that is not finite is never hidden, and it spreads to at most 127 other values of its row.
+A block of zeros is unpacked to zeros. If a block has an Inf or a NaN, the scale is Inf or NaN, and all values
+of the block become NaN. So a value that is not finite is never hidden, and makes at most 127 other values of
+its row NaN.
 
 Letters: N rows, M columns of a row, B blocks of a row, C bytes of a message.
 """
@@ -39,8 +41,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 def check_wires(wires: Wires, dtype: torch.dtype) -> None:
     """Raises ValueError if rows of a dtype must not be sent in the given number formats.
 
-    "e4m3" is for the dtypes in `E4M3_DTYPES`. "bfloat16" is for float32 only, because it makes rows of 2
-    bytes a number no shorter.
+    "e4m3" is for the dtypes in `E4M3_DTYPES`. "bfloat16" is for float32 only, because it would not shorten
+    rows whose numbers have 2 bytes.
 
     wires: the formats for forward and backward.
     dtype: dtype of the rows.
@@ -84,8 +86,7 @@ def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM
 
     wire: the number format of the messages.
     message_NC: (N or more, C) uint8, the messages, C bytes each.
-    index: (N,) int64, row i of N is unpacked from message index[i]; None for N messages in the order of the
-        rows.
+    index: (N,) int64: row i is unpacked from message index[i]. None if message i is row i.
     out_NM: (N, M), memory for the N rows of M columns.
     """
     d_model = out_NM.shape[1]
@@ -122,8 +123,8 @@ def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
 def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
     """Returns how many bytes of temporary tensors `pack_rows` and its caller need for each row.
 
-    The tensors are a copy of the row, gathered from the tokens, and with "e4m3" its values in float32 if the
-    rows are narrower than float32.
+    The tensors are a copy of the row, gathered from the tokens. With "e4m3", if the rows are narrower than
+    float32, there is also a float32 copy of the row.
 
     wire: the number format of the message.
     d_model: M, the columns of a row.
@@ -135,8 +136,8 @@ def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
 def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
     """Returns how many bytes of temporary tensors `unpack_rows` needs for each row.
 
-    The tensors are a copy of the messages, in the order of the rows, and with "e4m3" their values in float32
-    if the rows are narrower than float32.
+    The tensors are a copy of the messages, in the order of the rows. With "e4m3", if the rows are narrower
+    than float32, there is also a float32 copy of the values.
 
     wire: the number format of the message.
     d_model: M, the columns of a row.
@@ -148,8 +149,9 @@ def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
 def hidden_block_bytes(columns: int, element_size: int) -> int:
     """Returns how many bytes of temporary tensors packing a block of T_M needs for each of its rows.
 
-    The block is packed to e4m3, or unpacked. The tensors are the row's values in float32 if the row is
-    narrower, or if its columns are filled up to whole blocks of 128; and two lists of its scales.
+    The block is packed to e4m3, or unpacked. The tensors are, for each row: a float32 copy of the row, if it
+    is narrower than float32 or if its columns must be filled up to whole blocks of 128; and two copies of its
+    scales.
 
     columns: columns of T_M.
     element_size: bytes of an element of the row.

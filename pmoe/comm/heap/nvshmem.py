@@ -1,6 +1,6 @@
-"""Memory of symmetric heaps from NVSHMEM, for ranks whose loads and stores reach each other.
+"""Memory of symmetric heaps from NVSHMEM, for ranks that can read and write each other's memory.
 
-So far this code has run with one process only, not with several.
+So far this code has been run with a single process only.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class NvshmemMemory(DeviceMemory):
         device: this rank's device.
         handle: the peer's rank, as text.
 
-        Raises RuntimeError if loads and stores of this device do not reach the peer's memory.
+        Raises RuntimeError if this device cannot read and write the peer's memory by loads and stores.
         """
         peer: int = heap_module.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
         if not peer:
@@ -108,4 +108,4 @@ class NvshmemMemory(DeviceMemory):
         return peer
 
     def close(self, device: torch.device, peer: int) -> None:
-        """Does nothing: memory of a peer need not be closed in NVSHMEM. It can be used until it is freed."""
+        """Does nothing: NVSHMEM has no step that closes a peer's memory. The peer frees it."""

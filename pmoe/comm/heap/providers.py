@@ -1,7 +1,7 @@
 """Makers of symmetric heaps: for virtual ranks of one process, for processes of a node, over NVSHMEM.
 
-A symmetric heap is device memory of the same layout on every rank, which the other ranks can address, so that
-fused kernels write rows straight to their destination.
+A symmetric heap is device memory with the same layout on every rank. The other ranks can address this memory,
+so fused kernels write rows straight to their destination.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pmoe.warn import warn_once
 def virtual_heaps(
     shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
-    """Returns symmetric heaps for W virtual ranks, all played by this one process on one device.
+    """Returns symmetric heaps for W virtual ranks: this single process acts as all ranks, on one device.
 
-    They are for tests and measurements. All heaps must be closed, but only when none of them is in use any
-    more.
+    The heaps are for tests and measurements. All heaps must be closed, but only when none of them is in use
+    any more.
 
     shape: the sizes of each heap; W is ``shape.num_ranks``.
     device: the device.
@@ -95,9 +95,9 @@ def process_heap(
 def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     """Returns this rank's symmetric heap in NVSHMEM's memory, and opens the other ranks' heaps. Collective.
 
-    Kernels read and write the other ranks' heaps by loads and stores, so these must reach all ranks: within
-    a node, or over NVLink between nodes. A process can use
-    NVSHMEM with one group of ranks only. So far this has run with one process only, not with several.
+    Kernels read and write the other ranks' heaps by loads and stores. So all ranks must be on one node, or on
+    nodes that NVLink connects. A process can use NVSHMEM with one group of ranks only. So far this function
+    has been run with a single process only.
 
     ranks: the ranks of the layer.
     shape: the sizes of the heap, the same on all ranks.
@@ -107,7 +107,7 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 
     - ValueError with the values of all ranks, if shapes, dtypes, sizes in bytes or kernels differ.
     - RuntimeError with the rank, if there is not enough memory, if NVSHMEM is not built in or was started for
-      another group already, or if loads and stores of a rank do not reach another rank.
+      another group already, or if a rank cannot read and write another rank's memory by loads and stores.
     """
     memory = NvshmemMemory(ranks)
     builder = _HeapBuilder(ranks, shape, device, memory)
@@ -118,7 +118,7 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 
 
 class CollectiveSteps:
-    """Steps that all ranks of a group take together. If a step fails on one rank, it raises on all.
+    """Runs steps that all ranks of a group take together. If a step fails on one rank, all ranks raise.
 
     ranks: the ranks of the group.
     device: the device on which NCCL's collectives run.
@@ -143,8 +143,8 @@ class CollectiveSteps:
     def attempt(self, work: Callable[[], object], undo: Callable[[], None] = lambda: None) -> list[Any]:
         """Calls work() on every rank and returns the results of all ranks, in order of rank. Collective.
 
-        If work() raises on any rank, every rank calls undo() and raises the same error with the texts of the
-        failed ranks. It is a ValueError if any rank raised a ValueError, else a RuntimeError.
+        If work() raises on any rank, every rank calls undo(). Then every rank raises the same error, with the
+        texts of the failed ranks' errors: a ValueError if any rank raised a ValueError, else a RuntimeError.
         """
         mine: tuple[object, str | None, bool]
         try:
@@ -233,7 +233,7 @@ class _HeapBuilder(CollectiveSteps):
     def allocate(self) -> bytes:
         """Allocates this rank's memory.
 
-        Returns a handle with which peers open it; b"" if there are no peers.
+        Returns a handle with which peers open this memory; b"" if there are no peers.
         """
         self.base = _allocate(self.memory, self.device, self.shape)
         return self.memory.handle(self.device, self.base) if self.ranks.size > 1 else b""
@@ -267,9 +267,9 @@ class _HeapBuilder(CollectiveSteps):
     def release(self) -> None:
         """Closes the peers' memory, then frees this rank's memory. Collective.
 
-        Between the two steps ranks exchange a value, which serves as a barrier: memory is freed only when no
-        peer has it open any more. With NVSHMEM, freeing is collective, so if some rank has no memory to free,
-        no rank frees its memory.
+        Between the two steps ranks exchange a value, as a barrier: a rank frees its memory only when no peer
+        has this memory open. With NVSHMEM, freeing is collective. So if some rank has no memory to free, no
+        rank frees its memory.
         """
         _quietly(heap_module.synchronize, self.device)
         for peer in self.opened.values():
@@ -296,7 +296,10 @@ def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:
-    """Calls a function that frees memory. If it fails, this only warns, so that an earlier error is kept."""
+    """Calls a function that frees memory. If it raises, only a warning is issued.
+
+    So an error that was raised before is not replaced.
+    """
     try:
         work(*args)
     except Exception as error:
@@ -316,9 +319,10 @@ MAX_WAIT_SECONDS = 86400.0
 def wait_seconds(ranks: Ranks) -> float:
     """Returns how many seconds a kernel of this rank waits for a peer before it gives up.
 
-    A kernel should wait for a late peer (one that writes a checkpoint, say) as long as a collective would. So
-    the result is the group's timeout, but at most a day; 600 s if the group has no timeout. If the variable
-    $PMOE_WAIT_SECONDS is set, the result is its value, but at most the group's timeout.
+    A kernel should wait for a late peer (a peer that writes a checkpoint, say) as long as a collective would
+    wait. So the result is the group's timeout, but at most a day; 600 s if the group has no timeout. If the
+    environment variable PMOE_WAIT_SECONDS is set, the result is the variable's value, but at most the group's
+    timeout.
 
     Raises ValueError if the variable is not a number of seconds, more than 0 and at most a day.
     """
@@ -359,12 +363,12 @@ def heaps_of(ranks: Ranks) -> HeapsByKey:
 
 
 def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
-    """Returns a symmetric heap for a layer. Layers share it if their group, device and sizes are the same.
+    """Returns a symmetric heap for a layer. Layers of one group, device and shape share a heap.
 
-    Numbers of rows may differ between the layers: the heap has at least as many rows as ``shape`` asks for.
-    If there is a large enough heap, nothing is communicated. Otherwise the call is a collective, which closes
-    the smaller heap on every rank and makes a larger one. So the numbers of rows must be the same on all
-    ranks, and tensors on a closed heap must not be used any more.
+    Numbers of rows may differ between layers that share a heap: the heap has at least as many rows as
+    ``shape`` asks for. If the present heap is large enough, nothing is communicated. Otherwise the call is a
+    collective, which closes the present heap on every rank and makes a larger one. So the numbers of rows
+    must be the same on all ranks, and tensors in a closed heap must not be used any more.
 
     make: makes the heap: `process_heap` or `nvshmem_heap`.
 
@@ -401,7 +405,7 @@ def warn_where_there_is_no_room(spare: int) -> None:
     """Warns once if NCCL may need more multiprocessors than fused kernels leave free.
 
     A fused kernel occupies its multiprocessors until its peers have sent their rows. If NCCL's collectives
-    get too few multiprocessors meanwhile, ranks may wait for each other in a circle.
+    get too few multiprocessors during this time, ranks may wait for each other in a circle.
 
     spare: number of multiprocessors that fused kernels leave free. 0 checks nothing: the user has said that
         no collective runs beside a layer.
@@ -425,8 +429,8 @@ def _groups() -> list[dist.ProcessGroup]:
 def _fits(group: dist.ProcessGroup, spare: int) -> bool:
     """Returns whether NCCL can run a group's collectives on ``spare`` free multiprocessors of the GPU.
 
-    NCCL must need no more multiprocessors than that. It must also use no thread block clusters, because a
-    cluster needs neighbouring multiprocessors, and the free ones may not be neighbours.
+    The answer is yes if NCCL needs at most ``spare`` multiprocessors and uses no thread block clusters. A
+    cluster needs neighbouring multiprocessors, and the free multiprocessors may not be neighbours.
     """
     blocks = _asked(group, "NCCL_MAX_CTAS", "max_ctas")
     return 0 <= blocks <= spare and 0 <= _asked(group, "NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size") <= 1

@@ -3,11 +3,11 @@
 Three launches replace some thirty PyTorch operations:
 
     pack     writes this rank's messages: for each rank a header and the row counts of that rank's experts
-    agree    computes from the messages that arrived this rank's share of the numbers on which all ranks
-             agree, such as the largest number of tokens of a rank
+    agree    computes, from the messages that arrived, this rank's input of a max-reduction. Its results
+             are equal on all ranks, for example the largest number of tokens of a rank
     order    computes the orders of rows and of their routing weights, and where the rows of each expert end
 
-`pmoe.comm.counts` computes the same by PyTorch expressions, and says what each number means.
+`pmoe.comm.counts` computes these numbers by PyTorch expressions, and explains each of them.
 
 Letters: W ranks, F bins (equal ranges of a rank's tokens, by which rows are counted), E experts of a rank, L
 = HEADER + F * E numbers of a message.
@@ -40,8 +40,8 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
     counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
         experts of each of W ranks.
     num_ranks: W.
-    num_degrees: the number of degrees (numbers of chunks) for which ranks must agree whether all chunks fit
-        into their buffers.
+    num_degrees: the number of degrees (numbers of chunks) for which all ranks must know whether all chunks
+        fit into their buffers on every rank.
     """
     if counts_FE.dtype != torch.int32 or not counts_FE.is_contiguous():
         return f"counts of dtype {counts_FE.dtype} must be contiguous {torch.int32}"
@@ -59,7 +59,8 @@ class Sent:
 
     slot: (S,) int32, the (token, choice) pair of each row, sorted by chunk, then by rank. Rows that stay on
         this rank are the last ones of their chunk.
-    weight: (T * K,) the routing weight of each pair; None if it is not wanted. Kernels read float32 only.
+    weight: (T * K,) the routing weight of each pair; None if the order of weights is not wanted. Kernels read
+        float32 only.
     """
 
     slot: Tensor
@@ -70,8 +71,8 @@ class Sent:
 class RowOrder:
     """The results of the kernel "order" for the n chunks of a pass.
 
-    ends: (n + pieces, E) int32, where each expert's rows end. There is a line for the rows that arrive in
-        each chunk, then one for each piece, a block of rows that stay on this rank.
+    ends: (n + pieces, E) int32, where each expert's rows end. The first n lines are for the rows that arrive
+        in each chunk. The other lines are for the pieces: blocks of rows that stay on this rank.
     of_chunks: (N,) int32, for each chunk the index that sorts its arrived rows (`Chunk.regroup`), one chunk
         after the other; None if it was not wanted.
     of_all: (N,) int64, the index that sorts the routing weights of all rows, which arrive in one message for
@@ -92,13 +93,14 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class Messages:
-    """The messages of one exchange of row counts, and the numbers that ranks agree on, in one allocation.
+    """The messages of one exchange of row counts, and the agreed numbers, in one allocation.
 
-    All of them reach the host by a single copy.
+    The agreed numbers are the results of a max-reduction, which are equal on all ranks. A single copy brings
+    the messages and the agreed numbers to the host.
 
-    memory: int64: first the numbers that ranks agree on, then the messages that are sent and those that
-        arrive. Both have W messages of L int32 numbers, a header and the row counts of one rank.
-    num_agreed: the number of numbers that ranks agree on.
+    memory: int64: the agreed numbers, then the messages that are sent, then the messages that arrive. W
+        messages are sent and W arrive, each of L int32 numbers: a header and the row counts of one rank.
+    num_agreed: how many agreed numbers there are.
     sizes: the tuple (W, F, E): ranks, bins (equal ranges of tokens), experts of a rank.
     """
 
@@ -113,7 +115,7 @@ class Messages:
         counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
             experts of each of W ranks.
         num_ranks: W.
-        num_degrees: the number of degrees (numbers of chunks) on which ranks agree.
+        num_degrees: the number of degrees (numbers of chunks); each has an agreed number.
         """
         num_bins = counts_FE.shape[0]
         num_experts = counts_FE.shape[1] // num_ranks
@@ -124,13 +126,14 @@ class Messages:
 
     @property
     def agreed(self) -> Tensor:
-        """The numbers that ranks agree on, (HEADER + 3 + number of degrees,) int64."""
+        """The agreed numbers, which are equal on all ranks, (HEADER + 3 + number of degrees,) int64."""
         return self.memory[: self.num_agreed]
 
     @property
     def both(self) -> tuple[Tensor, Tensor]:
-        """The messages that are sent and those that arrive, (W, L) int32 each: L numbers for each of W
-        ranks.
+        """The messages that are sent and the messages that arrive, (W, L) int32 each.
+
+        Each of the W messages has L numbers.
         """
         halves = self.memory[self.num_agreed :].view(torch.int32).view(2, self.sizes[0], -1)
         return halves[0], halves[1]
@@ -182,9 +185,9 @@ class Messages:
         irregular: bool,
         limits: Sequence[tuple[int, float]],
     ) -> None:
-        """Launches the kernel that computes this rank's share of the numbers on which ranks agree.
+        """Launches the kernel that computes this rank's input of the max-reduction.
 
-        A max-reduction over all ranks follows, after which the numbers are equal on all ranks.
+        After the max-reduction the agreed numbers are equal on all ranks.
 
         received_WL: (W, L) int32, the messages that arrived from W ranks, L numbers each.
         own_rank: this rank, if rows that it sends to itself do not count for ``limits``; else None.

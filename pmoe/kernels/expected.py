@@ -7,8 +7,8 @@ binary and PTX compatibility):
     sm_100        on 10.0 and 10.x
     PTX of 8.0    on 8.0 and everything later; the driver compiles it
 
-`pmoe.kernels.extension` asks the driver what it has loaded. This module says what to expect of a device that
-is not present, and what pmoe's kernels are compared with on it.
+`pmoe.kernels.extension` asks the driver what it has loaded. This module predicts what a device that is not
+present would load, and with which PyTorch function pmoe's kernels would compete on that device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ExpectedKernels:
     capability: the compute capability; (9, 0) means 9.0.
     runs: the code that the driver would load, such as "sm_90a"; None if it would load none.
     why: the reason for ``runs``.
-    hopper: why the kernels for Hopper do not run; None if they do.
-    rival: what pmoe's kernels are timed against for bfloat16 products without a bias: torch's "grouped_mm",
-        or a "loop" over experts.
-    why_loop: why grouped_mm is no rival; None if it is.
+    hopper: why the kernels for Hopper would not run; None if they would.
+    rival: the implementation with which pmoe's kernels would be compared for bfloat16 products without a
+        bias: torch's "grouped_mm", or a "loop" over experts.
+    why_loop: why the rival is the loop and not grouped_mm; None if it is grouped_mm.
     """
 
     capability: tuple[int, int]
@@ -73,8 +73,8 @@ def expected_kernels(
 
     capability: (major, minor).
     archs: names such as "sm_80", "sm_90a" or "ptx80"; empty without the extension.
-    loaded: versions (binary, PTX) of the code that the driver did load, if the device is there; None takes
-        what it would load by the rules above.
+    loaded: versions (binary, PTX) of the code that the driver has loaded, if the device is present; None
+        takes the code that the driver would load by the rules of this module.
 
     Example: (10, 3) with sm_80, sm_90a, sm_100 and ptx80 -> runs "sm_100".
     """
@@ -104,8 +104,9 @@ def expected_kernels(
 def _fitting(capability: tuple[int, int], archs: Sequence[str]) -> tuple[int, int] | None:
     """Returns the versions (binary, PTX) of the code that the driver would load; None if none fits.
 
-    A binary fits devices of the same major number and an equal or larger minor one. With "a" behind its name
-    it fits one capability only, with "f" the same as without a letter. PTX fits every later device.
+    A compute capability is major.minor. A binary fits devices with the binary's major number and with a minor
+    number that is equal or larger. A binary with "a" at the end of its name fits one capability only; "f" at
+    the end changes nothing. PTX fits every device with an equal or larger capability.
     """
     device = 10 * capability[0] + capability[1]
     binaries = []

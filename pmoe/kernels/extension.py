@@ -12,9 +12,9 @@ For each kernel it gives two versions, of the binary code and of the PTX (90 mea
     120     120   nvcc's sm_120 code, on 12.x
     100     80    compiled from PTX, on 10.x, if the extension has no sm_100 code
 
-All kernels are compiled for the same architectures, so the versions of a single kernel (`PROBE`) hold for
-all. The other kernels are loaded at their first launch: if the driver had to compile all of them from PTX at
-once, that would take minutes.
+All kernels are compiled for the same architectures, so the versions of one kernel (`PROBE`) are also the
+versions of all others. The other kernels are loaded at their first launch, because compiling all kernels from
+PTX at once would take the driver minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HOW_TO_BUILD = (
 def load() -> ModuleType | None:
     """Returns the extension module, or None if it cannot be loaded (`why_missing` gives the reason).
 
-    It does not start CUDA.
+    The function does not start CUDA.
     """
     return _load()[0]
 
@@ -93,8 +93,9 @@ def binary_of(binary_version: int, ptx_version: int) -> str:
 def hopper_refusal(binary_version: int, ptx_version: int, capability: tuple[int, int]) -> str | None:
     """Returns why a kernel that needs sm_90a code cannot run with the code that was loaded; None if it can.
 
-    binary_version, ptx_version: versions of the loaded code, as the driver reports them. They alone decide.
-    capability: the device's compute capability, (major, minor). It only chooses the words of the reason.
+    binary_version, ptx_version: versions of the loaded code, as the driver reports them. Only these decide
+        whether the kernel can run.
+    capability: the device's compute capability, (major, minor); used only in the text of the reason.
     """
     if binary_version == ptx_version == 90:
         return None
@@ -136,8 +137,8 @@ class Device:
 
     index, name: torch's index and name of the device.
     capability: its compute capability; (9, 0) means 9.0.
-    kernels: the properties of the kernels that were loaded to ask for them: all kernels, or only the kernel
-        `PROBE`. Empty if loading failed.
+    kernels: the properties of the kernels that were loaded: all kernels, or only the kernel `PROBE`. Empty if
+        loading failed.
     reason: why ``kernels`` is empty; None if it is not.
     """
 
@@ -152,8 +153,8 @@ class Device:
 def on_device(index: int) -> Device:
     """Returns a description of a CUDA device, with the properties of a single kernel, `PROBE`.
 
-    If the device can run this kernel, it can run all kernels, because they are compiled for the same
-    architectures. Loading only one is faster. The result is cached.
+    If the device can run this kernel, it can run all kernels, because all are compiled for the same
+    architectures. Loading one kernel is faster than loading all. The result is cached.
 
     index: torch's index of the device.
     """
@@ -181,7 +182,7 @@ def ask_device(index: int, only: str = "") -> Device:
     index: torch's index of the device.
     only: name of the only kernel to load; "" loads all kernels.
 
-    If the device fails, it is returned without kernels, and its ``reason`` says why. Nothing is raised.
+    If loading fails, the result has no kernels, and its ``reason`` says why. No error is raised.
     """
     capability = torch.cuda.get_device_capability(index)
     module, reason = _load()
@@ -337,7 +338,8 @@ def _kernel_lines(kernels: tuple[LoadedKernel, ...]) -> list[str]:
 def status() -> Status:
     """Returns which kernels this installation has, and which of them each CUDA device can run.
 
-    It starts CUDA on all devices that torch sees. Failures are reported in the result, never raised.
+    The function starts CUDA on all devices that torch sees. If something fails, the result has the reason,
+    and no error is raised.
     """
     module = load()
     devices: tuple[Device, ...] = ()

@@ -1,9 +1,10 @@
 """Computes rows in tiles of a fixed size, so that a row's result does not depend on other rows.
 
-A library chooses how it computes a product by the number of rows, and how it computes the last elements of a
-tensor by the tensor's size. So the last bits of a row's result can change with the batch that the row is in.
-If rows are computed in tiles that all have the same shape, the library makes the same choices for every tile.
-The bits of a row may then still depend on its place in the tile. `rows_of_tile` checks that they do not.
+The number of rows decides by which method a library computes a product, and the size of a tensor decides by
+which method it computes the last elements. So the last bits of a row's result can change with the batch that
+the row is in. If all rows are computed in tiles of one shape, the library uses the same method for every
+tile. The result of a row may then still depend on the row's place in the tile. `rows_of_tile` checks that it
+does not.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _checked: dict[Hashable, int] = {}
 def with_alignment(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same values whose memory begins at a multiple of `ALIGNMENT` bytes.
 
-    If the tensor's own memory begins at such a multiple, as all memory does that torch has just allocated,
-    the tensor itself is returned.
+    If the tensor's own memory begins at such a multiple, the tensor itself is returned. Memory that torch has
+    just allocated always does.
     """
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
@@ -40,11 +41,11 @@ def with_alignment(tensor: Tensor) -> Tensor:
 def rows_of_tile(
     key: Hashable, compute: Callable[[Tensor], Sequence[Tensor]], columns: int, like: Tensor
 ) -> int:
-    """Returns the most rows of a tile in which a row's result does not depend on its place in the tile.
+    """Returns the largest number of rows of a tile in which a row's place does not change its result.
 
-    The numbers of `TILE_ROWS` are tried with random rows. Results must not depend on the other rows of the
-    tile, either. If no number passes, the result is 1: in a tile of one row there is no other place. The
-    result is kept, so the check runs once for each key and number of threads.
+    The numbers in `TILE_ROWS` are tried with random rows. The other rows of the tile must not change a row's
+    result, either. If no number passes, the result is 1: in a tile of one row there is no other place. The
+    result is cached, so the check runs once for each key and number of threads.
 
     key: everything on which ``compute`` depends, apart from values.
     compute: maps a tile, (rows, columns), to tensors of results, (rows, ...) each.
@@ -65,8 +66,8 @@ def _are_places_equal(
 ) -> bool:
     """Returns whether random rows have the same results, bit by bit, at all places of a tile.
 
-    Every row of `TRIED_TILES` tiles is computed at several places, and beside other rows. Many rows are
-    tried, because two orders of a sum often give the same bits.
+    Every row of `TRIED_TILES` tiles is computed at several places of a tile, and together with other rows.
+    Many rows are tried, because two orders of summation often give the same bits.
 
     compute: maps a tile, (rows, columns), to tensors of results.
     rows: number of rows of a tile.

@@ -1,21 +1,22 @@
 """FlashDMoE's persistent kernels: one launch computes a whole pass of the layer, from gate to combine.
 
-Each thread block of a launch has a role. One block schedules tasks and watches for data from other ranks. All
-other blocks are processors: tile by tile they compute the gate's scores, choose experts, assign positions to
-rows, send rows, multiply them, and sum results. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5;
-the backward pass is pmoe's own).
+Each thread block of a launch has a role. One block schedules tasks and checks whether data from other ranks
+has arrived. All other blocks are processors. Tile by tile, they compute the gate's scores, choose experts,
+assign positions to rows, send rows, multiply rows, and sum results. The kernels are in cuda/flashdmoe
+(thesis, chapters 4 and 5; the backward pass is pmoe's own).
 
-Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. The part of a rank's
-heap for the rows that one rank sends to one expert is called a cell (section 5.3). With W ranks and E experts
-of each, a heap has A = W * E cells. They are laid out in one of two ways:
+Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. A cell is the part of a
+rank's heap for the rows that one rank sends to one expert (section 5.3). With W ranks and E experts of each,
+a heap has A = W * E cells. They are laid out in one of two ways:
 
     with a capacity      Every cell has room for C rows. If fewer arrive, the rest of the cell stays unused:
                          missing rows are neither sent nor computed (section 5.4).
-    without a capacity   All cells of a rank together have C rows, called a pool. The receiving rank chooses
-                         where in the pool each cell begins, once it knows how many rows the sender has.
+    without a capacity   All cells of a rank together have C rows, called a pool. When the receiving rank
+                         knows how many rows a sender has, it chooses where in the pool the sender's cell
+                         begins.
 
-Tensors with a row for each row of the cells have the shape (P, C, columns): P = A with a capacity, and P = 1
-without. Rows of these tensors that belong to no token are undefined.
+A tensor that has a row for each row of the cells has the shape (P, C, columns): P = A with a capacity, and P
+= 1 without a capacity. Rows of such a tensor that belong to no token are undefined.
 
 Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E cells of a
 rank (also the number of experts of all ranks), P = A or 1, C rows of a cell or of the pool, M = d_model, H =
@@ -66,17 +67,17 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingInput:
-    """The experts of a rank's tokens, or what the launch needs to choose them itself.
+    """The experts of a rank's tokens, or the gate's logits, with which the launch chooses the experts.
 
     There are T tokens with K choices each. A is the number of experts of all ranks.
 
-    expert_TK: (T, K) int64 or int32, global indices of experts. If ``deferred`` is given, it is the tensor
+    expert_TK: (T, K) int64 or int32, global indices of experts. If ``deferred`` is set, this is the tensor
         deferred.routes.expert_TK, which has no values yet.
     deferred: gate logits, and tensors into which the launch writes the experts that it chooses. None if the
         experts are known.
     keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
-    capacity: the most rows of this rank that each expert keeps, the first ones in token order. None means as
-        many as the heap has room for; the caller must have checked that this is enough.
+    capacity: the most rows of this rank that each expert keeps: the first rows in token order. None keeps as
+        many rows as the heap has room for; the caller must have checked that these are all rows.
     counts_A: (A,) int32, memory into which the launch writes this rank's number of rows for each expert; None
         allocates it.
     """
@@ -97,9 +98,9 @@ def pass_tensors(
     activation: str,
     again_TM: Tensor | None = None,
 ) -> RankTensors:
-    """Returns the arguments that forward and backward launches have in common, after checking them.
+    """Checks the arguments that forward and backward launches have in common, and returns them.
 
-    There are T tokens of M = d_model columns, each with K choices of an expert.
+    There are T tokens of M = d_model columns. Each token chooses K experts.
 
     heap: this rank's symmetric heap.
     expert_TK: (T, K), the experts of the tokens.
@@ -229,10 +230,10 @@ def backward_tensors(
     """Returns the arguments of a backward launch, with new tensors that the launch fills.
 
     arguments: the result of `pass_tensors`.
-    places: the tensors of the forward launch, by name, that say where rows are stored: those of `PLACES`.
-    kept: two tensors of forward, or None for those that were not kept: the dispatched input (T_DI) and the
-        hidden activation before the nonlinearity (T_M). Without the first, the launch sends the layer's input
-        again. Without the second, it computes the hidden activation again.
+    places: the tensors of the forward launch that say where rows are stored, by their names in `PLACES`.
+    kept: two tensors of forward: the dispatched input (T_DI), and the hidden activation before the
+        nonlinearity (T_M). If T_DI is None, the launch sends the layer's input again. If T_M is None, the
+        launch computes it again.
     needs: which of w1, w2, b1 and b2 need a gradient, four bools.
 
     The result contains ``arguments``, the tensors of forward, and new tensors for the results:
@@ -278,8 +279,8 @@ def launch_pass(
     activation: name of the experts' nonlinearity.
     ranks: for each rank the result of `forward_tensors` or `backward_tensors`.
 
-    One thread block of each rank schedules, and waits for the thread blocks that compute. So the kernel ends
-    only if at least two thread blocks of each rank run at the same time.
+    One thread block of each rank schedules tasks, and waits for the thread blocks that compute. So if fewer
+    than two thread blocks of a rank ran at the same time, the kernel would never end.
 
     Raises HeapError for a broken heap.
     """

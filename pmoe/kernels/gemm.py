@@ -1,6 +1,6 @@
 """Constants and checks that grouped products and fused products share.
 
-The integer codes are the values of enums in cuda/. Launches pass them to the kernels.
+The integer constants are the values of enums in cuda/. Launches pass these values to the kernels.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | N
 
 
 def layout_problem(dtype: torch.dtype, **columns: int) -> str | None:
-    """Returns why pmoe's kernels do not take operands of this dtype or with these sizes; None if they do.
+    """Returns why pmoe's kernels cannot read operands of this dtype and these sizes; None if they can.
 
     columns: sizes that must be multiples of 8, by the name that the reason mentions, such as
         in_features=1024.

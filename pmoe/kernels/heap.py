@@ -1,12 +1,12 @@
-"""The symmetric heap: device memory that has the same layout on all ranks, and that all can write into.
+"""The symmetric heap: device memory with the same layout on all ranks, into which all ranks can write.
 
 Fused kernels send rows by writing them straight into the heap of the rank that computes them.
 `pmoe.comm.heap.providers` makes heaps. Addresses are integers. The memory is allocated by CUDA itself and not
 by torch's caching allocator, because another process can open only whole CUDA allocations.
 
-If a kernel waits for another rank longer than a time limit, it gives up: it writes a report of what it waited
-for into memory that the host can read, and ends. `Heap.check` raises that report as an error. The heap is
-then unusable and every rank must make a new one, but the process can go on.
+If a kernel waits for another rank longer than a time limit, the kernel ends, and writes a report into memory
+that the host can read: what it waited for. `Heap.check` raises an error with this report. The heap is then
+unusable, and every rank must make a new heap, but the process can go on.
 
 Letters: W ranks, E experts of a rank, M = d_model.
 """
@@ -85,9 +85,9 @@ class DeviceMemory:
     def place(self, device: torch.device) -> tuple[str, str]:
         """Returns two texts, which ranks compare to find out if they can write into each other's heaps.
 
-        The first text names the kernel code that the driver loaded on the device (`Architecture`). It must be
-        equal on all ranks. The second is the result of `host_name`: if two ranks have the same, they are on
-        the same node.
+        The first text names the kernel code that the driver loaded on the device (`Architecture`). This text
+        must be equal on all ranks. The second text is the result of `host_name`. Two ranks with equal second
+        texts are on one node.
         """
         return str(extension.loaded_architecture(device)), host_name()
 
@@ -110,7 +110,7 @@ def host_name() -> str:
     """Returns a text that is the same for all processes of a node and different on other nodes.
 
     The text is the boot id of the node's Linux kernel, or the host name if there is no boot id. The host name
-    is not reliable: two nodes may have the same name, and each container of one node has its own.
+    is not reliable: two nodes may have the same name, and each container of a node may have a different name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -123,7 +123,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
     """Returns a contiguous tensor over existing memory, without a copy.
 
     address: the address of the tensor's first element.
-    shape, dtype, device: those of the tensor.
+    shape, dtype, device: the shape, dtype and device of the tensor.
 
     The tensor does not keep the memory alive: the memory must not be freed while the tensor is in use.
 
@@ -167,11 +167,11 @@ class HeapShape:
         0.
     sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
         heap needs room beside the dispatched gradients.
-    is_pool: FlashDMoE only: False gives the rows from each rank for each expert a buffer of their own, of
-        ``rows`` rows. True puts all rows that a rank receives into one buffer of ``rows`` rows.
+    is_pool: FlashDMoE only: if False, there is a separate buffer of ``rows`` rows for each pair of a sending
+        rank and an expert. If True, one buffer of ``rows`` rows has all rows that a rank receives.
 
-    Raises ValueError if a row is not a multiple of 16 bytes. Numbers of ranks or experts that the kernels
-    cannot take are refused later, by `pmoe.kernels.comet.launcher.Launcher`.
+    Raises ValueError if the bytes of a row are not a multiple of 16. Whether the kernels support the numbers
+    of ranks and experts is checked later, by `pmoe.kernels.comet.launcher.Launcher`.
     """
 
     num_ranks: int
@@ -214,8 +214,8 @@ class HeapShape:
     def holds(self, other: HeapShape) -> bool:
         """Returns whether a heap of this shape can be used for calls that ask for the shape ``other``.
 
-        True if this shape has at least as many ``rows`` and ``home_rows`` as the other, and all other fields
-        are equal.
+        The result is True if ``rows`` and ``home_rows`` of this shape are at least those of ``other``, and
+        all other fields are equal.
         """
         same = replace(other, rows=self.rows, home_rows=self.home_rows) == self
         return same and other.rows <= self.rows and other.home_rows <= self.home_rows
@@ -274,7 +274,8 @@ def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
     waits: `WAITS` or `PERSISTENT_WAITS`.
 
     Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7". A piece is 16
-    rows that are sent together.
+    rows that are sent together. A round is one launch that dispatches rows, and the later launches that use
+    these rows.
     """
     wait, peer, expert, part, epoch, rank = report[:6]
     what = waits[wait].format(peer=peer, expert=expert, part=part, rank=rank)
@@ -317,8 +318,8 @@ class Heap:
     bound_seconds: the most seconds that a kernel may wait for another rank.
     release: function that frees the memory; None after `close`.
     epoch: number of the last round that began; 0 before the first.
-    report: (8,) int32, what a kernel of this rank waited for too long (`Report` of cuda/peers/watch.h), zeros
-        if none did. It is in host memory that the device can write.
+    report: (8,) int32 in host memory that the device can write: what a kernel of this rank waited for too
+        long (`Report` of cuda/peers/watch.h). All numbers are 0 if no kernel waited too long.
 
     Methods raise HeapError if the heap is broken or closed.
     """
@@ -353,8 +354,9 @@ class Heap:
 
     @property
     def counters(self) -> int:
-        """Address of the heap's counters. The first one is not 0 if a kernel of this rank has waited too
-        long.
+        """The address of the heap's counters.
+
+        The first counter is not 0 if a kernel of this rank has waited too long.
         """
         return self.base + self.shape.places["counters"]
 
@@ -388,14 +390,14 @@ class Heap:
     def rows(self, count: int) -> Tensor:
         """Returns the first ``count`` rows that arrived in the heap, (count, M), without a copy. M = d_model.
 
-        The next dispatch overwrites them.
+        The next dispatch overwrites the result.
         """
         return self._first(self._inbox, count)
 
     def row_weight(self, count: int) -> Tensor:
         """Returns the routing weights of the first ``count`` arrived rows, (count,) float32, without a copy.
 
-        The next dispatch overwrites them.
+        The next dispatch overwrites the result.
         """
         return self._first(self._weights, count)
 
@@ -420,8 +422,8 @@ class Heap:
     def raise_if_failed(self) -> None:
         """Raises HeapError if a kernel of an earlier launch has already reported that it waited too long.
 
-        Launches call this first. Kernels that still run are not waited for: the next call finds their
-        reports.
+        Every launch calls this method first. The host does not wait for kernels that still run; a later call
+        of this method raises the errors that they report.
         """
         self.check_usable()
         if self._words[0] == 0:  # the kernel writes this word last, so a report is complete or absent
@@ -458,8 +460,8 @@ class Heap:
         Tensors in the heap's memory must not be used any more. If several processes share heaps, `close` is a
         collective, also for broken heaps.
 
-        Raises RuntimeError if another rank does not call it. The memory then stays allocated, because kernels
-        of that rank may still use it.
+        Raises RuntimeError if another rank does not call `close`. The memory is then not freed, because
+        kernels of that rank may still use it.
         """
         release = self.release
         self.release = None

@@ -54,8 +54,8 @@ def check_floating(name: str, tensor: Tensor) -> None:
 def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
     """Raises ValueError if kernels could not read a tensor because of its strides or its address.
 
-    operands: two keyword arguments, each a dict from a tensor's name to the tensor or None. Either may be
-        left out:
+    operands: two keyword arguments, each a dict from a tensor's name to the tensor or None. Both are
+        optional:
 
         rows     tensors (rows, columns). Columns must be adjacent, the row stride a multiple of 16 bytes
         dense    tensors that must be contiguous
@@ -149,8 +149,8 @@ def address(tensor: Tensor | None) -> int:
 def at(**rows: Tensor | None) -> dict[str, int]:
     """Returns a dict with the address and the row stride of each tensor, as arguments of a kernel launch.
 
-    rows: tensors (rows, columns) by name. The address gets the name as key, the row stride (in elements) the
-        name with "_stride" behind it. Both are 0 for None.
+    rows: tensors (rows, columns) by name. In the result, the key of an address is the tensor's name. The key
+        of a row stride (in elements) is the name and "_stride". Both values are 0 for None.
 
     Example: at(a=rows) -> {"a": address, "a_stride": elements}.
     """
@@ -164,7 +164,8 @@ def at(**rows: Tensor | None) -> dict[str, int]:
 def row_stride(rows: Tensor) -> int:
     """Returns the number of elements from one row of a tensor (rows, columns) to the next.
 
-    If there are fewer than two rows, it is the number of columns: torch may report any stride then.
+    If there are fewer than two rows, the result is the number of columns, because torch may then report any
+    stride.
     """
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 

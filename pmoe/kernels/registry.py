@@ -1,7 +1,7 @@
 """Chooses which implementation computes a grouped product: pmoe's own kernels or a plain one.
 
-Each implementation is a candidate. A candidate lists its reasons to refuse a product; if it has none, it is
-called willing. The first candidate (pmoe's kernels) is called the challenger, because it must prove to be
+Each implementation is a candidate. A candidate is called willing if it has no reason to refuse a product. The
+first candidate (pmoe's kernels) is called the challenger, because it is used only if it was measured to be
 faster. The other candidates are called plain, and are listed in order of preference. The first rule that
 applies chooses:
 
@@ -56,8 +56,10 @@ def bucket(rows: int) -> int:
 class ProductRequest:
     """A grouped product that is to be computed: form, sizes and device. Choices are stored by request.
 
-    form: "forward", "input" or "weight": rows times weights, gradient of the rows, gradient of the weights.
-    device: the device that computes. It is not compared: devices of the same name share a choice.
+    form: "forward" (rows times weights), "input" (gradient of the rows) or "weight" (gradient of the
+        weights).
+    device: the device that computes. Requests that differ only in the device are equal, so devices of one
+        name share a choice.
     device_name: name of the device; "" is replaced by torch's name for the device.
     dtype: dtype of the operands.
     experts: number of experts.
@@ -145,7 +147,7 @@ class ProductCandidate:
     """One implementation of the grouped products.
 
     name: its name in choices and logs.
-    reasons: function that returns why the implementation refuses a request; an empty list if it does not.
+    reasons: function that returns the reasons why the implementation refuses a request; [] if it accepts.
     layout_problem: function that returns why the implementation cannot read the strides or addresses of given
         operands; None if it can.
     """
@@ -178,7 +180,7 @@ class Registry:
     forced: the candidate that every product must use inside a `forcing` block; None outside such a block.
     measured: for each request that was measured, the faster candidate and the times.
     faults: results of checks of the first candidate, by checked case: what it computed wrongly, in words;
-        None if all was right.
+        None if it computed everything correctly.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -212,10 +214,10 @@ class Registry:
     def distrust(self, request: ProductRequest, why: str) -> None:
         """Excludes pmoe's kernels from all products with this request's device name and dtype.
 
-        They have computed something wrongly on such a device.
+        The kernels have computed a wrong result on a device of that name.
 
         request: a product of that device name and dtype.
-        why: what the kernels computed wrongly. The reason is shown in warnings and logs.
+        why: what the kernels computed wrongly. Warnings and logs show this text.
         """
         self._distrusted[request.device_name, request.dtype] = why
         self._ranked.clear()
@@ -273,7 +275,7 @@ class Registry:
     def _rank(self, request: ProductRequest) -> tuple[ProductCandidate, ...]:
         """Returns the candidates that do not refuse a request, in the order in which `choose` tries them.
 
-        The result is cached until a new measurement or a failed check may change it.
+        The result is cached until the next measurement or failed check, which may change it.
         """
         key = (request, torch.are_deterministic_algorithms_enabled())
         ranked = self._ranked.get(key)
@@ -411,9 +413,10 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
 def grouped_mm_loops(capability: tuple[int, int]) -> str | None:
     """Returns why torch's grouped_mm needs several launches on a compute capability; None if it needs one.
 
-    The docstring of grouped_mm allows compute capability 8.0 and later. But torch 2.13 (GroupedBlas.cpp) has
-    a single launch for 9.x and 10.x only. Elsewhere grouped_mm copies the offsets to the host and calls one
-    product for each expert. pmoe's own loop over the experts does the same without the copy.
+    The docstring of grouped_mm allows compute capability 8.0 and later. But torch 2.13 (GroupedBlas.cpp)
+    computes all experts by a single launch on 9.x and 10.x only. On other capabilities grouped_mm copies the
+    offsets to the host and calls one product for each expert. pmoe's own loop over the experts does not need
+    that copy.
     """
     major, minor = capability
     if major in (9, 10):

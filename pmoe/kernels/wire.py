@@ -1,13 +1,13 @@
 """Launches of the kernels that pack rows into messages, and unpack messages to rows (cuda/wire).
 
-    pack      reads each token once, rounds it, and writes the messages of all of its choices, where a permute
-              would copy the token
-    unpack    reads the message of each row, where a gather would copy the row
+    pack      reads each token once, rounds it, and writes a message for each of its choices. Without messages,
+              a permute would copy the token
+    unpack    reads the message of each row and writes the row. Without messages, a gather would copy the row
 
-`pmoe.comm.wire` says what a message is, and computes the same bytes and values by PyTorch operations. They
-are the same to the bit as on a CPU, except that a NaN may be another NaN. On a GPU, PyTorch divides by 448
-through a product with 1 / 448: scales of its operations may differ from those of the kernels by one unit in
-the last place.
+`pmoe.comm.wire` defines messages, and packs and unpacks them by PyTorch operations. The kernels give the same
+bits as these operations on a CPU, except that the bits of a NaN may differ. On a GPU, PyTorch multiplies by 1
+/ 448 in place of dividing by 448. So scales that PyTorch computes on a GPU may differ from the kernels'
+scales by one unit in the last place.
 
 Letters: T tokens, K choices of a token, N messages or rows, M columns of a row, C bytes of a message.
 """
@@ -45,8 +45,8 @@ def refusal(wire: WireName, rows: Tensor) -> str | None:
 class MessageKernels:
     """Packs rows into messages and unpacks messages by kernels, on the stream that is current now.
 
-    It checks no tensors: the engine makes the memory, so it fits. `refusal` must not refuse the rows. Rows
-    and messages begin at multiples of 16 bytes.
+    The object checks no tensors, because the engine allocates them to suit the kernels: rows and messages
+    begin at multiples of 16 bytes. It must not be made if `refusal` refuses the rows.
 
     wire: the format of the messages.
     rows: a tensor (..., M) with the rows' columns, dtype and device.
@@ -70,7 +70,7 @@ class MessageKernels:
     ) -> None:
         """Writes each token into its messages: message[position[t, k] - first_message] holds tokens[t].
 
-        Positions from first_message + N on are skipped. There is none below first_message.
+        Positions from first_message + N on are skipped. No position may be below first_message.
 
         tokens_TM: (T, M), T tokens of M columns. Its address and row stride are multiples of 16 bytes.
         position_TK: (T, K) int32, contiguous; None if N = T and message t holds token t.

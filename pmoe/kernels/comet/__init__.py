@@ -13,11 +13,11 @@ Rows that arrived are sorted by expert. The rows of one expert are sorted by the
 this rank, then the ranks with higher numbers, then the ranks from 0 on. Rows from the same rank are in token
 order.
 
-For tests and measurements, one process may run several ranks on one device ("virtual ranks"). All of them are
-part of each launch.
+For tests and measurements, one process may run several ranks on one device ("virtual ranks"). Each launch
+then runs the kernel for all of these ranks.
 
 Letters: T tokens of this rank, K choices of a token, S rows that this rank sends, N rows that it receives, W
 ranks, E experts of one rank, M = d_model, H = d_hidden, G = columns of the hidden activation before the
-nonlinearity: H, or 2H for SwiGLU. The gradient of a routing weight is a sum over columns; P partial sums of
-it, each over a group of columns, are computed by different thread blocks.
+nonlinearity: H, or 2H for SwiGLU. The gradient of a routing weight is a sum over columns. Different thread
+blocks compute P partial sums, each over a group of columns.
 """

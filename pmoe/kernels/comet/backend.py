@@ -21,8 +21,8 @@ class Steps:
     Every method that launches is a collective: all ranks must call the same methods in the same order.
 
     find_heap: function that returns the symmetric heap to use now. Between a forward and its backward pass,
-        another call with a larger batch may replace the heap by a larger one. That does no harm, because
-        backward reads nothing that forward left in the heap.
+        another call with a larger batch may replace the heap by a larger heap. This is allowed, because
+        backward reads nothing that forward wrote into the heap.
     divide: function that returns how many thread blocks of a launch communicate, and how many columns are
         sent together.
     """
@@ -34,7 +34,9 @@ class Steps:
 
     @property
     def launcher(self) -> Launcher:
-        """Launcher for the current heap. A new one is made if the heap was replaced since the last launch."""
+        """The launcher for the current heap. If the heap was replaced since the last launch, it is a new
+        launcher.
+        """
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)
@@ -44,10 +46,10 @@ class Steps:
     def all_or_give_up(self) -> Iterator[None]:
         """Context for all launches of one pass. If the code in it raises, this rank's heap becomes unusable.
 
-        This rank may fail between two launches, for example because it runs out of memory, while the other
-        ranks go on and wait for its rows. Ranks set flags in each other's heaps when rows have been written.
-        If this rank began a new pass, the other ranks would take its new flags for those of the unfinished
-        pass, and read rows that were never written.
+        Ranks set flags in each other's heaps when they have written rows. If this rank fails between two
+        launches, for example because it runs out of memory, the other ranks wait for the flags of this pass.
+        If this rank then began a new pass, the other ranks would take the new flags for those of the
+        unfinished pass, and read rows that were never written.
         """
         try:
             yield
@@ -110,7 +112,7 @@ class Steps:
     def product_combine(
         self, fused_routing: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
     ) -> Tensor:
-        """Multiplies by w2, sends the results back to their tokens' ranks, and sums each token's results.
+        """Multiplies rows by w2, sends the results to their tokens' ranks, and sums each token's results.
 
         fused_routing: the `FusedRouting` with which the rows were dispatched.
         active_NH: (N, H), activation after the nonlinearity, of the N rows that arrived. H = d_hidden.

@@ -56,8 +56,8 @@ def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
 
     By default CUDA loads a kernel at its first launch, and loading may wait until running kernels have ended.
     A fused kernel that runs on this rank may wait for another rank, and that rank may wait for this rank's
-    next launch. If the next launch must first load a kernel, all of them wait forever. With
-    CUDA_MODULE_LOADING=EAGER all kernels are loaded at the start.
+    next launch. If the next launch must first load a kernel, it waits for the running kernel, and both ranks
+    wait forever. With CUDA_MODULE_LOADING=EAGER all kernels are loaded at the start.
 
     device: the device that runs the kernels.
     num_ranks: number of ranks of the layer.
@@ -86,8 +86,8 @@ def path_facts(hopper: bool) -> dict[str, int]:
 def spare_blocks(num_ranks: int = 1) -> int:
     """Returns the number of multiprocessors that fused kernels leave free, for NCCL and other kernels.
 
-    It is the environment variable PMOE_SPARE_BLOCKS if that is set. Otherwise it is 0 for one process, which
-    needs no NCCL, and `SPARE` for several.
+    The number is the environment variable PMOE_SPARE_BLOCKS if that is set. Otherwise it is 0 for one
+    process, because one process needs no NCCL, and `SPARE` for several processes.
 
     num_ranks: number of processes that share the layer.
 
@@ -297,8 +297,8 @@ def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
     """Returns the number of columns of the result that the combining kernel sends together.
 
     The number is division.chunk_columns, rounded up to whole tiles, but at most the columns of the whole
-    result. It is larger if the result would otherwise have more than 64 groups of columns, the most that the
-    kernels take.
+    result, also rounded up. The kernels take at most 64 groups of columns, so the number is larger if there
+    would be more groups.
 
     division: how the launch splits its work.
     columns: number of columns of the result.

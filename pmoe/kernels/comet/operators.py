@@ -7,16 +7,16 @@
                gradient_combine           gradient of the rows + sum over each token's choices + combine
                dispatch                   dispatch alone, if the layer's input is sent a second time
 
-Arguments that each rank has are lists with an entry for each rank. Tensors that are indexed by token hold the
-tokens of all these ranks.
+An argument that differs between ranks is a list with an entry for each rank. Tensors that are indexed by
+token hold the tokens of all these ranks.
 
 The functions ``..._fields`` return a rank's arguments of a launch by name: addresses, strides and sizes. They
 raise ValueError, naming the tensor, if the kernels could not read an operand correctly.
 
 Letters: T tokens, K choices of a token, S rows that a rank sends, N rows that it receives, W ranks, E experts
 of one rank, M = d_model, H = d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H
-for SwiGLU. The gradient of a routing weight is a sum over columns; P partial sums of it, each over a group of
-columns, are computed by different thread blocks.
+for SwiGLU. The gradient of a routing weight is a sum over columns. Different thread blocks compute P partial
+sums, each over a group of columns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FusedRouting:
     """Destinations of the rows of one rank's tokens, and counts of the rows that arrive at the rank.
 
     All tensors are int32. A slot is one of the T * K (token, choice) pairs. Each slot that is not dropped has
-    a row, which is sent to the rank of the slot's expert, also if that is this rank.
+    a row. The row is sent to the rank of the slot's expert, even if that rank is this rank itself.
 
     rank: this rank.
     expert_TK: (T, K), global expert index of each slot.
@@ -51,8 +51,8 @@ class FusedRouting:
     recv_WE: (W, E), number of rows that each rank sends to each of this rank's experts, on the device.
     num_received: N, the number of rows that arrive, or an upper bound.
 
-    Several ranks of this process may share the tensors that are indexed by token. The tokens of one rank then
-    come after those of the rank before it, and two more fields say which tokens are this rank's:
+    Several ranks of this process may share the tensors that are indexed by token. The tokens of these ranks
+    then follow each other, in order of rank. Three more fields say which tokens and rows are this rank's:
 
     first_token, num_tokens: this rank's tokens are those from first_token up to, but not including,
         first_token + num_tokens. num_tokens is None if tensors are not shared.
@@ -266,8 +266,8 @@ def dispatch_hidden(
     activation: name of the nonlinearity.
     keep: whether to store and return T_M.
 
-    Returns two lists with an entry for each rank: T_M, (N, G), or None instead of the list unless ``keep``;
-    and the activation after the nonlinearity, (N, H).
+    Returns two lists with an entry for each rank: T_M, (N, G); and the activation after the nonlinearity, (N,
+    H). If ``keep`` is False, the first result is None.
     """
     fields = []
     hidden = []
@@ -299,7 +299,7 @@ def product_combine(
     w2: Sequence[Tensor],
     b2: Sequence[Tensor | None],
 ) -> Tensor:
-    """Multiplies by w2, sends results back to their tokens' ranks, and sums each token's results.
+    """Multiplies rows by w2, sends the results to their tokens' ranks, and sums each token's results.
 
     A token's output is the sum over its rows of (active w2[e]^T + b2[e]) * routing weight, where e is the
     row's expert. The routing weights are those that the last dispatch sent.
@@ -362,8 +362,9 @@ def dispatch_hidden_gradient(
         s * a, which the gradient of w2 needs                                (N, H)
         P numbers for each row, which add up to the gradient of s            (P, N)
 
-    The gradient of s is <a, g w2[e]> + <b2[e], g>. Each of the P numbers is a part of <a, g w2[e]>, over some
-    of its H columns; with a bias, the last number is <b2[e], g>. The caller must add the P numbers in order.
+    The gradient of s is <a, g w2[e]> + <b2[e], g>. Each of the P numbers is the sum of <a, g w2[e]> over a
+    group of the H columns; with a bias, the last of the P numbers is <b2[e], g>. The caller must add the P
+    numbers in order.
     """
     fields = []
     grad_hidden = []

@@ -1,10 +1,10 @@
 """Grouped products: rows sorted by expert, each times the weight matrix of its expert.
 
-What follows a product in the layer (bias, nonlinearity, routing weights) is computed in the same kernel.
+The kernel of a product also adds the bias, applies the nonlinearity and multiplies by routing weights.
 
-    products    the products, computed by the kernels of cuda/grouped_gemm or by `reference`; no gradients
-    operators   the same with gradients, as torch operators
-    reference   the same as PyTorch expressions, for any dtype and device
+    products    the products without gradients, computed by the kernels of cuda/grouped_gemm or by `reference`
+    operators   the products with gradients, as torch operators
+    reference   the products as PyTorch expressions, for any dtype and device
     launch      launches one kernel
     checks      checks of operands
 
@@ -16,9 +16,9 @@ host does not wait for row counts:
     rows     0 1       -         2 3 4
     expert   0         1         2
 
-`product` and `hidden` can read their rows directly from the tokens. Row r is then token slot[r] // K, where
-slot[r] is the row's index among the T * K (token, choice) pairs. The dispatched input (T_DI) then need not be
-stored, unless gradients are wanted: they can only be computed from stored rows.
+`product` and `hidden` can read their rows directly from the tokens. Row r is then a copy of token slot[r] //
+K: slot[r] is the row's index among the T * K (token, choice) pairs. The dispatched input (T_DI) then need not
+be stored, unless gradients are wanted, because gradients can only be computed from stored rows.
 
 Letters: T tokens, K choices of a token, N rows, E experts, I in-features, O out-features, M = d_model, H =
 d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.

@@ -19,9 +19,9 @@ class RowSlots(NamedTuple):
 
     slot_N: (N,) int32, from 0 to T * K - 1. The token of a slot is slot // top_k.
     top_k: K, the number of choices of a token.
-    position_TK: (T, K) int32, the row of each slot. With it, `hidden` can copy the tokens of a wide product
-        into the order of the rows before the product. None if it is not known: the product then gathers each
-        row from its token.
+    position_TK: (T, K) int32, the row of each slot. With these positions, `hidden` can copy the tokens of a
+        wide product into the order of the rows before the product. None if they are not known: the product
+        then gathers each row from its token.
 
     If a product gets a RowSlots, its routing weights are indexed by slot, (T * K,), and not by row.
     """
@@ -47,10 +47,11 @@ def check_operands(
     rows: (N, I), or the T tokens (T, I) if ``gathered``; (N, O) for the gradient of a product's rows.
     weight: (E, O, I), a matrix of O rows and I columns for each of E experts.
     ends: (E,) int32, the index after each expert's last row.
-    columns: the dimension of the weight that must be as long as a row: 2 for a product, whose rows have I
-        columns; 1 for the gradient of its rows, which is computed from rows of O columns.
+    columns: which dimension of the weight must have the size of a row: 2 for a product, whose rows have I
+        columns; 1 for the gradient of a product's rows, which is computed from rows of O columns.
     slots: for each row, the index of its (token, choice) pair; or None.
-    gathered: whether rows are read from tokens: row r is then the token of its (token, choice) pair.
+    gathered: whether rows are read from tokens: row r is then a copy of the token of its (token, choice)
+        pair.
     bias: (E, O), or None.
     scale: factor of each row, or of each (token, choice) pair if there are slots; or None.
 

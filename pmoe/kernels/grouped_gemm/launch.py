@@ -59,9 +59,9 @@ def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
 class TileCounters:
     """Counters from which thread blocks take the next tile of their product: one counter for each product.
 
-    A counter must be zero before its product. One launch sets `NUM_COUNTERS` of them to zero, so a pass of a
-    layer seldom needs a second such launch. All products that take a counter must run on the stream that was
-    current when the first was taken.
+    A counter must be zero before its product. One launch sets `NUM_COUNTERS` counters to zero, so a pass of a
+    layer seldom needs a second launch of this sort. All products that take a counter must run on the stream
+    that was current when the first counter was taken.
 
     zeros: (`NUM_COUNTERS`,) int32, zeros that are taken first; None if there are none.
     """
@@ -105,9 +105,9 @@ def beside_communication(spare: int = SPARE) -> Iterator[None]:
 
     spare: number of multiprocessors to leave free.
 
-    Inside the block, each thread block of a product takes its next tile from a shared counter. So a thread
-    block that starts late, because a communication kernel has its multiprocessor, takes fewer tiles and
-    delays none.
+    Inside the with-block, each thread block of a product takes its next tile from a shared counter. If a
+    communication kernel occupies a multiprocessor, the thread block for it starts late. That thread block
+    then takes fewer tiles, and does not delay the product.
     """
     spare_before = spare_of_thread.set(spare)
     counters_before = counters_of_thread.set(zeroed_of_thread.get() or TileCounters())
@@ -170,9 +170,9 @@ def launch(
 
 
 def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN) -> dict[str, Any]:
-    """Returns those arguments of a launch that do not depend on the rows, for the current stream.
+    """Returns the arguments of a launch that do not depend on the rows, for the current stream.
 
-    They can be used again for other launches of the same kind.
+    They can be used again for launches with the same arguments of this function.
 
     kernels: name of the kernel code, "sm_90a" or "sm_80".
     form: which product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.

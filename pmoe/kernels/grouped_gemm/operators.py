@@ -91,8 +91,8 @@ def grouped_product(
     slots: slot of each row, its index among all (token, choice) pairs; or None.
     gathered: whether rows are read from tokens: row r is then rows[slot[r] // top_k].
 
-    Unlike `pmoe.kernels.grouped_gemm.product`, which fuses these operations, it stores gathered rows and the
-    product before scaling, and rounds a scaled product twice.
+    `pmoe.kernels.grouped_gemm.product` does everything in one kernel. This function stores the gathered rows,
+    and stores the product before it is scaled, so a scaled product is rounded twice.
     """
     num_rows = check_operands(
         rows, weight_EOI, ends_E, 2, slots=slots, gathered=gathered, bias=bias_EO, scale=scale
@@ -151,8 +151,8 @@ def sum_by_expert(rows_NO: Tensor, ends_E: Tensor, weight_N: Tensor | None = Non
     ends_E: (E,) int32, the index behind each expert's last row.
     weight_N: (N,), factor of each row; None means 1.
 
-    It is computed as a grouped product with a column of ones or weights, because that adds in a fixed order.
-    Atomic adds would not.
+    The sum is computed as a grouped product with a column of ones or weights, because a product adds in a
+    fixed order. Atomic additions have no fixed order.
     """
     column = rows_NO.new_zeros(rows_NO.shape[0], 8)  # 8 columns, because kernels need 16 bytes a row
     column[:, 0] = 1 if weight_N is None else weight_N

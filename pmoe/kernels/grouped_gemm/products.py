@@ -30,20 +30,20 @@ def product(
 ) -> Tensor:
     """Returns (rows weight[e]^T + bias[e]) * scale for the rows of each expert e, (N, O), rounded once.
 
-    rows: (N, I), N rows sorted by expert. If ``gathered``, tokens (T, I): row r of the N is then rows[slot[r]
-        // top_k].
+    rows: (N, I), N rows sorted by expert. If ``gathered``, this is the tokens, (T, I), and row r of the
+        product is rows[slot[r] // top_k].
     weight_EOI: (E, O, I), for E experts.
     ends_E: (E,) int32, the index behind each expert's last row. Result rows from ends[E - 1] on are not
         written.
     bias_EO: (E, O), or None.
-    scale: (N,) float32, factor of each row. If slots are given, it is indexed by slot.
+    scale: (N,) float32, factor of each row; with slots, (T * K,), factor of each slot. None means 1.
     slots: the slot of each row, its index among all (token, choice) pairs; or None.
     gathered: whether rows are read from tokens.
     out: (N, O), memory for the result, which may have gaps between rows; None allocates it.
     form: FORWARD; or INPUT to compute rows weight[e] without the transpose, (N, I), as `input_gradient` does.
         INPUT takes no slots.
 
-    Raises ValueError for operands that do not fit. `grouped_product` is the same with gradients.
+    Raises ValueError for operands that do not fit. `grouped_product` computes this product with gradients.
     """
     columns = 2 if form == FORWARD else 1
     if form != FORWARD and slots is not None:
@@ -76,7 +76,7 @@ def product(
 def input_gradient(
     grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """Returns grad weight[e] for the rows of each expert e, (N, I): the gradient of a product's rows.
+    """Returns (N, I), the gradient of the rows of a product: for a row of expert e it is grad @ weight[e].
 
     grad_NO: (N, O), gradient of the product, N rows sorted by expert.
     weight_EOI: (E, O, I), for E experts.
@@ -100,18 +100,22 @@ def hidden(
 ) -> tuple[Tensor | None, Tensor]:
     """Computes an expert's first product and nonlinearity in one kernel.
 
-    rows: (N, I), N rows sorted by expert. If there are slots, tokens (T, I): row r of the N is then
+    rows: (N, I), N rows sorted by expert. With slots, this is the tokens, (T, I), and row r of the product is
         rows[slot[r] // top_k].
     weight_EGI, bias_EG: first weight (E, G, I) and bias (E, G) of E experts; the bias may be None.
     ends_E: (E,) int32, the index behind each expert's last row.
     activation: name of the nonlinearity. G is H = d_hidden, or 2H for "swiglu".
-    slots: the slot of each row, its index among all (token, choice) pairs; or None. If they have positions,
-        a wide product on Hopper reads permuted rows instead of gathering (`gathers_in_load`).
+    slots: the slot of each row, its index among all (token, choice) pairs; or None. If ``slots.position_TK``
+        is set, a wide product on Hopper first copies the tokens into rows, and does not gather while it loads
+        (`gathers_in_load`).
     out, active: memory for the two results; None allocates it.
     keep: whether to store and return the first result.
 
-    Returns the hidden activation before the nonlinearity (T_M = rows weight[e]^T + bias[e]), (N, G), or None
-    unless ``keep``; and the activation after the nonlinearity, (N, H), computed from T_M after rounding.
+    Returns two tensors:
+
+    - (N, G), the hidden activation before the nonlinearity: T_M = rows weight[e]^T + bias[e]. None if
+      ``keep`` is False.
+    - (N, H), the activation after the nonlinearity, computed from T_M after rounding.
     """
     code = activation_code(activation)
     gathered = slots is not None
@@ -232,9 +236,9 @@ def weight_gradient(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Returns the gradient of each expert's weight, grad[rows of e]^T rows[rows of e], (E, O, I).
+    """Returns (E, O, I), the gradient of each expert's weight: grad[rows of e]^T rows[rows of e].
 
-    It is zero for an expert without rows.
+    The gradient is zero for an expert without rows.
 
     grad_NO: (N, O), gradient of the product, N rows sorted by expert.
     rows_NI: (N, I), the product's rows.
@@ -265,6 +269,9 @@ def weight_gradient(
 
 
 def _check_scale_memory(scale: Tensor | None) -> None:
-    """Raises ValueError unless kernels can read a scale: it must be float32 and contiguous. None passes."""
+    """Raises ValueError if a scale is not float32 or not contiguous, because kernels could not read it.
+
+    None is allowed.
+    """
     if scale is not None and scale.numel():
         check_tensor("scale", scale, dtypes=[torch.float32], contiguous=True)

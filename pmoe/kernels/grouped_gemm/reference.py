@@ -1,7 +1,8 @@
 """The grouped products as PyTorch expressions, for any dtype and device.
 
-They define what the kernels compute. N rows are sorted by expert; ``ends_E`` (E,) has for each of E experts
-the index behind its last row. The functions copy ``ends_E`` to the host, so on a GPU the host waits.
+These expressions define what the kernels compute. N rows are sorted by expert; ``ends_E`` (E,) has the index
+behind the last row of each of E experts. The functions copy ``ends_E`` to the host, so on a GPU the host
+waits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 def gather(rows: Tensor, slots: RowSlots | None, gathered: bool) -> Tensor:
     """Returns the N rows of a product, (N, I), copied from T tokens if ``gathered``.
 
-    rows: (N, I), the rows, which are returned as they are; or (T, I), the tokens, if ``gathered``.
-    slots: for each row r its slot, the index of its (token, choice) pair. The row is a copy of token
-        slot[r] // top_k. None if not gathered.
+    rows: (N, I), the rows, which are returned unchanged; or (T, I), the tokens, if ``gathered``.
+    slots: for each row r its slot, the index of its (token, choice) pair. The row is a copy of token slot[r]
+        // top_k. None if not gathered.
     gathered: whether ``rows`` are tokens.
     """
     if not gathered or slots is None:

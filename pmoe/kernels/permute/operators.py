@@ -1,7 +1,7 @@
 """Permute and unpermute as ``torch.library`` operators; each is used for the other's gradient.
 
-`move` launches the kernels of cuda/permute directly. It writes into given tensors, and saves the host time of
-a custom operator.
+`move` launches the kernels of cuda/permute directly, and writes into tensors of the caller. This saves the
+host time that a custom operator takes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def move(
     d_weight_TK: Tensor | None = None,
     **rows: Tensor,
 ) -> None:
-    """Launches one of four kernels, which fills the last tensor of ``rows``, and d_weight_TK if given.
+    """Launches one of four kernels, which writes the last tensor in ``rows``, and d_weight_TK if not None.
 
         permute(x, rows)                       rows[position] = weight * x
         unpermute(rows, y)                     y = sum over k of weight * rows[position]
@@ -212,15 +212,16 @@ def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor 
     x_TM: (T, M), T tokens of M columns. On CUDA the bytes of a row, the address and the row stride must be
         multiples of 16 bytes, and the column stride must be 1. Strides may exceed 2**31.
     position_TK: (T, K) int32, contiguous, the row of each of the K choices of a token. On the CPU int64 and
-        other strides are allowed too. A position outside 0 .. N - 1 means that the choice is dropped.
+        other strides are allowed, too. A position outside 0 .. N - 1 means that the choice is dropped.
     num_rows: N, the number of rows.
-    weight_TK: (T, K) float32, contiguous on CUDA; float64 if the rows are float64. None copies x[t] bit by
-        bit.
+    weight_TK: (T, K), contiguous on CUDA: float32, or float64 if the rows are float64. None copies x[t] bit
+        by bit.
 
-    x and weight get gradients. Raises ValueError, with the tensor's name and value, before any launch.
+    x and weight get gradients. If a tensor does not meet these conditions, ValueError is raised before any
+    launch, with the tensor's name and the wrong value.
 
-    Example: x = [[1], [2]], position = [[1, 0], [2, 5]], num_rows = 3 -> [[1], [1], [2]]; choice (1, 1) is
-    dropped.
+    Example: x = [[1], [2]], position = [[1, 0], [2, 5]], num_rows = 3 -> [[1], [1], [2]]. Choice 1 of token 1
+    has position 5, so it is dropped.
     """
     rows: Tensor = _permute(x_TM, position_TK, num_rows, weight_TK)
     return rows
@@ -233,10 +234,10 @@ def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None = N
         multiples of 16 bytes, and the column stride must be 1.
     position_TK: (T, K) int32, contiguous on CUDA, the row of each of the K choices of a token. A position
         outside 0 .. N - 1 means that the choice is dropped.
-    weight_TK: (T, K) float32, contiguous on CUDA; float64 if the rows are float64. None means 1.
+    weight_TK: (T, K), contiguous on CUDA: float32, or float64 if the rows are float64. None means 1.
 
-    A token whose choices are all dropped gets 0. Rows and weight get gradients. Raises ValueError, with the
-    tensor's name and value, before any launch.
+    A token whose choices are all dropped gets 0. Rows and weight get gradients. If a tensor does not meet
+    these conditions, ValueError is raised before any launch, with the tensor's name and the wrong value.
 
     Example: rows = [[1], [10], [99]], position = [[1, 0], [2, 3]], weight = [[2, 3], [4, 5]] -> [[23], [396]]
     """
@@ -251,9 +252,9 @@ def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Ten
     position, weight: (T, K), row and weight of each of the K choices of T tokens.
     rows: the operator's other tensors by name.
 
-    Raises ValueError for tensors with strides or an address that the kernels could not read, even if the
-    kernels cannot be used for another reason. Otherwise a script would work on one machine and raise on
-    another.
+    Raises ValueError for tensors with strides or an address that the kernels could not read. The error is
+    also raised if the kernels cannot be used on this machine, so that a script raises on all machines or on
+    none.
     """
     first = next(iter(rows.values()))
     reason = refusal(first.device, first.dtype, position.shape[1])

@@ -1,7 +1,7 @@
 """`RowMoves`: launches of permutes and unpermutes that share a device, a stream and a width of rows.
 
-It saves the checks of `pmoe.kernels.permute.operators.move`. The engine makes the rows and positions that it
-moves, so they fit.
+`RowMoves` leaves out the checks of `pmoe.kernels.permute.operators.move`, which take host time. The engine
+allocates the rows and positions itself, so they meet the conditions.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class RowMoves:
         )  # fmt: skip
 
     def _before(self, rows_NM: Tensor, first_row: int) -> int:
-        """Returns the address of ``rows_NM``, moved back by first_row rows.
+        """Returns the address of ``rows_NM`` minus the bytes of first_row rows.
 
-        A kernel adds position * (bytes of a row) to the address. Positions count from first_row on, so the
-        sum is an address in ``rows_NM``.
+        A kernel adds position * (bytes of a row) to the result. Positions begin with first_row, so the sum is
+        an address in ``rows_NM``.
         """
         return rows_NM.data_ptr() - first_row * self._row_bytes

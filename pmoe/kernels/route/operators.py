@@ -38,7 +38,7 @@ def route(
     """Routes each token to the top_k experts with the largest logits, with softmax weights.
 
     logits_TE: (T, E) float32 or float64, the gate's logits of T tokens for E experts.
-    top_k: number of experts of a token. Of equal logits the lowest expert index wins.
+    top_k: number of experts of a token. If logits are equal, the lower expert index is chosen.
     normalize: whether a token's weights are divided by their sum.
     num_chunks: n, the number of chunks of consecutive tokens. Rows are sorted by chunk before they are sorted
         by expert.
@@ -66,11 +66,11 @@ class DeferredRouting(NamedTuple):
     """The routing of a call before it is computed: tensors without values, but with their autograd graph.
 
     A later launch (of FlashDMoE's kernel) writes the values of weight, expert, counts and l_aux into these
-    tensors. Until then nothing may read them. If no such launch follows, `keep` must be called, which
-    computes the values.
+    tensors. The tensors must not be read before. If no such launch follows, the caller must call `keep`,
+    which computes the values.
 
-    logits_TE: (T, E), the gate's logits of T tokens for E experts. If ``product`` is given, they have no
-        values yet either.
+    logits_TE: (T, E), the gate's logits of T tokens for E experts. If ``product`` is set, this tensor has no
+        values yet, either.
     routes: the tensors that will be written.
     options: the arguments top_k (experts of a token), normalize (whether a token's weights are divided by
         their sum) and z_loss_weight (factor of the z-loss) of `route`.
@@ -112,7 +112,7 @@ def deferred_routing(
 def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
     """Returns why the kernels cannot route with these logits and sizes; None if they can.
 
-    It starts CUDA only if the logits are on a CUDA device.
+    The function starts CUDA only if the logits are on a CUDA device.
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts.
     top_k: number of experts of a token.
@@ -154,8 +154,8 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
 def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
     """Returns whether the kernels of cuda/route can be used for these logits and sizes.
 
-    If not, the caller uses PyTorch expressions. For float32 logits on a CUDA device, where a user expects the
-    kernels, this function warns once for each reason.
+    If the result is False, the caller uses PyTorch expressions. If the logits are float32 on a CUDA device, a
+    user expects the kernels, so this function then warns once for each reason.
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts.
     top_k: number of experts of a token.

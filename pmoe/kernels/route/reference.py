@@ -29,8 +29,8 @@ class Routes(NamedTuple):
     ends_nE: (n, E) int32, running sum of the counts over all chunks and experts. With n = 1 grouped products
         take it as ``ends``.
 
-    The arguments ``sorted_chunks`` and ``last`` of `route` change the order of the rows, and neither counts
-    nor ends.
+    The arguments ``sorted_chunks`` and ``last`` of `route` change the order of the rows. They do not change
+    counts and ends.
 
     l_aux: scalar with a gradient, the auxiliary loss E * sum_e f_e P_e + z_loss_weight * mean_t
         logsumexp(logits_t)^2. f_e is the share of slots that went to expert e, P_e the mean probability of e.
@@ -98,7 +98,7 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 
 def check_order(logits_TE: Tensor, num_chunks: int, sorted_chunks: int, last: range) -> None:
-    """Raises ValueError for arguments of `route` that ask for an order of rows which it cannot produce.
+    """Raises ValueError if arguments of `route` ask for an order of rows that `route` cannot produce.
 
     logits_TE: (T, E), the logits of T tokens for E experts.
     num_chunks: number of chunks of consecutive tokens.
@@ -178,8 +178,9 @@ def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
 
     score_TE: (T, E), scores of T tokens for E experts.
 
-    Of equal scores the lowest index wins; torch.topk promises nothing about them. NaN counts as the largest
-    score, and negative infinity as the lowest finite number. The indices of a row are always distinct.
+    If scores are equal, the lower index comes first; torch.topk promises no order of equal scores. NaN counts
+    as the largest score, and negative infinity as the lowest finite number. The indices of a row are always
+    distinct.
     """
     # A copy in which chosen scores become negative infinity. Clamping makes all other scores finite, so that
     # none is chosen twice.

@@ -66,7 +66,7 @@ class Traffic:
 
 
 class Exchange(abc.ABC):
-    """An irregular all-to-all: each rank sends every rank a number of rows, which may differ and may be zero.
+    """An irregular all-to-all: the number of rows from one rank to another may differ, and may be 0.
 
     Subclass `Dispatch` for rows that go to experts, `Combine` for results that come back, or both. The two
     have the same methods; a layer uses a module only in the direction of its class.

@@ -341,8 +341,7 @@ class Loads:
         return self.num_experts + len(self.marks)
 
     def write(self, recv_FWE: Tensor, out: Tensor) -> None:
-        """Writes this rank's input of a max-reduction: the loads of its experts, and the numbers in
-        ``marks``.
+        """Writes this rank's input of a max-reduction: the loads of its experts, and ``marks``.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
@@ -735,8 +734,8 @@ class CountsExchange:
         A hierarchical all-to-all sends rows by way of other ranks, which must know how many rows will arrive.
         Rows are counted in F bins, equal ranges of a rank's tokens.
 
-        If neither all-to-all is hierarchical, the result is []. Otherwise it is a list of two int64 tensors
-        on the device, one for dispatch and one for combine. Each is (F, R), the result of
+        Without a hierarchical all-to-all, the result is []. Otherwise it is a list of two int64 tensors on
+        the device, one for dispatch and one for combine. Each is (F, R), the result of
         `Exchange.relay_counts`: R numbers for each bin. R is 0 if this rank passes on no rows.
 
         device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order of

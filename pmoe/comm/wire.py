@@ -1,4 +1,4 @@
-"""Packs rows into messages of a narrower number format, and unpacks them: e4m3 with scales, or bfloat16.
+"""Packs rows into messages of a narrower number format (e4m3 with scales, bfloat16), and unpacks them.
 
 A message is the sequence of bytes in which a row is sent. With ``wire="bfloat16"`` a message has the row's
 values, rounded to bfloat16. With ``wire="e4m3"``, a float8 format, the M columns of a row are divided into B

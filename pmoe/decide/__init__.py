@@ -1,4 +1,4 @@
-"""The first half of a call of the layer, before any row is sent: routes the tokens and decides how to run.
+"""The first half of a layer's call, before any row is sent: routes the tokens and decides how to run.
 
     begin           checks that all ranks can make this call together
     sources         picks where the row counts come from (rows sent from each rank to each expert): an

@@ -476,7 +476,7 @@ class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
 
 
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
-    """Sets how backward gets the weights of copies: kept since forward, or sent again by the experts' owners.
+    """Sets how backward gets the weights of copies: kept since forward, or sent again by owners.
 
     The weights are sent again if the restore pair sends the experts' input rows again. Copies that are kept
     for later calls are never sent again.

@@ -46,7 +46,7 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """The record of which experts a rank holds: a range of all experts, or a part of each expert in a range.
+    """Which experts a rank holds: a range of all experts, or a part of each expert in a range.
 
     first_expert       index of the first expert of the range, among the experts of all ranks
     num_local_experts  number of experts in the range
@@ -232,7 +232,7 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
 def _check_whose(
     experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Checks which experts a state dict holds, before it is loaded. This is a hook of ``load_state_dict()``.
+    """Checks before loading which experts a state dict holds. A hook of ``load_state_dict()``.
 
     experts: the module that loads.
     state: the state dict of the whole model.

@@ -1,4 +1,4 @@
-"""The autograd Function of pmoe's layers: one node of autograd's graph stands for the whole computation.
+"""The autograd Function of pmoe's layers: a single node of autograd's graph for the whole computation.
 
 So one node runs the whole backward pass, and the tasks of the pass run in the order of pmoe's schedule. With
 a node for each operation, autograd would choose the order.

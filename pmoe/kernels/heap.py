@@ -225,9 +225,9 @@ class HeapShape:
 def _places(
     ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int, *cell: int
 ) -> dict[str, int]:
-    """Returns the byte offsets of a heap's regions by name. The extension computes them once for each shape.
+    """Returns the byte offsets of a heap's regions, by name.
 
-    The arguments are fields of `HeapShape`.
+    The extension computes the offsets once for each shape. The arguments are fields of `HeapShape`.
 
     cell: () for COMET's kernels; (d_hidden, sends_again, is_pool) for FlashDMoE's.
     """

@@ -1,1 +1,1 @@
-"""Plans a call: decides for both passes which rows each chunk (micro-batch) sends, receives and computes."""
+"""Plans a call: which rows each chunk (micro-batch) of both passes sends, receives and computes."""

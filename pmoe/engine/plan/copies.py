@@ -209,8 +209,7 @@ class HostedCopies:
         return sorted(parts)
 
     def elements_by_peer(self, parts: Iterable[ExpertPart], num_elements: int) -> list[int]:
-        """Returns how many elements of a message go to each rank (or, for a message that arrives, come from
-        it).
+        """Returns how many elements of a sent message go to each rank, or of a received message come from it.
 
         The result has W numbers, one for each rank, in the form that an all-to-all needs.
 

@@ -329,8 +329,7 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def wires(self) -> Wires | None:
-        """The formats to which rows and results are converted before they are sent, so that fewer bytes are
-        sent.
+        """The formats to which rows and results are converted before sending, so that fewer bytes are sent.
 
         Example: "e4m3", an 8-bit float. None if the layer sends all rows in their own dtype.
         """

@@ -1,1 +1,1 @@
-"""Features that only some layers have: each is a pair of subclasses, of the forward and the backward pass."""
+"""Features of some layers only: each is a pair of subclasses, of the forward and the backward pass."""

@@ -361,8 +361,7 @@ class CopiesBackward(_WithCopies, Backward):
         super().recompute(i, place)
 
     def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
-        """Returns the hidden activation T_M of one task, for experts and copies, copied from forward's
-        chunks.
+        """Returns one task's hidden activation T_M, of experts and copies, copied from forward's chunks.
 
         saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
         unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,

@@ -1,4 +1,4 @@
-"""The backward pass for experts that are not trained: it has no tasks for gradients of their parameters."""
+"""The backward pass for experts that are not trained: no tasks compute gradients of their parameters."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pmoe.kernels.heap import Heap
 
 
 class Steps:
-    """Launches COMET's fused kernels: a method for each step of a layer's forward and backward on this rank.
+    """Launches COMET's fused kernels on this rank: a method for each step of a layer's forward and backward.
 
     Every method that launches is a collective: all ranks must call the same methods in the same order.
 
@@ -34,9 +34,7 @@ class Steps:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher for the current heap. If the heap was replaced since the last launch, it is a new
-        launcher.
-        """
+        """The launcher for the current heap: a new launcher if the heap was replaced since the last launch."""
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)

@@ -347,7 +347,7 @@ def _(grad: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Ten
 
 
 def _readable(grad: Tensor) -> Tensor:
-    """Returns a gradient in memory that kernels can read: a copy if its strides or alignment do not allow it.
+    """Returns a gradient in memory that kernels can read: a copy if its strides or address do not suit.
 
     Autograd may pass an expanded tensor with stride 0, for example.
     """

@@ -1,4 +1,4 @@
-"""Routing: softmax, top-k, auxiliary loss, rows of each expert, and their order, in two kernel launches.
+"""Routing in two kernel launches: softmax, top-k, auxiliary loss, rows of each expert and their order.
 
 ``torch.ops.pmoe.route`` and ``torch.ops.pmoe.route_backward`` launch the kernels of cuda/route on CUDA: two
 kernels in forward, one in backward. The PyTorch expressions of `reference` compute the routing on other

@@ -1,7 +1,7 @@
 """Launches of the kernels that pack rows into messages, and unpack messages to rows (cuda/wire).
 
-    pack      reads each token once, rounds it, and writes a message for each of its choices. Without messages,
-              a permute would copy the token
+    pack      reads each token once, rounds it, and writes a message for each of its choices. Without
+              messages, a permute would copy the token
     unpack    reads the message of each row and writes the row. Without messages, a gather would copy the row
 
 `pmoe.comm.wire` defines messages, and packs and unpacks them by PyTorch operations. The kernels give the same

@@ -46,7 +46,7 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """Which experts a rank holds: a range of all experts, or a part of each expert in a range.
+    """The experts that a rank holds: a range of all experts, or a part of each expert in a range.
 
     first_expert       index of the first expert of the range, among the experts of all ranks
     num_local_experts  number of experts in the range

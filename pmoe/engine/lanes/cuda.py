@@ -24,7 +24,7 @@ class CudaLanes(Lanes):
 
     All buffers of a pass are allocated on the compute stream, and kept until `finish`. `finish` makes the
     compute stream wait for the other streams, so torch's allocator may then reuse the memory without
-    ``record_stream``. Tensors that users' modules allocate may be freed earlier, so they need it
+    ``record_stream``. Tensors that users' modules allocate may be freed earlier, so they need this call
     (`pmoe.engine.variants.offload.hold_for`).
     """
 

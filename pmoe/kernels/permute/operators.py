@@ -217,8 +217,8 @@ def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor 
     weight_TK: (T, K), contiguous on CUDA: float32, or float64 if the rows are float64. None copies x[t] bit
         by bit.
 
-    x and weight get gradients. Raises ValueError before any launch if a tensor does not meet these conditions.
-    The error has the tensor's name and the wrong value.
+    x and weight get gradients. Raises ValueError before any launch if a tensor does not meet these
+    conditions. The error has the tensor's name and the wrong value.
 
     Example: x = [[1], [2]], position = [[1, 0], [2, 5]], num_rows = 3 -> [[1], [1], [2]]. Choice 1 of token 1
     has position 5, so it is dropped.

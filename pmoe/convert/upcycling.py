@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_kind, check_not_negative, check_positive
 from pmoe.experts import seeded
+from pmoe.experts.columns import own_columns
 from pmoe.experts.dtensor_layout import check_gathered
 from pmoe.experts.lora import check_no_adapters
 from pmoe.experts.operands import local_part
@@ -170,9 +171,7 @@ def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
     if dim is None:
         return value
     factor = experts.hidden_factor if dim == 1 else 1
-    columns = experts.shard.of(experts.all_hidden)
-    parts: Tensor = value.unflatten(dim - 1, (factor, experts.all_hidden))
-    return parts.narrow(dim, columns.start, columns.stop - columns.start).flatten(dim - 1, dim)
+    return own_columns(value, dim - 1, factor, experts.shard)
 
 
 def _varied(

@@ -62,7 +62,7 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
     sums = []
     for place in places:
         for name, parameter in modules.experts.named_parameters():
-            if name in modules.experts.replicated_names:
+            if name in modules.experts.replicated_dims:
                 continue
             local: Tensor = local_part(parameter).detach()[place]
             bits = local.contiguous().view(BITS[local.element_size()])

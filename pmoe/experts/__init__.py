@@ -14,6 +14,7 @@
     expert_autograd  the autograd graphs of a user's modules, kept from forward to backward
     operands         reads the values that a call computes with: parameters, also pruned or parametrized
     dtensor_layout   expert parameters that are DTensors on a device mesh
+    columns          cuts tensors of experts into parts of their hidden columns, and joins parts
     products         grouped products: each expert's rows times that expert's matrix
     marks            attributes of expert parameters that other tools read
     values           distinguishes tensors that hold numbers from meta and fake tensors

@@ -226,11 +226,11 @@ class Experts(nn.Module, abc.ABC):
 
     `pmoe.parallelize` sets it to a function that averages gradients over ranks.
     """
-    replicated_names: tuple[str, ...] = ()
-    """The names of parameters that all experts of all ranks share, so that every rank holds the same copy.
+    replicated_dims: Mapping[str, int | None] = {}
+    """The parameters that all experts of all ranks share, by name; an adapter may have some.
 
-    They have no dimension that counts experts. An adapter that all experts share has them
-    (`pmoe.experts.lora`).
+    They have no dimension that counts experts, so every rank holds a copy. The value is the dimension along
+    which a parameter is split if each expert's hidden columns are split over ranks; None for a whole one.
     """
     setting = ""
     """Words for a setting of the experts that may change between calls, such as the adapter in use."""
@@ -461,15 +461,21 @@ class Experts(nn.Module, abc.ABC):
         return HiddenColumns()
 
     def use_ranks(
-        self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int, first_expert: int
+        self,
+        sum_shared: Callable[[Sequence[Tensor]], None],
+        sum_whole: Callable[[Sequence[Tensor]], None],
+        num_ranks: int,
+        first_expert: int,
     ) -> None:
-        """Stores how to sum gradients over the ranks of the experts, for parameters that all experts share.
+        """Stores how to sum gradients over ranks, for parameters of which several ranks hold a copy.
 
-        This default does nothing, because there are no such parameters (`replicated_names`).
+        This default does nothing, because there are no such parameters.
 
         sum_shared: sums gradients, of any shape, over the ranks over which the experts are spread, in place;
-            a collective.
-        num_ranks: the number of these ranks.
+            a collective. It is for parameters that all experts share (`replicated_dims`).
+        sum_whole: sums them over the ranks over which each expert's hidden columns are split, in place; a
+            collective. It is for parameters that these ranks hold whole.
+        num_ranks: the number of ranks over which the experts are spread.
         first_expert: the number of this rank's first expert among all experts.
         """
 

@@ -12,6 +12,12 @@ The product B @ A is never made. Rows go through A and then through B, beside th
 
 The second weight W2 has an A and a B of its own. W1 and W2 are not trained, so they need no gradients.
 
+If each expert's hidden columns are split over ranks (FSMoE's ESP), so are the adapters. The matrices without
+hidden columns are whole on each of these ranks, which then computes a part of their gradient:
+
+    A of W1    (R, M)    whole, gradients are summed      A of W2    (R, H)    split along H
+    B of W1    (G, R)    split along G                    B of W2    (M, R)    whole, gradients are summed
+
 Letters: N rows, E experts of this rank, M = d_model, H hidden columns, G columns of T_M, the hidden
 activation before the nonlinearity (H, or 2H for gated experts); O output and I input features of a weight; R
 rank of an adapter.
@@ -22,12 +28,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import ExpertRows, Experts, Hidden, Shard
+from pmoe.experts.base import WHOLE, ExpertRows, Experts, Hidden, Shard
+from pmoe.experts.columns import own_columns
+from pmoe.experts.dtensor_layout import replace_parameter
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.operands import local_part, value_names
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
@@ -41,6 +50,16 @@ WEIGHTS = ("w1", "w2")
 
 ADAPTERS = "adapters."
 """The beginning of the names of all adapters' parameters among those of the experts."""
+
+HIDDEN_OF_MATRICES: dict[str, int | None] = {"w1_A": None, "w1_B": -2, "w2_A": -1, "w2_B": None}
+"""For each matrix of an adapter the dimension that counts hidden columns, from the end; None if none does."""
+
+
+OWN_FILES = (
+    "save and load with pmoe.save_checkpoint and pmoe.load_checkpoint(folder, pmoe.lora_adapters(model)), "
+    "both on every rank and after pmoe.parallelize, or let every rank load its own file"
+)
+"""What to do if a rank's adapters would get the values of another rank's, for errors."""
 
 
 class Adapter(nn.Module):
@@ -59,6 +78,7 @@ class Adapter(nn.Module):
     alpha: the factor of B @ A is alpha / R.
     shared: whether all experts of all ranks share one adapter.
     device, dtype: of the parameters.
+    shard: the part of the hidden columns that this rank holds; ``shapes`` have only these columns.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
     targets: the names of the weights that get an adapter.
@@ -66,6 +86,7 @@ class Adapter(nn.Module):
 
     num_ranks: int = 1
     first_expert: int = 0
+    shard: Shard = WHOLE
     alpha: float
     targets: tuple[str, ...]
 
@@ -76,10 +97,12 @@ class Adapter(nn.Module):
         rank: int,
         alpha: float,
         shared: bool,
+        shard: Shard,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.shard = shard
         self.rank = rank
         self.alpha = alpha
         self.shared = shared
@@ -100,6 +123,20 @@ class Adapter(nn.Module):
         """Whether the parameters are plain tensors and no DTensors."""
         return not any(hasattr(parameter, "to_local") for parameter in self.parameters())
 
+    @property
+    def differs_between_ranks(self) -> bool:
+        """Whether ranks hold different values, of other experts or of other hidden columns."""
+        return self.shard.count > 1 or (self.num_ranks > 1 and not self.shared)
+
+    def hidden_dims(self) -> dict[str, int | None]:
+        """Returns, by matrix name, the dimension that counts hidden columns; None if there is none."""
+        num_dims = 2 if self.shared else 3
+        return {
+            name: None if dim is None else num_dims + dim
+            for name, dim in HIDDEN_OF_MATRICES.items()
+            if name in self._parameters
+        }
+
     def of(self, weight: str) -> tuple[nn.Parameter, nn.Parameter]:
         """Returns the adapter's matrices A and B of one weight.
 
@@ -111,6 +148,9 @@ class Adapter(nn.Module):
     def initialise(self, local_expert: int | None) -> None:
         """Draws A of one expert from the CPU's generator, as `torch.nn.Linear` does, and sets B to zero.
 
+        A rank that holds a part of the hidden columns draws the whole A and takes its columns. So the values
+        do not depend on the number of ranks that share the columns.
+
         local_expert: the expert's number on this rank; None draws an adapter that all experts share.
         """
         for weight in self.targets:
@@ -118,28 +158,34 @@ class Adapter(nn.Module):
             if down.is_meta:
                 continue
             own_down, own_up = (down, up) if local_expert is None else (down[local_expert], up[local_expert])
-            bound = 1 / math.sqrt(own_down.shape[-1])
+            shard = WHOLE if HIDDEN_OF_MATRICES[f"{weight}_A"] is None else self.shard
+            in_features = own_down.shape[-1] * shard.count
+            bound = 1 / math.sqrt(in_features)
             dtype = torch.promote_types(down.dtype, torch.float32)
-            own_down.copy_(torch.empty(own_down.shape, dtype=dtype, device="cpu").uniform_(-bound, bound))
+            whole = torch.empty(self.rank, in_features, dtype=dtype, device="cpu").uniform_(-bound, bound)
+            own_down.copy_(whole[:, shard.of(in_features)])
             own_up.zero_()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Returns the values that a state dict needs in addition to the matrices, by name.
 
-        They are ``alpha``, ``rank``, ``shared`` and ``experts``. ``experts`` is [number of this rank's first
-        expert, number behind its last one]. It is None if all experts share one adapter, or if the matrices
-        are DTensors, which know which part of all experts they are.
+        They are ``alpha``, ``rank``, ``shared``, ``experts`` and ``part``. ``experts`` is [number of this
+        rank's first expert, number behind its last one]; None if all experts share one adapter. ``part`` is
+        [number of this rank's part of the hidden columns, number of parts]; None if the rank has all columns.
+        Both are None if the matrices are DTensors, which know which part they are.
         """
         down, _ = self.of(self.targets[0])
         is_whole = self.shared or not self.is_plain
         experts = None if is_whole else [self.first_expert, self.first_expert + down.shape[0]]
-        return {"alpha": self.alpha, "rank": self.rank, "shared": self.shared, "experts": experts}
+        part = [self.shard.index, self.shard.count] if self.is_plain and self.shard.count > 1 else None
+        state = {"alpha": self.alpha, "rank": self.rank, "shared": self.shared, "experts": experts}
+        return {**state, "part": part}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Takes alpha from a state dict, because the matrices in it were trained with this alpha.
 
-        Raises ValueError if the state dict has an adapter of another rank (number of rows of A), or of other
-        experts.
+        Raises ValueError if the state dict has an adapter of another rank (number of rows of A), of other
+        experts, or of other hidden columns.
         """
         own = self.get_extra_state()
         for name in ("rank", "shared"):
@@ -152,9 +198,13 @@ class Adapter(nn.Module):
             first, end = state["experts"]
             raise ValueError(
                 f"a state dict of the adapters of experts {first} to {end - 1} must not be loaded into those "
-                f"of experts {own['experts'][0]} to {own['experts'][1] - 1}: save and load with "
-                "pmoe.save_checkpoint and pmoe.load_checkpoint(folder, pmoe.lora_adapters(model)), both on "
-                "every rank and after pmoe.parallelize, or let every rank load its own file"
+                f"of experts {own['experts'][0]} to {own['experts'][1] - 1}: {OWN_FILES}"
+            )
+        part = state.get("part")  # state dicts of earlier releases do not have it
+        if part is not None and own["part"] is not None and part != own["part"]:
+            raise ValueError(
+                f"a state dict of part {part[0]} of {part[1]} of the adapters' hidden columns "
+                f"must not be loaded into part {own['part'][0]} of {own['part'][1]}: {OWN_FILES}"
             )
         self.alpha = state["alpha"]
 
@@ -312,16 +362,19 @@ class LoraExperts(StackedExperts):
     setting: a text that describes the active adapter, by which ranks check that they use the same one.
     sum_shared: a function that sums gradients over the ranks that the experts are spread over, in place. It
         is a collective, for the gradients of a shared adapter.
-    num_ranks: the number of these ranks.
+    sum_whole: a function that sums gradients over the ranks that each expert's hidden columns are split over,
+        in place. It is a collective, for the gradients of matrices that these ranks hold whole.
+    num_ranks: the number of ranks that the experts are spread over.
     """
 
     adapters: nn.ModuleDict
     active: str
     setting: str
     sum_shared: Callable[[Sequence[Tensor]], None]
+    sum_whole: Callable[[Sequence[Tensor]], None]
     num_ranks: int
     operand_names: tuple[str, ...]
-    replicated_names: tuple[str, ...]
+    replicated_dims: dict[str, int | None]
     product: Callable[..., Tensor] = staticmethod(adapted_product)
     input_product: Callable[..., Tensor] = staticmethod(adapted_input_gradient)
 
@@ -361,12 +414,12 @@ class LoraExperts(StackedExperts):
     def note_operands(self) -> None:
         own_names = tuple(name for name in HIDDEN_DIMS if name[0] == "w" or self.has_bias)
         self.operand_names = own_names
-        self.replicated_names = tuple(
-            f"{ADAPTERS}{name}.{own}"
+        self.replicated_dims = {
+            f"{ADAPTERS}{name}.{own}": dim
             for name in self.adapters
             if self.adapter(name).shared
-            for own, _ in self.adapter(name).named_parameters()
-        )
+            for own, dim in self.adapter(name).hidden_dims().items()
+        }
         if self.active:
             adapter = self.adapter(self.active)
             own_names += tuple(
@@ -397,8 +450,13 @@ class LoraExperts(StackedExperts):
         matrices = values[self.num_own :]
         like = values[0]
         if adapter.shared and self.num_ranks > 1:
-            anchor = torch.empty(0, device=like.device, requires_grad=True)
-            matrices = list(SumOverRanks.apply(self.sum_shared, anchor, *matrices))  # type: ignore[no-untyped-call]
+            matrices = _with_summed_gradients(self.sum_shared, matrices)
+        if self.shard.count > 1:
+            is_whole = [dim is None for dim in adapter.hidden_dims().values()]
+            summed = iter(_with_summed_gradients(self.sum_whole, list(compress(matrices, is_whole))))
+            matrices = [
+                next(summed) if whole else matrix for matrix, whole in zip(matrices, is_whole, strict=True)
+            ]
         of_weight = dict(zip(adapter.targets, zip(matrices[::2], matrices[1::2], strict=True), strict=True))
         call_values = values[: self.num_own]
         for weight, value in zip(WEIGHTS, values, strict=False):
@@ -425,23 +483,36 @@ class LoraExperts(StackedExperts):
         return (parameter for parameter in self.parameters() if id(parameter) not in of_others)
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
-        names = value_names(self)
-        own_names = [name for name in names if not name.startswith(ADAPTERS)]
+        own_names = [name for name in value_names(self) if not name.startswith(ADAPTERS)]
         if not set(own_names) <= set(HIDDEN_DIMS):
             return None
-        of_adapters = dict.fromkeys(
-            name for name in names if name.startswith(ADAPTERS) and name not in self.replicated_names
-        )
+        of_adapters = {
+            f"{ADAPTERS}{name}.{own}": dim
+            for name in self.adapters
+            if not self.adapter(name).shared
+            for own, dim in self.adapter(name).hidden_dims().items()
+        }
         return {**{name: HIDDEN_DIMS[name] for name in own_names}, **of_adapters}
 
     def keep(self, experts: slice, shard: Shard) -> None:
-        check_not_split(shard)
         super().keep(experts, shard)
+        for name, dim in self.replicated_dims.items():
+            if dim is not None:
+                path, _, own_name = name.rpartition(".")
+                halves = self.hidden_factor if dim == 0 else 1
+                part = own_columns(self.get_parameter(name).detach(), dim, halves, shard)
+                replace_parameter(self.get_submodule(path), own_name, part.clone())
+        self.mark_parameters()
 
     def use_ranks(
-        self, sum_shared: Callable[[Sequence[Tensor]], None], num_ranks: int, first_expert: int
+        self,
+        sum_shared: Callable[[Sequence[Tensor]], None],
+        sum_whole: Callable[[Sequence[Tensor]], None],
+        num_ranks: int,
+        first_expert: int,
     ) -> None:
         self.sum_shared = sum_shared
+        self.sum_whole = sum_whole
         self.num_ranks = num_ranks
         self._first_expert = first_expert  # private, because ranks compare public attributes
         self.mark_parameters()
@@ -452,10 +523,13 @@ class LoraExperts(StackedExperts):
             adapter = self.adapter(name)
             adapter.num_ranks = self.num_ranks
             adapter.first_expert = self._first_expert
-            for parameter in adapter.parameters():
-                if adapter.shared:
-                    parameter.num_copies = self.num_ranks  # type: ignore[attr-defined]
-                else:
+            adapter.shard = self.shard
+            for own, dim in adapter.hidden_dims().items():
+                parameter = adapter.get_parameter(own)
+                copies_of_columns = self.shard.count if dim is None else 1
+                copies_of_experts = self.num_ranks if adapter.shared else 1
+                parameter.num_copies = copies_of_columns * copies_of_experts  # type: ignore[attr-defined]
+                if not adapter.shared:
                     parameter.stacked = True  # type: ignore[attr-defined]
 
     def initialise_expert(self, local_expert: int) -> None:
@@ -538,20 +612,6 @@ def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight
     return AdaptedWeight(weight, down, up) if down.shape[-2] else weight
 
 
-def check_not_split(shard: Shard) -> None:
-    """Raises ValueError if each expert is split over ranks, because adapters do not support that.
-
-    The gradients of the adapter's matrices A and B would be partial sums.
-
-    shard: the part of every expert's hidden columns that this rank holds.
-    """
-    if shard.count > 1:
-        raise ValueError(
-            f'mesh (with {shard.count} ranks along "esp") must not split experts that have adapters: spread '
-            'whole experts over "ep" alone, or merge the adapters first by pmoe.merge_lora(model)'
-        )
-
-
 def check_no_adapters(experts: Experts, what: str) -> None:
     """Raises ValueError if experts have adapters, for a function that reads the weights alone.
 
@@ -585,31 +645,45 @@ def with_adapters(experts: Experts) -> LoraExperts:
 
 def without_adapters(experts: LoraExperts) -> None:
     """Gives experts their original class back, after their last adapter was removed."""
-    for name in ("adapters", "sum_shared", "num_ranks", "_first_expert", "active", "setting"):
+    for name in ("adapters", "sum_shared", "sum_whole", "num_ranks", "_first_expert", "active", "setting"):
         delattr(experts, name)
-    experts.replicated_names = ()
+    experts.replicated_dims = {}
     own_class = next(own for own, kind in CLASSES.items() if kind is type(experts))
     experts.__class__ = own_class  # type: ignore[assignment]
     experts.note_operands()
 
 
-class SumOverRanks(torch.autograd.Function):
-    """Returns matrices that all ranks share; its backward sums their gradients over the ranks.
+def _with_summed_gradients(
+    sum_gradients: Callable[[Sequence[Tensor]], None], matrices: Sequence[Tensor]
+) -> list[Tensor]:
+    """Returns matrices of any shape whose gradients are summed over ranks in backward.
 
-    Every rank computes the rows of its own experts, so each has a part of the gradient of a shared adapter.
+    sum_gradients: sums gradients over the ranks that hold copies of the matrices, in place; a collective.
+    """
+    if not matrices:
+        return []
+    anchor = torch.empty(0, device=matrices[0].device, requires_grad=True)
+    return list(SumOverRanks.apply(sum_gradients, anchor, *matrices))  # type: ignore[no-untyped-call]
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Returns matrices of which several ranks hold a copy; its backward sums their gradients over the ranks.
+
+    Each of these ranks computes with its own experts, or with its own hidden columns, so each has a part of
+    the gradient.
     ``anchor`` is an empty tensor that requires a gradient. So the outputs require gradients even on a rank
     that has frozen the adapter, and every rank starts the same collectives.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, sum_shared: Callable[[Sequence[Tensor]], None], anchor: Tensor, *matrices: Tensor
+        ctx: Any, sum_gradients: Callable[[Sequence[Tensor]], None], anchor: Tensor, *matrices: Tensor
     ) -> Any:
-        ctx.sum_shared = sum_shared
+        ctx.sum_gradients = sum_gradients
         return tuple(matrix.detach() for matrix in matrices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         sums = [gradient.contiguous() for gradient in gradients]
-        ctx.sum_shared(sums)
+        ctx.sum_gradients(sums)
         return None, None, *sums

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pmoe.arguments import check_count, check_flag, check_kind, check_place
 from pmoe.experts.base import WHOLE, Allocate, ExpertRows, Experts, Hidden, Runs, Shard, fresh, row_dot
+from pmoe.experts.columns import own_columns
 from pmoe.experts.marks import mark_stacked
 from pmoe.experts.operands import has_value, local_part, value_names
 from pmoe.experts.products import (
@@ -143,9 +144,16 @@ class StackedExperts(Experts):
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Returns the shapes of this rank's w1 and w2 by name."""
+        return self._shapes_with(self.num_hidden)
+
+    def whole_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Returns the shapes of w1 and w2 of this rank's experts with all their hidden columns, by name."""
+        return self._shapes_with(self.all_hidden)
+
+    def _shapes_with(self, hidden: int) -> dict[str, tuple[int, int, int]]:
+        """Returns the shapes of w1 and w2 of experts with ``hidden`` hidden columns, by name."""
         experts = self.num_local_experts
         d_model = self.d_model
-        hidden = self.num_hidden
         return {"w1": (experts, self.hidden_factor * hidden, d_model), "w2": (experts, d_model, hidden)}
 
     @property
@@ -527,12 +535,6 @@ def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
     stacked: the experts, with all hidden columns. One tensor holds a weight of all of them.
     experts: the range of local experts to keep.
     shard: the part of the hidden columns to keep.
-
-    A gated w1 holds two halves, gate and up. The part takes the same columns of both halves. Example for 6
-    hidden columns, part 1 of 3:
-
-        rows of w1    gate 0 1 2 3 4 5 | up 0 1 2 3 4 5
-        kept               . . x x . . |    . . x x . .
     """
     from pmoe.experts.dtensor_layout import replace_parameter
 
@@ -549,8 +551,7 @@ def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
         else:
             part = parameter[experts]
             if dim is not None:
-                columns = part.unflatten(dim, (parts, stacked.all_hidden))
-                part = columns.narrow(dim + 1, shard.index * num_columns, num_columns)
+                part = own_columns(part, dim, parts, shard)
             part = part.reshape(shape).clone()
         path, _, own_name = name.rpartition(".")
         replace_parameter(stacked.get_submodule(path), own_name, part)

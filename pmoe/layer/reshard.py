@@ -60,16 +60,18 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
 
 
 def share_ranks(experts: Experts, grid: Grid) -> None:
-    """Stores a layer's ranks in the experts that are spread over them.
+    """Stores a layer's ranks in the experts that are spread and split over them.
 
-    If all experts share a parameter, they need the ranks to sum its gradient.
+    If several ranks hold a copy of a parameter, each computes a part of its gradient. The experts then need
+    the ranks to sum it.
 
     experts: the experts of this rank.
     grid: the ranks of the layer.
     """
-    stage = "summing the gradients of what all experts share"
-    first_expert = grid.ep.rank * experts.num_local_experts
-    experts.use_ranks(functools.partial(sum_over_ranks, grid.ep, stage), grid.ep.size, first_expert)
+    sum_shared = functools.partial(sum_over_ranks, grid.ep, "summing the gradients of what all experts share")
+    stage = "summing the gradients of what the parts of an expert share"
+    sum_whole = functools.partial(sum_over_ranks, grid.esp, stage)
+    experts.use_ranks(sum_shared, sum_whole, grid.ep.size, grid.ep.rank * experts.num_local_experts)
 
 
 def reset_parameters(modules: LayerModules) -> None:

@@ -413,9 +413,10 @@ def _check_adapter(name: str, adapter: Adapter) -> None:
 
     name: name of the adapter in the model, for the message.
     """
-    if adapter.num_ranks > 1 and not adapter.shared and adapter.is_plain:
+    if adapter.differs_between_ranks and adapter.is_plain:
+        num_ranks = adapter.num_ranks * adapter.shard.count
         raise ValueError(
-            f"{name} (spread over {adapter.num_ranks} ranks) must hold its parameters as DTensors, so that a "
+            f"{name} (spread over {num_ranks} ranks) must hold its parameters as DTensors, so that a "
             "checkpoint can name them: call pmoe.parallelize(model, mesh)"
         )
 

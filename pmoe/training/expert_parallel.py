@@ -116,7 +116,7 @@ def parallelize(
         experts = layer.layer_modules.experts
         for ranks in of_copies:
             take_first(experts, ranks, grid.esp, names_of(experts))
-        take_first(experts, grid.ep, Ranks.single(), experts.replicated_names)
+        take_first(experts, grid.ep, Ranks.single(), experts.replicated_dims)
         lay_out(experts, mesh, names_of(experts))
         layer.layer_modules.experts.is_parallelized = True
         names = tuple(own for own, _ in layer.layer_modules.experts.named_parameters())
@@ -345,7 +345,7 @@ def take_first(experts: Experts, copies: Ranks, inside: Ranks, names: Collection
     for ranks in (inside, copies):
         if ranks.size == 1:
             continue
-        dims = experts.hidden_dims() or {}
+        dims = {**(experts.hidden_dims() or {}), **experts.replicated_dims}
         for name, tensor in (*experts.named_parameters(), *experts.named_buffers()):
             if name not in names or tensor.is_meta or (ranks is inside and dims.get(name) is not None):
                 continue
@@ -363,21 +363,24 @@ def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
     experts: this rank's experts.
     mesh: the ranks over which experts, and the hidden columns of sharded experts, are spread.
     names: the names of the parameters that are replaced. Other names than those in `Experts.hidden_dims` and
-        `Experts.replicated_names` (parameters that all experts share) are ignored.
+        `Experts.replicated_dims` (parameters that all experts share) are ignored.
     """
-    dims = experts.hidden_dims() or {}
-    for name in (*dims, *experts.replicated_names):
+    dims = {**(experts.hidden_dims() or {}), **experts.replicated_dims}
+    for name, hidden_dim in dims.items():
         if name not in names:
             continue
         parameter = experts.get_parameter(name)
+        expert_dim = None if name in experts.replicated_dims else 0
+        rows_dim = 0 if expert_dim is None else 1
         placements: list[Placement] = []
         for along in mesh.mesh_dim_names or ():
-            split = {ACROSS: 0, INSIDE: dims[name]}.get(along) if name in dims else None
+            split = {ACROSS: expert_dim, INSIDE: hidden_dim}.get(along)
             if split is None:
                 placements.append(Replicate())
                 continue
             # In w1 of gated experts, gate rows and up rows are two halves, and each half is split.
-            halves = getattr(experts, "hidden_factor", 1) if split == 1 else 1
+            is_halved = along == INSIDE and split == rows_dim
+            halves = getattr(experts, "hidden_factor", 1) if is_halved else 1
             placements.append(Shard(split) if halves == 1 else _StridedShard(split, split_factor=halves))
         laid = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
         module, _, own = name.rpartition(".")

@@ -32,6 +32,7 @@ from pmoe.comm.agreement import all_fail_together, digest, largest, same
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.convert import LAYOUTS, Layout, LayoutName, parts_of
+from pmoe.experts.columns import joined_columns
 from pmoe.experts.dtensor_layout import is_gathered
 from pmoe.experts.lora import check_no_adapters
 from pmoe.experts.operands import local_part
@@ -429,11 +430,7 @@ class _Export:
             if owner == grid.ep.rank and grid.esp.size > 1 and dim is not None:
                 columns = [torch.empty_like(part) for _ in range(grid.esp.size)]
                 dist.all_gather(columns, part.contiguous(), group=grid.esp.group)
-                halves = (
-                    experts.hidden_factor if dim == 1 else 1
-                )  # rows of the gate, then of the other factor
-                pieces = [each.unflatten(dim, (halves, -1)) for each in columns]
-                whole.copy_(torch.cat(pieces, dim + 1).flatten(dim, dim + 1))
+                whole.copy_(joined_columns(columns, dim, experts.hidden_factor if dim == 1 else 1))
             elif owner == grid.ep.rank:
                 whole.copy_(part)
             if grid.ep.size > 1:

@@ -39,7 +39,6 @@ from pmoe.experts.lora import (
     WEIGHTS,
     Adapter,
     LoraExperts,
-    check_not_split,
     with_adapters,
     without_adapters,
 )
@@ -401,13 +400,12 @@ def _check_layer(
             "experts: call pmoe.add_lora before they are wrapped"
         )
     check_own_parameters(experts, targets)
-    check_not_split(layer.shard)
     if isinstance(experts, LoraExperts) and name in experts.adapters:
         raise ValueError(
             f"name ({name!r}) must not be that of an adapter of {layer_name}: pass another name, or call "
             f"pmoe.remove_lora(model, {name!r}) first"
         )
-    widths = {weight: min(experts.shapes()[weight][1:]) for weight in targets}
+    widths = {weight: min(experts.whole_shapes()[weight][1:]) for weight in targets}
     narrow = {weight: width for weight, width in widths.items() if rank > width}
     if narrow:
         weight, width = next(iter(narrow.items()))
@@ -446,7 +444,7 @@ def _add(layer: MoELayer, rank: int, alpha: float, targets: tuple[str, ...], sha
     shapes = experts.shapes()
     adapter = Adapter(
         {weight: shapes[weight] for weight in targets},
-        rank=rank, alpha=alpha, shared=shared, device=like.device, dtype=like.dtype,
+        rank=rank, alpha=alpha, shared=shared, shard=experts.shard, device=like.device, dtype=like.dtype,
     )  # fmt: skip
     if shared:
         seeded(lambda _: adapter.initialise(None), first_expert=0, count=1)
@@ -470,7 +468,8 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     share_ranks(experts, layer.grid)
     experts.note_operands()
     names = tuple(f"{ADAPTERS}{name}.{own}" for own, _ in adapter.named_parameters())
-    take_first(experts, layer.grid.ep, Ranks.single(), experts.replicated_names)
+    take_first(experts, Ranks.single(), layer.grid.esp, names)
+    take_first(experts, layer.grid.ep, Ranks.single(), experts.replicated_dims)
     if experts.is_parallelized:
         mesh = experts.w1.device_mesh  # type: ignore[attr-defined]
         copies = next((along for along in mesh.mesh_dim_names if along not in (ACROSS, "esp")), None)

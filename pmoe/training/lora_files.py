@@ -40,6 +40,7 @@ from pmoe.comm.agreement import all_fail_together
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.convert import LAYOUTS, Layout
+from pmoe.experts.columns import joined_columns, own_columns
 from pmoe.experts.lora import WEIGHTS, Adapter
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
@@ -238,7 +239,7 @@ def save_lora(
         form = _Form(LAYOUTS[layout], adapter.targets, layer.num_experts)
         own_name = _name_in_model(model, layer_name, layer)
         for weight in adapter.targets:
-            down, up = (_of_all_experts(layer, adapter, part, ranks) for part in adapter.of(weight))
+            down, up = (_of_all_experts(layer, adapter, f"{weight}_{letter}", ranks) for letter in "AB")
             if ranks.rank == 0:
                 for letter, parts in zip("AB", form.stored(weight, down, up), strict=True):
                     keys = form.keys(own_name, weight, letter, rename)
@@ -279,21 +280,38 @@ def _config(form: _Form, adapter: Adapter, base_model: str | None) -> dict[str, 
     }  # fmt: skip
 
 
-def _of_all_experts(layer: MoELayer, adapter: Adapter, parameter: Tensor, ranks: Ranks) -> Tensor:
+def _of_all_experts(layer: MoELayer, adapter: Adapter, matrix: str, ranks: Ranks) -> Tensor:
     """Returns a matrix of an adapter for all E experts, (E, ...). A collective.
 
-    parameter: (E_local, ...), the matrices of this rank's experts, or one matrix that all experts share.
+    matrix: its name, such as "w1_A".
     """
-    value = local_part(parameter).detach()
-    if adapter.shared:
-        return value.expand(layer.num_experts, *value.shape)
-    experts = layer.grid.ep
-    if experts.size == 1:
-        return value
-    parts = [torch.empty_like(value) for _ in range(experts.size)]
+    value = local_part(adapter.get_parameter(matrix)).detach()
+    dim = adapter.hidden_dims()[matrix]
     with at_stage("gathering adapters", ranks):
-        dist.all_gather(parts, value.contiguous(), group=experts.group)
-    return torch.cat(parts)
+        if dim is not None:
+            value = joined_columns(_of_all_ranks(value, layer.grid.esp), dim, _halves(layer, matrix))
+        if adapter.shared:
+            return value.expand(layer.num_experts, *value.shape)
+        return torch.cat(_of_all_ranks(value, layer.grid.ep))
+
+
+def _of_all_ranks(value: Tensor, ranks: Ranks) -> list[Tensor]:
+    """Returns the values, of equal shapes, that the ranks pass, in order of the ranks. A collective."""
+    if ranks.size == 1:
+        return [value]
+    parts = [torch.empty_like(value) for _ in range(ranks.size)]
+    dist.all_gather(parts, value.contiguous(), group=ranks.group)
+    return parts
+
+
+def _halves(layer: MoELayer, matrix: str) -> int:
+    """Returns how many blocks of hidden columns an adapter's matrix has: 2 in B of a gated w1, else 1.
+
+    matrix: its name, such as "w1_B".
+    """
+    experts = layer.layer_modules.experts
+    assert isinstance(experts, StackedExperts)
+    return experts.hidden_factor if matrix == "w1_B" else 1
 
 
 # ---- loading
@@ -347,11 +365,13 @@ def load_lora(
             adapter.alpha = stored.alpha
             own = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
             for weight in stored.targets:
-                for parameter, value in zip(
-                    adapter.of(weight), stored.of_layer[layer_name][weight], strict=True
-                ):
+                for letter, value in zip("AB", stored.of_layer[layer_name][weight], strict=True):
+                    matrix = f"{weight}_{letter}"
                     part = value[0] if adapter.shared else value[own]
-                    local_part(parameter).copy_(part)
+                    dim = adapter.hidden_dims()[matrix]
+                    if dim is not None:
+                        part = own_columns(part, dim, _halves(layer, matrix), layer.shard)
+                    local_part(adapter.get_parameter(matrix)).copy_(part)
     return lora_adapters(model, name)
 
 
@@ -616,10 +636,10 @@ def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
 
 
 def _shapes(layer: MoELayer) -> Mapping[str, tuple[int, int, int]]:
-    """Returns the shape (E_local, O, I) of each weight of a layer's experts."""
+    """Returns the shape (E_local, O, I) of each weight of a layer's experts, with all hidden columns."""
     experts = layer.layer_modules.experts
     assert isinstance(experts, StackedExperts)
-    return experts.shapes()
+    return experts.whole_shapes()
 
 
 def _name_in_model(model: nn.Module, layer_name: str, layer: MoELayer) -> str:

@@ -83,7 +83,7 @@ class _WithCopies(Pass):
         The other parameters are shared by all experts.
         """
         experts = self.plan.modules.experts
-        shared = {at for at, name in enumerate(experts.call_names) if name in experts.replicated_names}
+        shared = {at for at, name in enumerate(experts.call_names) if name in experts.replicated_dims}
         return [at for at in range(len(self.parameters)) if at not in shared]
 
     def stacked_parameters(self) -> list[Tensor]:

@@ -14,6 +14,7 @@ from tests.reference import Definition
 
 RANK, ALPHA = 2, 3.0
 EXPERTS = 8
+HIDDEN = {"w1_B": -2, "w2_A": -1}
 
 
 def whole_layer(**options: Any) -> pmoe.MoELayer:
@@ -21,15 +22,33 @@ def whole_layer(**options: Any) -> pmoe.MoELayer:
     return kit.build(EXPERTS, group=pmoe.comm.ranks.Ranks.single(), **options)
 
 
-def fill(adapter: Adapter, first: int = 0, seed: int = 5) -> None:
-    """Gives A and B values that depend on nothing but the seed and the expert's number among all."""
-    for number, (_, parameter) in enumerate(sorted(adapter.named_parameters())):
+def fill(adapter: Adapter, first: int = 0, seed: int = 5, halves: int = 1) -> None:
+    """Gives A and B values that depend on the seed, the expert's number among all, and the hidden column.
+
+    first: the number of the rank's first expert. halves: 2 for gated experts that are split over ranks.
+    """
+    for number, (name, parameter) in enumerate(sorted(adapter.named_parameters())):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        shape = local.shape if adapter.shared else (EXPERTS, *local.shape[1:])
+        shape = [*local.shape] if adapter.shared else [EXPERTS, *local.shape[1:]]
+        if name in HIDDEN:
+            shape[HIDDEN[name]] *= adapter.shard.count
         generator = torch.Generator().manual_seed(seed + number)
         values = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():
+            values = columns(name, values, adapter.shard.index, adapter.shard.count, halves)
             local.copy_(values if adapter.shared else values[first : first + local.shape[0]])
+
+
+def columns(name: str, values: Tensor, part: int, count: int, halves: int) -> Tensor:
+    """One part of the hidden columns of a matrix of an adapter, or all of a matrix that has none."""
+    if name not in HIDDEN:
+        return values
+    length = values.shape[HIDDEN[name]] // (halves if name == "w1_B" else 1)
+    width = length // count
+    starts = range(part * width, values.shape[HIDDEN[name]], length)
+    return values.index_select(
+        HIDDEN[name], torch.tensor([start + at for start in starts for at in range(width)])
+    )
 
 
 def changed(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:

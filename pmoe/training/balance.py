@@ -49,6 +49,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.deepseek import sequence_losses
 from pmoe.layer import MoELayer
+from pmoe.training.attached_loss import AttachedLosses
 
 OverName = Literal["sequence", "batch", "window"]
 """Values of `BalanceLoss`'s argument ``over``."""
@@ -210,6 +211,7 @@ class BalanceLoss:
         self._calls = {name: _LayerSums() for name in self._layers}
         self._of_step: dict[str, Tensor] = {}  # counts of the steps' calls that have a loss, by layer
         self._window: deque[dict[str, Tensor]] = deque(maxlen=plain_int(window))
+        self._attached = AttachedLosses()
         self._handles = [
             layer.gate.register_forward_hook(self._hook(name)) for name, layer in self._layers.items()
         ]
@@ -218,6 +220,7 @@ class BalanceLoss:
         """Removes the hooks from the gates. The object is of no use afterwards."""
         for handle in self._handles:
             handle.remove()
+        self._attached.remove()
 
     @contextlib.contextmanager
     def sequences(self, lengths: Sequence[int]) -> Iterator[None]:
@@ -312,6 +315,9 @@ class BalanceLoss:
         Two kinds of calls return ``y`` and take no loss: calls without gradients, which `totals` can then sum
         over the whole schedule, and the run in which torch finds the shapes of a stage.
 
+        Use the result in place of ``y``. If it is dropped, the loss has no gradients, and the next call of
+        this method, `loss`, `totals` or an optimizer's step issues a warning.
+
         Args:
             y: the output of the stage, of any shape.
             factor: the factor of the loss.
@@ -340,8 +346,7 @@ class BalanceLoss:
         if not torch.is_grad_enabled():
             return y
         with hidden_from_checkpoints():
-            attached: Tensor = _Attached.apply(y, factor * self.loss(totals))  # type: ignore[no-untyped-call]
-        return attached
+            return self._attached.attach(y, factor * self.loss(totals))
 
     def end_step(self) -> None:
         """Ends an optimizer step: adds its counts to the window of steps. Only with over="window".
@@ -449,6 +454,7 @@ class BalanceLoss:
 
     def _taken(self) -> dict[str, _LayerSums]:
         """Returns the numbers of the calls since the last `loss` or `totals`, by layer, and resets them."""
+        self._attached.warn_of_unused()
         calls = self._calls
         self._calls = {name: _LayerSums() for name in calls}
         return calls
@@ -568,19 +574,6 @@ class BalanceLoss:
         loss = (f_E * torch.stack(shares).sum(0)).sum() * (first.shape[0] / num_lines)
         zs = [of_layer.z.to(first.device) for of_layer in calls.values() if of_layer.z is not None]
         return loss + self.z_loss_weight / num_lines * torch.stack(zs).sum() if zs else loss
-
-
-class _Attached(torch.autograd.Function):
-    """The identity of a tensor of any shape, whose backward pass also differentiates a scalar."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
-        ctx.like = loss.new_ones(())
-        return y.clone()  # torch's schedules detach outputs in place, which a view of y does not allow
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, ctx.like
 
 
 def _balanced_layers(model: nn.Module) -> dict[str, MoELayer]:

@@ -156,6 +156,24 @@ def test_initial_values_do_not_depend_on_the_ranks(shared: bool) -> None:
     assert ranks(4).run(initial_job, (2, 2), shared) == [[]] * 4
 
 
+def seeds_job(rank: int, world: int, shared: bool) -> dict[str, torch.Tensor]:
+    layer = build(mesh=mesh_of(2, 2))
+    torch.manual_seed(rank)
+    pmoe.add_lora(layer, rank=RANK, shared=shared)
+    experts: Any = layer.experts
+    return {name: value.detach() for name, value in experts.adapter("default").named_parameters()}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_copies_of_a_matrix_are_equal_if_ranks_have_other_seeds(shared: bool) -> None:
+    first, second, third, _ = ranks(4).run(seeds_job, shared)
+    for name in ("w1_A", "w2_B"):
+        assert torch.equal(first[name], second[name]), name
+        assert torch.equal(first[name], third[name]) == (shared or name == "w2_B"), name
+    assert torch.equal(first["w2_A"], third["w2_A"]) == shared
+    assert not torch.equal(first["w2_A"], second["w2_A"])
+
+
 # ---- training, checkpoints, files
 
 

@@ -109,8 +109,8 @@ def add_lora(
 def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
     """Makes the layers of a model use the adapter called ``name``, which is then the one that is trained.
 
-    All other adapters are frozen, so run the backward passes of earlier calls first: they give no gradients to
-    an adapter that was frozen since. Every rank must call it before the same call of the model.
+    All other adapters are frozen, so run the backward passes of earlier calls first: they give no gradients
+    to an adapter that was frozen since. Every rank must call it before the same call of the model.
 
     Raises ValueError if a layer has no adapter of this name.
     """

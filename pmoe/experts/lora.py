@@ -667,12 +667,11 @@ def _with_summed_gradients(
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Returns matrices of which several ranks hold a copy; its backward sums their gradients over the ranks.
+    """Returns matrices of which several ranks hold a copy; backward sums their gradients over ranks.
 
     Each of these ranks computes with its own experts, or with its own hidden columns, so each has a part of
-    the gradient.
-    ``anchor`` is an empty tensor that requires a gradient. So the outputs require gradients even on a rank
-    that has frozen the adapter, and every rank starts the same collectives.
+    the gradient. ``anchor`` is an empty tensor that requires a gradient. So the outputs require gradients
+    even on a rank that has frozen the adapter, and every rank starts the same collectives.
     """
 
     @staticmethod

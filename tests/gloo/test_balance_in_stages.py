@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
+from pmoe import warn
 from tests.kit import D_HIDDEN, D_MODEL
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -118,6 +120,10 @@ def job(rank: int, world: int, schedule: Any, over: str, recomputes: bool) -> No
         for at, module in modules.items():
             for name, parameter in module.named_parameters():
                 assert relative_error(parameter.grad, expected[f"{at}.{name}"].grad) <= 1e-12, (at, name)
+    gc.collect()
+    unused = [module.balance._attached._unused for module in modules.values() if module.balance is not None]
+    assert not any(unused), "a loss that a schedule differentiated counts as dropped"
+    assert not any("BalanceLoss.attach" in start for start in warn.GIVEN)
     dist.barrier()
 
 

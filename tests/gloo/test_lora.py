@@ -253,21 +253,6 @@ def test_arguments_that_differ_between_ranks_are_named_on_all() -> None:
         assert "must hold its parameters as DTensors" in plain and "pmoe.parallelize(model, mesh)" in plain
 
 
-def sharded_job(rank: int, world: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("ep", "esp"))
-    layer = build(mesh=mesh)
-    first = error_of(lambda: pmoe.add_lora(layer, rank=1))
-    whole_layer = adapted.whole_layer()
-    pmoe.add_lora(whole_layer, rank=1)
-    return [first, error_of(lambda: pmoe.parallelize(whole_layer, mesh))]
-
-
-def test_experts_that_are_split_over_ranks_are_refused_by_name() -> None:
-    for errors in ranks(2).run(sharded_job):
-        for error in errors:
-            assert '"esp"' in error and "pmoe.merge_lora(model)" in error
-
-
 def collectives_job(rank: int, world: int, shared: bool) -> list[list[str]]:
     """One rank froze the adapter: the collectives stay the same on every rank."""
     layer = build()

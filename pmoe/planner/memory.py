@@ -460,7 +460,7 @@ def _backward_work(
     buffers: bytes of backward's buffers at the four moments.
     restore: the restore pair.
     """
-    wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
+    wide = _product_size(sizes)
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
     staying_rows = min(sizes.columns.scratch_rows, max(backward.extent.local))
     products_that_stay = staying_rows * sizes.columns.scratch * wide
@@ -566,7 +566,8 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
     """Returns the bytes that the shared expert's backward holds; 0 without a shared expert.
 
     These are the incoming gradient, the gradient of the hidden activation, the hidden activation after the
-    nonlinearity, and the products of one block of rows.
+    nonlinearity, and the products of one block of rows. Narrow rows are multiplied by float32 weights in
+    float32: first each block of the hidden activation's gradient, at the end the incoming gradient.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -576,7 +577,19 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
     columns = sizes.shared_columns
     size = sizes.element_size
     elements = call.tokens * (sizes.d_model + columns.hidden + columns.scratch)
-    return elements * size + min(columns.scratch_rows, call.tokens) * columns.scratch * max(size, WIDE)
+    products = min(columns.scratch_rows, call.tokens) * columns.scratch * _product_size(sizes)
+    in_copies = size < WIDE and not sizes.columns.staged
+    widened = call.tokens * sizes.d_model * 2 * WIDE * in_copies
+    return elements * size + max(products, widened)
+
+
+def _product_size(sizes: LayerSizes) -> int:
+    """Returns the bytes of temporary tensors for each element of a block of the hidden activation.
+
+    An element is multiplied by its row's float32 weight. Narrow elements are copied to float32 before, and
+    the product is float32, too.
+    """
+    return sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
 
 
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:

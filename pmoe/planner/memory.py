@@ -474,7 +474,8 @@ def _backward_work(
         # gradient, and its float32 copy, exist before they are added to the wide sum.
         trained = min(_largest_weight(sizes), sizes.trained_parameters)
         one_expert = trained // (sizes.num_experts // sizes.ep_size)
-        widened = max(_widened_rows(sizes, backward), one_expert * (sizes.element_size + WIDE))
+        of_sums = (sizes.element_size + WIDE) * _sums_are_widened(sizes, backward)
+        widened = max(_widened_rows(sizes, backward), one_expert * of_sums)
         if sizes.columns.graph:  # an expert's gradient is computed block by block, beside the rows of a block
             unit += one_expert * WIDE
     largest = max(
@@ -672,10 +673,18 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
     """
+    return sizes.trained_parameters * (WIDE if _sums_are_widened(sizes, backward) else sizes.element_size)
+
+
+def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
+    """Returns whether gradients in bfloat16 or float16 are summed in float32: if there are several to add.
+
+    sizes: sizes of the layer.
+    backward: numbers of rows of the backward pass.
+    """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.sends_rows)
     additions += bool(sizes.copies.sent)
-    is_wide = sizes.element_size >= WIDE or additions < 2
-    return sizes.trained_parameters * (sizes.element_size if is_wide else WIDE)
+    return sizes.element_size < WIDE and additions > 1
 
 
 def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:

@@ -125,6 +125,8 @@ SHARED: list[dict[str, Any]] = [
     {"shared_expert": 300, "d_hidden": 52, "d_model": 100},
     {"shared_expert": 16, "d_hidden": 16, "d_model": 256, "num_experts": 1},
     {"shared_expert": 1024, "d_hidden": 64, "expert": "swiglu", "dtype": torch.float16},
+    {"shared_expert": 1024, "d_hidden": 1024, "d_model": 256, "expert": "swiglu"},
+    {"shared_expert": 16, "d_hidden": 1024, "d_model": 256},
 ]
 
 

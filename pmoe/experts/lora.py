@@ -77,8 +77,8 @@ class Adapter(nn.Module):
     rank: R, the number of rows of A.
     alpha: the factor of B @ A is alpha / R.
     shared: whether all experts of all ranks share one adapter.
-    device, dtype: of the parameters.
     shard: the part of the hidden columns that this rank holds; ``shapes`` have only these columns.
+    device, dtype: of the parameters.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
     targets: the names of the weights that get an adapter.

@@ -1,8 +1,8 @@
 """`pmoe.integrations.torchtitan` in an MoE block of torchtitan, beside torchtitan's own routed experts.
 
-torchtitan's products want bfloat16 and a GPU; here they are loops in the type of their operands. Its module of
-Triton kernels, which are not called, is a stub. It rounds each expert's output to float32, so float64 is compared to
-1e-6.
+torchtitan's products want bfloat16 and a GPU; here they are loops in the type of their operands. Its module
+of Triton kernels, which are not called, is a stub. It rounds each expert's output to float32, so float64 is
+compared to 1e-6.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ def loading(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    # torch replaces the tensors of the dict that it gets by the model's DTensors. Taken for whole tensors in the
-    # next load, these would make ranks wait for each other forever.
+    # torch replaces the tensors of the dict that it gets by the model's DTensors. Taken for whole tensors in
+    # the next load, these would make ranks wait for each other forever.
     set_model_state_dict(model, dict(full), options=StateDictOptions(full_state_dict=True))
     same.append(all(torch.equal(whole(each), loaded[name]) for name, each in model.named_parameters()))
     with torch.no_grad():

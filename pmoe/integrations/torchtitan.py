@@ -24,13 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.config import override
-from torchtitan.config.override import derive
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from pmoe.call.module_calls import traced_as
 from pmoe.call.operator_kinds import KINDS, OperatorKind
 from pmoe.layer.run_experts import OPTIONS, run_experts
+
+try:
+    from torchtitan.config import override
+    from torchtitan.config.override import derive
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+except ImportError as error:
+    raise ImportError(
+        "torchtitan 0.3 or newer must be installed, which has RoutedExperts: pip install torchtitan==0.3.0 "
+        f"({error})"
+    ) from error
 
 __all__ = ["PmoeRoutedExperts", "pmoe_experts"]
 

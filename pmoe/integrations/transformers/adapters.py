@@ -37,6 +37,11 @@ if find_spec("peft") is None:
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+if not hasattr(ParamWrapper, "get_delta_factors"):
+    raise ImportError(
+        'peft is too old, its adapters of experts have other parts: pip install -U "peft>=0.21"'
+    )
+
 _reduced = WeakTensorKeyDictionary()
 """The parameters whose gradients are reduced already."""
 

@@ -5,7 +5,7 @@
 # make fuzz            10,000 random layers, called in random ways, beside the definition
 # make soak            10,000 steps that change, and what they leave in memory (5 minutes)
 # make test-versions   a part of them with the oldest and the newest Python, torch and transformers
-# make wheel   a wheel without CUDA kernels in dist/, installed into an empty environment and used there
+# make wheel   wheels in dist/, one without CUDA kernels and one with them, each used in an empty environment
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
 # make gpu-ladder PYTHON=...        its first part: small steps that name what is wrong, and one report

@@ -429,6 +429,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         author="pmoe authors",
         license="MIT",
         license_files=["LICENSE"],
+        # There are no project_urls, because the project has no public address.
         keywords=[
             "mixture of experts",
             "MoE",

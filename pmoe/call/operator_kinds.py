@@ -27,4 +27,10 @@ class OperatorKind:
 
 
 KINDS: dict[str, OperatorKind] = {}
-"""The kinds by name: "layer" for a MoELayer, "experts" for an experts module of transformers."""
+"""The kinds by name.
+
+"layer"            a MoELayer
+"experts"          an experts module of transformers on one rank
+"spread experts"   one whose experts are spread over ranks
+"torchtitan"       the routed experts of torchtitan
+"""

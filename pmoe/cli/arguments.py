@@ -49,11 +49,11 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32":
 
 
 def dtype_name(text: str) -> str:
-    """Returns the name in `DTYPES` of a dtype, for argparse. Any other text is returned unchanged.
+    """Returns the name in `DTYPES` of a dtype, for argparse. Any other text is returned in lower case.
 
-    Examples: "bf16", "torch.bfloat16" and "bfloat16" -> "bfloat16".
+    Examples: "bf16", "BF16", "torch.bfloat16" and "bfloat16" -> "bfloat16".
     """
-    name = text.removeprefix("torch.")
+    name = text.lower().removeprefix("torch.")
     return DTYPE_NAMES.get(name, name)
 
 

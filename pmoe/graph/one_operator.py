@@ -9,8 +9,8 @@ pass is one operator too, `run_backward`.
 first operator returns the number in a tensor, the *ticket*. A kept graph is freed by its backward pass, or
 together with the ticket if there is no backward pass.
 
-Two kinds of modules are such operators (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and
-the experts of a transformers model, in `pmoe.integrations.transformers.in_graph`.
+Several kinds of modules run like this (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and
+experts of transformers and torchtitan, in files of `pmoe.integrations`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
     results: list[Tensor] = run_and_keep(
         kind, _number(module), given, is_given, parameters, needs_grad, autocast
     )
-    return results[:-1]
+    num_copies = len(given) if any(needs_grad) or parameters else 0
+    return results[: len(results) - num_copies - 1]
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -98,7 +99,7 @@ def run_and_keep(
     needs_grad: Sequence[bool],
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
-    """Runs a module. Returns its results and, as the last one, the ticket of the kept autograd graph.
+    """Runs a module. Returns its results, copies of its inputs, and the ticket of the kept autograd graph.
 
     kind: the name of the module's `OperatorKind`.
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
@@ -109,11 +110,17 @@ def run_and_keep(
     needs_grad: for each of ``inputs``, whether it needs a gradient.
     autocast: the dtype of autocast; None if autocast is off.
 
-    The ticket is an int64 scalar on the host. It is 0 if no autograd graph was kept.
+    The kept autograd graph reads the copies, and not the inputs: the compiler may compute an input again for
+    the backward pass, and overwrite it before. There are no copies if no gradient is wanted. The ticket is an
+    int64 scalar on the host. It is 0 if no autograd graph was kept.
     """
     module = LAYERS[number]
     wants_grad = any(needs_grad) or bool(parameters)
-    own = [each.detach().requires_grad_(needed) for each, needed in zip(inputs, needs_grad, strict=True)]
+    copies = [each.detach().clone() for each in inputs] if wants_grad else []
+    own = [
+        each.detach().requires_grad_(needed)
+        for each, needed in zip(copies or inputs, needs_grad, strict=True)
+    ]
     device = inputs[0].device.type
     with (
         _with_autograd(),
@@ -129,7 +136,7 @@ def run_and_keep(
         weakref.finalize(ticket, KEPT.pop, int(ticket), None)
     # The compiler may overwrite a result that is not read again, so results are copies of what the kept
     # graph may read.
-    return [*(result.detach().clone() for result in results), ticket]
+    return [*(result.detach().clone() for result in results), *copies, ticket]
 
 
 @run_and_keep.register_fake
@@ -139,7 +146,8 @@ def _(
     first, *others = KINDS[kind].shapes(LAYERS[number], _all_inputs(inputs, is_given))
     if autocast is not None:
         first = first.to(autocast)
-    return [first, *others, torch.empty((), dtype=torch.int64, device="cpu")]
+    copies = [torch.empty_like(each) for each in inputs] if any(needs_grad) or parameters else []
+    return [first, *others, *copies, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
 def _all_inputs(inputs: Sequence[Tensor], is_given: Sequence[bool]) -> list[Tensor | None]:
@@ -160,8 +168,9 @@ def run_backward(
 
     gradients: the gradients of the results.
     ticket: the last result of `run_and_keep`.
-    inputs, parameters, needs_grad: the arguments of `run_and_keep`. The result has the gradients of the
-        inputs that need one, and of all ``parameters``.
+    inputs: the copies of the inputs, which the kept graph reads.
+    parameters, needs_grad: the arguments of `run_and_keep`. The result has the gradients of the inputs that
+        need one, and of all ``parameters``.
 
     Raises RuntimeError if this backward pass has run before.
     """
@@ -192,14 +201,15 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     """Saves the ticket, and all tensors that the kept graph reads, so that their values are kept."""
     _, _, tensors, _, parameters, ctx.needs_grad, _ = inputs
     ctx.num_inputs = len(tensors)
-    ctx.save_for_backward(output[-1], *tensors, *parameters)
+    ctx.num_results = len(output) - len(tensors) - 1
+    ctx.save_for_backward(output[-1], *output[ctx.num_results : -1], *parameters)
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     """Returns the gradients of the arguments of `run_and_keep`."""
     ticket, *tensors = ctx.saved_tensors
     inputs, parameters = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
-    found = iter(run_backward(gradients[:-1], ticket, inputs, parameters, ctx.needs_grad))
+    found = iter(run_backward(gradients[: ctx.num_results], ticket, inputs, parameters, ctx.needs_grad))
     of_inputs = [next(found) if needed else None for needed in ctx.needs_grad]
     return None, None, of_inputs, None, list(found), None, None
 

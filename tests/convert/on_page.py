@@ -52,7 +52,19 @@ def for_megatron() -> dict[str, Any]:
     return {"config": on_megatron.config_of(ranks), "x": torch.randn(T, 1, M)}
 
 
-PREPARED = {"DeepSpeed": for_deepspeed, "Lightning": for_lightning, "Megatron-Core": for_megatron}
+def for_torchtitan() -> dict[str, Any]:
+    """Returns the user's configuration and input."""
+    on_torchtitan = importlib.import_module("tests.convert.on_torchtitan")
+    config = on_torchtitan.block_config(on_torchtitan.routed_config())
+    return {"config": config, "x": torch.randn(2, T // 2, M)}
+
+
+PREPARED = {
+    "DeepSpeed": for_deepspeed,
+    "Lightning": for_lightning,
+    "Megatron-Core": for_megatron,
+    "torchtitan": for_torchtitan,
+}
 
 
 def main(rank: int, ranks: int) -> None:

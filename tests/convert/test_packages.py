@@ -25,7 +25,7 @@ def run_ranks(program: str, ranks: int, tmp_path: Path) -> list[str]:
         "PYTHONPATH": f"{FOLDER}{os.pathsep}{ROOT}",
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "TORCHDYNAMO_DISABLE": "1",  # Megatron would compile its activations
+        "TORCHDYNAMO_DISABLE": str(int(program != "on_torchtitan")),  # Megatron would compile its activations
     }
     launch = [sys.executable, "-W", "ignore", "-m", f"tests.convert.{program}", f"{tmp_path}/ranks"]
     commands = [[*launch, str(rank), str(ranks)] for rank in range(ranks)]
@@ -66,6 +66,15 @@ def test_deepspeed_trains_as_one_rank_does_and_its_checkpoints_resume(ranks: int
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pmoes_experts_in_torchtitan_give_the_output_and_gradients_of_torchtitans(
+    ranks: int, tmp_path: Path
+) -> None:
+    for text in run_ranks("on_torchtitan", ranks, tmp_path):
+        assert text.count("equal to torchtitan's") == 4 and "refusals: named" in text, text
+
+
+@pytest.mark.slow
 def test_lightning_trains_as_one_rank_does_and_resumes_on_other_numbers_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +90,7 @@ def test_lightning_trains_as_one_rank_does_and_resumes_on_other_numbers_of_ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("heading", ["DeepSpeed", "Lightning", "Megatron-Core"])
+@pytest.mark.parametrize("heading", ["DeepSpeed", "Lightning", "Megatron-Core", "torchtitan"])
 def test_the_lines_of_the_page_of_stacks_run(
     heading: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

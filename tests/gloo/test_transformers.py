@@ -111,7 +111,7 @@ def step_job(
     model = load(path, name, spread, {key: value for key, value in options.items() if key != "compiled"})
     if is_compiled:
         torch._dynamo.reset()
-        model.compile(backend="aot_eager")
+        model.compile(**options["compiled"])
     own = parts(batch(4), num_batches(world, spread))[rank // spread.get("tp_size", 1)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", r"FSDP2-wrapped module \(\w*Experts\) returned a view")
@@ -177,9 +177,20 @@ def test_they_are_equal_however_the_pipeline_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", [SPREAD, SHARED], ids=["own batches", "one batch"])
-def test_compiled_models_are_equal_too(spread: dict[str, Any], saved: Callable[[str], Path]) -> None:
-    assert_same_step(saved("Mixtral"), "Mixtral", spread, {"compiled": True, **QUICK})
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "DeepSeek-V3"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_models_are_one_graph_where_the_library_does_not_break_it(
+    name: str, backend: str, saved: Callable[[str], Path]
+) -> None:
+    compiled = {"compiled": {"backend": backend, "fullgraph": True}}
+    assert_same_step(saved(name), name, SHARED, compiled | QUICK)
+
+
+@pytest.mark.slow
+def test_compiled_models_are_equal_where_hooks_of_fsdp2_break_the_graph(
+    saved: Callable[[str], Path],
+) -> None:
+    assert_same_step(saved("Mixtral"), "Mixtral", SPREAD, {"compiled": {"backend": "aot_eager"}, **QUICK})
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])

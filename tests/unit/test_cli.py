@@ -398,7 +398,13 @@ def test_bad_arguments_are_named_with_value_and_rule(
 
 @pytest.mark.parametrize(
     "text, name",
-    [("bf16", "bfloat16"), ("fp16", "float16"), ("torch.bfloat16", "bfloat16"), ("fp32", "float32")],
+    [
+        ("bf16", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("fp16", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("fp32", "float32"),
+    ],
 )
 @pytest.mark.parametrize("command", ["memory", "plan", "profile"])
 def test_a_dtype_has_its_short_name_too(command: str, text: str, name: str) -> None:

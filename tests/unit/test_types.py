@@ -28,7 +28,9 @@ from pmoe.planner import degree
 from pmoe.schedule import restore
 from tests.snippets import GUIDES, ROOT, blocks
 
-UNSEEN = tuple(f"pmoe.integrations.{stack}." for stack in ("deepspeed", "fairseq", "lightning", "megatron"))
+UNSEEN = tuple(
+    f"pmoe.integrations.{stack}." for stack in ("deepspeed", "fairseq", "lightning", "megatron", "torchtitan")
+)
 """Modules with subclasses of what is not installed where types are checked."""
 SCRIPT = ROOT / "tests" / "typed" / "script.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

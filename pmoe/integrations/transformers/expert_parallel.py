@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from pmoe.integrations.transformers.layers import run_module
 from pmoe.integrations.transformers.layout import check
 from pmoe.integrations.transformers.padding import run_tokens
+from pmoe.integrations.transformers.spread_in_graph import MESHES, run_spread_module
 
 
 class PipelinedEP(EPImplementation):
@@ -34,6 +34,7 @@ class PipelinedEP(EPImplementation):
         check(experts)
         super().__init__(experts, ep_mesh, tp_mesh)
         self.module = experts
+        MESHES[experts] = ep_mesh
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns for each token the weighted sum of its experts' outputs, (T, M).
@@ -54,14 +55,13 @@ class PipelinedEP(EPImplementation):
         hidden_states: (T, M), the tokens.
         top_k_index, top_k_weights: (T, K), the experts of each token and their weights.
         """
-        group = self.ep_mesh.get_group()
         if self.tp_mesh.size() == 1:
-            return run_module(self.module, hidden_states, top_k_index, top_k_weights, group)
+            return run_spread_module(self.module, hidden_states, top_k_index, top_k_weights)
         # Under tensor parallelism several ranks hold the same batch. Each of them sends another part of it,
         # because otherwise experts would compute every token once for each of these ranks.
         batch = (hidden_states, top_k_index, top_k_weights)
         rows, index, weights = (_part(tensor, self.tp_mesh) for tensor in batch)
-        y = run_module(self.module, rows, index, weights, group)
+        y = run_spread_module(self.module, rows, index, weights)
         return _whole(y, self.tp_mesh, hidden_states.shape)
 
 

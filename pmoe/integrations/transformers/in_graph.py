@@ -36,9 +36,10 @@ def _run_in_graph(
 ) -> Tensor:
     """Runs an experts module by an operator, which torch.compile keeps as a whole in its graph.
 
-    Arguments and result are those of `run_experts_module`. If experts are spread over ranks, the graph breaks
-    here, because the operator would run too late: transformers replaces the parameters of such experts only
-    during their call, and a compiled graph runs the operator after it.
+    Arguments and result are those of `run_experts_module`. If weights are DTensors, because transformers
+    spreads experts by an implementation of its own, the graph breaks here: the operator would run too late.
+    transformers replaces the parameters of such experts only during their call, and a compiled graph runs the
+    operator after it.
     """
     from pmoe.graph.one_operator import run_in_graph
 
@@ -55,10 +56,10 @@ def _run(module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     return [layers.run_module(module, hidden_states, top_k_index, top_k_weights)]
 
 
-def _shapes(module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+def shapes_of_experts(module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     """Returns a list with an empty tensor like an experts module's output."""
     assert inputs[0] is not None
     return [torch.empty_like(inputs[0], memory_format=torch.contiguous_format)]
 
 
-KINDS["experts"] = OperatorKind(_run, _shapes)
+KINDS["experts"] = OperatorKind(_run, shapes_of_experts)

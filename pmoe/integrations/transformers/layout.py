@@ -44,6 +44,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
+CALL_FACTORS = "_pmoe_factors"
+"""The attribute of an experts module with the factors of PEFT's adapters, during a call.
+
+It is a dict from the name of a weight to a list of (left, right, scale), the factors of this rank's experts.
+The weight is then weight + scale * left @ right. `pmoe.integrations.transformers.adapters` sets it.
+"""
+
 
 def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
     """Returns a module's experts as an `Experts` object for one call of a MoELayer. Nothing is copied.
@@ -57,8 +64,8 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
     has_bias = _flag(module, "has_bias")
     kind, activation = _activation(module)
     stacks = borrowed.Stacks(
-        w1=_tensor(module, up),
-        w2=_tensor(module, "down_proj"),
+        w1=_adapted(module, up),
+        w2=_adapted(module, "down_proj"),
         b1=_tensor(module, f"{up}_bias") if has_bias else None,
         b2=_tensor(module, "down_proj_bias") if has_bias else None,
         transposed=_flag(module, "is_transposed"),
@@ -153,6 +160,20 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
             'DistributedConfig(ep_size=N, ep_implementation="pmoe")'
         )
     return tensor
+
+
+def _adapted(module: nn.Module, name: str) -> Tensor:
+    """Returns a weight of the module with what adapters add to it in this call.
+
+    The shape is (E, out, in) or (E, in, out), for E experts.
+
+    Raises ValueError if it is a DTensor.
+    """
+    weight = _tensor(module, name)
+    for left, right, scale in vars(module).get(CALL_FACTORS, {}).get(name, ()):
+        with torch.autocast(weight.device.type, enabled=False):  # which would change the type of the weight
+            weight = torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=scale)
+    return weight
 
 
 def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:

@@ -54,6 +54,7 @@ OPTIONS = (
     "wire_combine",
     "balance",
     "allow",
+    "products",
 )
 """Arguments of `MoELayer` that decide how experts are run.
 

@@ -32,7 +32,8 @@ __all__ = ["one_thread"]
 
 WIRES = (Feature.WIRE, Feature.WIRE_COMBINE, Feature.MESSAGES)
 SEVERAL_RANKS = (Feature.RANKS, Feature.SHARDED, Feature.COPIES, *WIRES)
-ROUNDED = (Feature.HIDDEN_E4M3,)  # tests/gloo/test_narrow_pairs.py
+# tests/gloo/test_narrow_pairs.py, tests/unit/test_rounded_products.py
+ROUNDED = (Feature.HIDDEN_E4M3, Feature.PRODUCTS)
 ONE_RANK = [feature for feature in Feature if feature not in (*SEVERAL_RANKS, *ROUNDED)]
 SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
 PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]

@@ -21,9 +21,10 @@ from pmoe import MoELayer, warn
 from pmoe.experts.products import RowGroups
 from pmoe.experts.rounded_products import RoundedProducts
 from pmoe.kernels.scaled_products import products as scaled
-from pmoe.kernels.scaled_products.layouts import in_tiles
+from pmoe.kernels.scaled_products.layouts import in_tiles, rows_in_tiles
 from pmoe.kernels.scaled_products.products import RESTORED, SCALED_GROUPED_MM, ScaledRequest
 from pmoe.kernels.scaled_products.rounding import power_of_two, restored, round_operand
+from tests.gpu.ladder.rounded import find_rounded
 from tests.kit import one_thread
 from tests.own_experts import mlp
 from tests.scaled_mm_double import ScaledGroupedMM, spread
@@ -304,6 +305,20 @@ def test_layers_with_rounded_products_are_copied_pickled_and_compared() -> None:
     assert layer(x).isfinite().all()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_experts_of_another_module_round_in_either_layout_and_in_short_calls(training: bool) -> None:
+    owner = torch.nn.Module().train(training)
+    x, w1, w2 = random(6, 32), random(4, 48, 32), random(4, 32, 24)
+    index, weights = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 1], [0, 3], [1, 0]]), torch.full((6, 2), 0.5)
+    exact = pmoe.run_experts(owner, x, index, weights, w1, w2)
+    options = {"products": "e4m3", "pipeline": 2}
+    found = [pmoe.run_experts(owner, x, index, weights, w1, w2, **options) for _ in range(2)]
+    turned = [each.transpose(1, 2).contiguous() for each in (w1, w2)]
+    other = pmoe.run_experts(torch.nn.Module(), x, index, weights, *turned, transposed=True, **options)
+    assert torch.equal(*found) and 20 < sqnr(found[0], exact) < 35
+    assert torch.allclose(found[0], other, atol=1e-4 * float(exact.abs().max()))
+
+
 def test_under_autocast_the_cast_operands_are_rounded() -> None:
     layer = MoELayer(32, 48, 4, products="e4m3")
     x = random(9, 32)
@@ -450,6 +465,21 @@ def test_a_layer_trains_by_launches_as_by_the_definition(products: Any, double: 
     layer.products, layer.memory_reuse = None, False
     exact = step(layer, x, dy)
     assert all(sqnr(found[name], value) >= 20 for name, value in exact.items() if name != "gate.weight")
+
+
+def test_the_ladders_step_finds_what_is_wrong(
+    double: ScaledGroupedMM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the stand-in: right as it is, wrong where scales are in another order."""
+    monkeypatch.setattr(scaled, "way_to_compute", lambda asked: RESTORED)  # the definition
+    monkeypatch.setattr(scaled, "refusals", lambda asked: [])
+    right = {"product in e4m3": None, "product in mxfp8": None}
+    assert find_rounded(torch.device("cpu")) == right and len(double.calls) == 2
+    monkeypatch.setattr(
+        scaled, "rows_in_tiles", lambda scales, counts, ends: rows_in_tiles(scales.flip(1), counts, ends)
+    )
+    monkeypatch.setattr(scaled, "in_tiles", lambda scales: in_tiles(scales.flip(1)))
+    assert "wrong, first" in str(find_rounded(torch.device("cpu"))["product in mxfp8"])
 
 
 def test_scales_in_tiles_written_out() -> None:

@@ -21,6 +21,11 @@ def first_steps() -> list[Step]:
             means="the driver takes none of the extension's code, or it was not built for this GPU",
             look="pmoe kernels; pmoe/kernels/extension.py, path(); setup.py's architectures",
         ),
+        Step(
+            name="torch's products in float8", run=HERE + "rounded:check_rounded", needs=("copy",), seconds=60,
+            means="torch's scaled_grouped_mm reads operands or scales in another order than pmoe writes",
+            look="pmoe/kernels/scaled_products/products.py, launch_scaled(); layouts.py for scales in mxfp8",
+        ),
     ]  # fmt: skip
 
 

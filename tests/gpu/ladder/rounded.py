@@ -1,0 +1,64 @@
+"""torch's products in float8, as layers with ``products`` launch them, on values whose results are exact."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+
+from pmoe.kernels.scaled_products import products as scaled
+from pmoe.kernels.scaled_products.formats import ProductsName
+from pmoe.kernels.scaled_products.rounding import Rounded, round_operand
+from tests.gpu.ladder.moving import unlike
+from tests.gpu.ladder.tiles import demand_nothing
+
+COUNTS = (130, 0, 3, 128, 1)
+COLUMNS, OUT_COLUMNS = 512, 272
+
+
+def check_rounded() -> None:
+    demand_nothing(find_rounded(torch.device("cuda", 0)))
+
+
+def find_rounded(device: torch.device) -> dict[str, str | None]:
+    """Launches each format that torch has a product for here, and compares it with the definition on the CPU.
+
+    The values are integers times powers of two. The largest of each block is 448 of its scale, so no value is
+    rounded, and sums are exact.
+    """
+    random = torch.Generator().manual_seed(4)
+    found: dict[str, str | None] = {}
+    for products in get_args(ProductsName):
+        asked = request_on(device, products)
+        if scaled.refusals(asked):
+            continue
+        num_rows = sum(COUNTS)
+        rows = torch.randint(-3, 4, (num_rows, COLUMNS), generator=random).float()
+        matrices = torch.randint(-2, 3, (len(COUNTS), OUT_COLUMNS, COLUMNS), generator=random).float()
+        rows[:, ::32] = 448.0
+        matrices[:, :, ::32] = 448.0
+        rows *= torch.exp2(torch.randint(-4, 5, (num_rows, 1), generator=random).float())
+        operands = [round_operand(products, each) for each in (rows, matrices)]
+        ends = torch.tensor(COUNTS).cumsum(0).int()
+        out = torch.empty(num_rows, OUT_COLUMNS, dtype=torch.bfloat16)
+        expected = scaled.product(products, operands[0], operands[1], COUNTS, ends, None, None, out)
+        moved = [Rounded(each.numbers.to(device), each.scales.to(device)) for each in operands]
+        got = scaled.launch_scaled(products, moved[0], moved[1], COUNTS, ends.to(device))
+        found[f"product in {products}"] = unlike(got.cpu().float(), expected.float())
+    return found
+
+
+def request_on(device: torch.device, products: ProductsName) -> scaled.ScaledRequest:
+    """The product of `find_rounded`, as a request."""
+    is_cuda = device.type == "cuda"
+    return scaled.ScaledRequest(
+        products=products,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if is_cuda else (0, 0),
+        device_name=str(device),
+        dtype=torch.bfloat16,
+        experts=len(COUNTS),
+        rows=sum(COUNTS),
+        columns=COLUMNS,
+        out_columns=OUT_COLUMNS,
+    )

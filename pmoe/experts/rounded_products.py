@@ -80,7 +80,7 @@ class RoundedProducts:
         if not groups.num_rows:
             return out
         matrices = self._weight(weight_EOI, form)
-        return scaled.product(
+        return scaled.scaled_product(
             self.products,
             round_operand(self.products, rows),
             matrices,

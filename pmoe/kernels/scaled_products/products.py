@@ -111,7 +111,7 @@ def way_to_compute(request: ScaledRequest) -> str:
     return RESTORED if reasons else SCALED_GROUPED_MM
 
 
-def product(
+def scaled_product(
     products: ProductsName,
     rows: Rounded,
     matrices: Rounded,
@@ -169,7 +169,7 @@ def launch_scaled(
 ) -> Tensor:
     """Computes rows matrix[e]^T for the rows of each expert e by one launch of torch's kernel.
 
-    Returns (N, O) bfloat16. The arguments are those of `product`. Row offsets need no padding, because each
+    Returns (N, O) bfloat16. The arguments are those of `scaled_product`. Row offsets need no padding, because each
     row begins at a multiple of 16 bytes. For "mxfp8", the scales of each expert's rows are filled up to 128
     rows.
     """

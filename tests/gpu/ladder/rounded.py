@@ -41,7 +41,7 @@ def find_rounded(device: torch.device) -> dict[str, str | None]:
         operands = [round_operand(products, each) for each in (rows, matrices)]
         ends = torch.tensor(COUNTS).cumsum(0).int()
         out = torch.empty(num_rows, OUT_COLUMNS, dtype=torch.bfloat16)
-        expected = scaled.product(products, operands[0], operands[1], COUNTS, ends, None, None, out)
+        expected = scaled.scaled_product(products, operands[0], operands[1], COUNTS, ends, None, None, out)
         moved = [Rounded(each.numbers.to(device), each.scales.to(device)) for each in operands]
         got = scaled.launch_scaled(products, moved[0], moved[1], COUNTS, ends.to(device))
         found[f"product in {products}"] = unlike(got.cpu().float(), expected.float())

@@ -22,7 +22,8 @@ def first_steps() -> list[Step]:
             look="pmoe kernels; pmoe/kernels/extension.py, path(); setup.py's architectures",
         ),
         Step(
-            name="torch's products in float8", run=HERE + "rounded:check_rounded", needs=("copy",), seconds=60,
+            name="torch's products in float8", run=HERE + "rounded:check_rounded",
+            needs=("copy",), seconds=60,
             means="torch's scaled_grouped_mm reads operands or scales in another order than pmoe writes",
             look="pmoe/kernels/scaled_products/products.py, launch_scaled(); layouts.py for scales in mxfp8",
         ),

@@ -177,4 +177,5 @@ def test_a_new_feature_is_refused_by_all_but_the_pipeline_until_somebody_states_
 def test_every_feature_has_a_recipe_and_every_taker_is_tried() -> None:
     assert featured.RECIPES.keys() == {*Feature}
     counts = {"one rank's counts"}  # of fused calls on one rank: `by_fused_kernels`
-    assert {*COMPUTED, "memory", *counts} - {"graph of one rank"} == SUPPORTED.keys()
+    rounds = {"rounded products"}  # tests/unit/test_rounded_products.py
+    assert {*COMPUTED, "memory", *counts, *rounds} - {"graph of one rank"} == SUPPORTED.keys()

@@ -24,6 +24,8 @@ from pmoe.kernels.scaled_products import products as scaled
 from pmoe.kernels.scaled_products.layouts import in_tiles, rows_in_tiles
 from pmoe.kernels.scaled_products.products import RESTORED, SCALED_GROUPED_MM, ScaledRequest
 from pmoe.kernels.scaled_products.rounding import power_of_two, restored, round_operand
+from pmoe.runners.features import Feature, refused
+from tests import featured
 from tests.gpu.ladder.rounded import find_rounded
 from tests.kit import one_thread
 from tests.own_experts import mlp
@@ -346,6 +348,40 @@ def test_experts_that_cannot_round_are_refused_by_name() -> None:
         layer.products = "e4m3"
     with pytest.raises(ValueError, match=r"batch-invariant .* products='e4m3'"):
         pmoe.make_batch_invariant(MoELayer(16, 24, 4, products="e4m3"))
+
+
+OF_RANKS = (
+    Feature.RANKS,
+    Feature.SHARDED,
+    Feature.COPIES,
+    Feature.WIRE,
+    Feature.WIRE_COMBINE,
+    Feature.MESSAGES,
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "feature", [each for each in Feature if each not in OF_RANKS], ids=lambda each: each.name
+)
+def test_each_feature_is_computed_or_refused_by_its_name(
+    feature: Feature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(featured, "F64", torch.float32)
+    layer = featured.build((feature,))
+    exact = featured.found(layer)
+    missing = refused("rounded products", {*layer.layer_modules.features, Feature.PRODUCTS})
+    if missing is not None:
+        with pytest.raises(ValueError, match=featured.sentence(missing)):
+            layer.products = "e4m3"
+        return
+    layer.products = "e4m3"
+    found = featured.found(layer)
+    assert found.keys() == exact.keys()
+    for name in ("y", "x"):
+        assert feature in (Feature.PRODUCTS, Feature.HIDDEN_E4M3) or sqnr(found[name], exact[name]) >= 15, (
+            name
+        )
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -169,9 +169,9 @@ def launch_scaled(
 ) -> Tensor:
     """Computes rows matrix[e]^T for the rows of each expert e by one launch of torch's kernel.
 
-    Returns (N, O) bfloat16. The arguments are those of `scaled_product`. Row offsets need no padding, because each
-    row begins at a multiple of 16 bytes. For "mxfp8", the scales of each expert's rows are filled up to 128
-    rows.
+    Returns (N, O) bfloat16. The arguments are those of `scaled_product`. Row offsets need no padding, because
+    each row begins at a multiple of 16 bytes. For "mxfp8", the scales of each expert's rows are filled up to
+    128 rows.
     """
     recipe = {"e4m3": F.ScalingType.RowWise, "mxfp8": F.ScalingType.BlockWise1x32}[products]
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if products == "mxfp8" else F.SwizzleType.NO_SWIZZLE

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import MoELayer, warn
@@ -319,6 +320,35 @@ def test_experts_of_another_module_round_in_either_layout_and_in_short_calls(tra
     other = pmoe.run_experts(torch.nn.Module(), x, index, weights, *turned, transposed=True, **options)
     assert torch.equal(*found) and 20 < sqnr(found[0], exact) < 35
     assert torch.allclose(found[0], other, atol=1e-4 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("products", FORMATS)
+def test_backward_may_run_twice_and_checkpointing_keeps_the_bits(products: Any) -> None:
+    layer = MoELayer(40, 24, 4, 2, products=products, memory_reuse="S4", pipeline=2)
+    leaf = random(30, 40).requires_grad_()
+    inputs = [leaf, *layer.parameters()]
+    y = layer(leaf)
+    first = torch.autograd.grad(y.sum(), inputs, retain_graph=True, allow_unused=True)
+    second = torch.autograd.grad(y.sum(), inputs, allow_unused=True)
+    again = checkpoint(layer, leaf, use_reentrant=False)
+    third = torch.autograd.grad(again.sum(), inputs, allow_unused=True)
+    assert torch.equal(again, y)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, second, third, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("products", FORMATS)
+def test_rows_that_are_zero_tiny_or_not_finite_stay_among_themselves(
+    products: Any, dtype: torch.dtype
+) -> None:
+    layer = MoELayer(33, 17, 4, 2, products=products, dtype=dtype, check_finite=False)
+    x = random(9, 33, dtype=dtype)
+    clean = layer(x)
+    x[1], x[2], x[3, 5], x[4, 0] = 0, torch.finfo(dtype).tiny / 4, math.nan, 1e-7
+    y = layer(x)
+    assert y[3].isnan().all() and y[[0, 1, 2, 4, 5, 6, 7, 8]].isfinite().all()
+    assert torch.allclose(y[[0, 5, 6, 7, 8]], clean[[0, 5, 6, 7, 8]], rtol=0.02, atol=0.01)
+    assert layer(x[:0]).shape == (0, 33)
 
 
 def test_under_autocast_the_cast_operands_are_rounded() -> None:

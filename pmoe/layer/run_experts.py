@@ -313,7 +313,8 @@ def run_borrowed(
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """
-    if group is None and has_few_rows(x, index, weights, experts.stacks):
+    is_exact = options.get("products") is None  # the short way rounds nothing
+    if group is None and is_exact and has_few_rows(x, index, weights, experts.stacks):
         y = run_few_rows(owner, x, index, weights, experts.stacks)
         if y is not None:
             return y
@@ -340,9 +341,8 @@ def run_few_rows(
     """Runs a call with few rows on one rank without the layer, which is faster.
 
     Returns each token's weighted sum of outputs, (T, M). Returns None if the module is in training mode or
-    has no layer yet, if its products are rounded, or if an expert's number is not in 0 ... E - 1. The caller
-    must then use the layer, which runs the call or raises the error. The layer's statistics show the call as
-    its last one.
+    has no layer yet, or if an expert's number is not in 0 ... E - 1. The caller must then use the layer,
+    which runs the call or raises the error. The layer's statistics show the call as its last one.
 
     owner: the module to which the E experts belong.
     x: (T, M), the T tokens with M = d_model columns.
@@ -352,7 +352,7 @@ def run_few_rows(
     entry = _layers.get(owner)
     # In training, a reentrant checkpoint runs first without gradients. Both of its passes need the layer,
     # which compares their routing.
-    if entry is None or entry.made_for[1] is not None or owner.training or entry.layer.products is not None:
+    if entry is None or entry.made_for[1] is not None or owner.training:
         return None
     y = few_rows_output(x, index, weights, stacks)
     if y is not None:

@@ -1,4 +1,4 @@
-"""torch's products in float8, as layers with ``products`` launch them, on values whose results are exact."""
+"""Moves of rows, and torch's products in float8, as layers with ``products`` launch them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import torch
 from pmoe.kernels.scaled_products import products as scaled
 from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.kernels.scaled_products.rounding import Rounded, round_operand
-from tests.gpu.ladder.moving import unlike
+from tests.gpu.ladder.machine import this_machine
+from tests.gpu.ladder.moving import find_counts, find_messages, find_permutes, unlike
 from tests.gpu.ladder.tiles import demand_nothing
 
 COUNTS = (130, 0, 3, 128, 1)
 COLUMNS, OUT_COLUMNS = 512, 272
 
 
-def check_rounded() -> None:
-    demand_nothing(find_rounded(torch.device("cuda", 0)))
+def check_moves(path: str) -> None:
+    machine = this_machine(path)
+    moves = find_permutes(machine) | find_messages(machine) | find_counts(machine)
+    demand_nothing(moves | find_rounded(machine.device))
 
 
 def find_rounded(device: torch.device) -> dict[str, str | None]:

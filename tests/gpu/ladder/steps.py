@@ -21,12 +21,6 @@ def first_steps() -> list[Step]:
             means="the driver takes none of the extension's code, or it was not built for this GPU",
             look="pmoe kernels; pmoe/kernels/extension.py, path(); setup.py's architectures",
         ),
-        Step(
-            name="torch's products in float8", run=HERE + "rounded:check_rounded",
-            needs=("copy",), seconds=60,
-            means="torch's scaled_grouped_mm reads operands or scales in another order than pmoe writes",
-            look="pmoe/kernels/scaled_products/products.py, launch_scaled(); layouts.py for scales in mxfp8",
-        ),
     ]  # fmt: skip
 
 
@@ -88,10 +82,11 @@ def moving_steps() -> list[Step]:
             look="cuda/route/choose.cuh (experts, weights), place.cuh (positions, counts); F2 where it hung",
         ),
         Step(
-            name="permutes, messages and row counts", run=f"{HERE}moving:check_moves {AMPERE}",
+            name="permutes, messages and row counts", run=f"{HERE}rounded:check_moves {AMPERE}",
             needs=("extension",),
             means="rows, sums, dots, rows in e4m3, or orders of rows are wrong: the message names the launch",
-            look="cuda/permute/kernel.cuh; cuda/wire/kernel.cuh, cuda/common/e4m3.h; cuda/counts/kernel.cuh",
+            look="cuda/permute/kernel.cuh; cuda/wire/kernel.cuh, cuda/common/e4m3.h; cuda/counts/kernel.cuh; "
+            "a product in e4m3 or mxfp8: pmoe/kernels/scaled_products, launch_scaled() and layouts.py",
         ),
     ]  # fmt: skip
 

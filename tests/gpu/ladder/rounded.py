@@ -26,8 +26,8 @@ def check_moves(path: str) -> None:
 def find_rounded(device: torch.device) -> dict[str, str | None]:
     """Launches each format that torch has a product for here, and compares it with the definition on the CPU.
 
-    The values are integers times powers of two. The largest of each block is 448 of its scale, so no value is
-    rounded, and sums are exact.
+    The values are integers times powers of two. The largest of each block is 28 times a power of two, which
+    becomes 448, so no value is rounded, and sums are exact. Neighbouring blocks have other scales.
     """
     random = torch.Generator().manual_seed(4)
     found: dict[str, str | None] = {}
@@ -38,8 +38,11 @@ def find_rounded(device: torch.device) -> dict[str, str | None]:
         num_rows = sum(COUNTS)
         rows = torch.randint(-3, 4, (num_rows, COLUMNS), generator=random).float()
         matrices = torch.randint(-2, 3, (len(COUNTS), OUT_COLUMNS, COLUMNS), generator=random).float()
-        rows[:, ::32] = 448.0
-        matrices[:, :, ::32] = 448.0
+        rows[:, ::32] = 28.0
+        matrices[:, :, ::32] = 28.0
+        by_block = torch.exp2((torch.arange(COLUMNS) // 32 % 3).float())
+        rows *= by_block
+        matrices *= by_block.flip(0)
         rows *= torch.exp2(torch.randint(-4, 5, (num_rows, 1), generator=random).float())
         operands = [round_operand(products, each) for each in (rows, matrices)]
         ends = torch.tensor(COUNTS).cumsum(0).int()

@@ -16,6 +16,9 @@ MAY_CHANGE_ON_RESUME = {"out", "resume", "data", "pipeline", "checkpoint_every",
 "data" is one of them: the text is compared by its hash.
 """
 
+LAYER_OPTIONS = ("wire", "wire_backward", "wire_combine", "products", "memory_reuse", "allow")
+"""Arguments that have the names of arguments of `pmoe.MoELayer`, and are None if they are not set."""
+
 MAY_BE_ZERO = {"seed", "warmup", "weight_decay", "aux_weight"}
 """Arguments that may be 0. All other numbers must be greater."""
 
@@ -83,6 +86,18 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Names
     forms = ["e4m3", "bfloat16"]
     add("--wire", choices=forms, help="form in which the MoE layers send rows to experts; else as they are")
     add("--wire-backward", choices=forms, help="the same for the gradients that backward sends to experts")
+    add("--wire-combine", choices=forms, help="form in which both passes send results back")
+    add("--products", choices=["e4m3", "mxfp8"], help="rounds the operands of the experts' products")
+    add(
+        "--memory-reuse",
+        choices=["S1", "S2", "S3", "S4", "True"],
+        help="what the MoE layers do with activations instead of keeping them; True takes the cheapest",
+    )
+    add(
+        "--allow",
+        choices=["e4m3"],
+        help="lets --memory-reuse True also keep activations rounded to e4m3",
+    )
     add("--lr", type=float, default=4e-3)
     add("--warmup", type=int, default=100, help="steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.1)
@@ -126,12 +141,18 @@ def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
         raise SettingsError(f"--batch ({arguments.batch}) must be divisible by {of} ({parts})")
 
 
+def layer_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `pmoe.MoELayer` that were set on the command line, by name."""
+    values = {name: getattr(arguments, name) for name in ("pipeline", *LAYER_OPTIONS)}
+    if values["memory_reuse"] == "True":
+        values["memory_reuse"] = True
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def deciding_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments that decide the numbers of a run, as plain data.
 
-    Wires that are not set are left out, because checkpoints of older runs do not have them.
+    Options of layers that are not set are left out, because checkpoints of older runs do not have them.
     """
-    left_out = MAY_CHANGE_ON_RESUME | {
-        name for name in ("wire", "wire_backward") if getattr(arguments, name) is None
-    }
+    left_out = MAY_CHANGE_ON_RESUME | {name for name in LAYER_OPTIONS if getattr(arguments, name) is None}
     return {name: value for name, value in vars(arguments).items() if name not in left_out}

@@ -5,12 +5,13 @@ Letters: B sequences, C context, D = d_model, F half of a head's width, V = 256 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.schedule.wire import WireName
 
 VOCABULARY = 256
 
@@ -93,7 +94,8 @@ class ByteGPT(nn.Module):
     """Language model: maps bytes (B, C) to logits (B, C, V) of the next byte.
 
     ``d_hidden`` is the hidden width that a token passes in every block: the width of a dense FFN, or of top_k
-    experts together. So the dense model (``dense=True``) has the same active size.
+    experts together. So the dense model (``dense=True``) has the same active size. ``layer_options`` are
+    further arguments of `pmoe.MoELayer`, such as ``pipeline``.
 
     Raises ValueError if a width is not divisible as needed.
     """
@@ -108,10 +110,8 @@ class ByteGPT(nn.Module):
         context: int,
         num_experts: int,
         top_k: int,
-        pipeline: int | bool = False,
-        wire: WireName | None = None,
-        wire_backward: WireName | None = None,
         dense: bool = False,
+        **layer_options: Any,
     ) -> None:
         super().__init__()
         if d_model % (2 * heads):
@@ -124,15 +124,7 @@ class ByteGPT(nn.Module):
             attention = Attention(d_model, heads, context)
             ffn: nn.Module
             if index % 2 == 1 and not dense:
-                ffn = pmoe.MoELayer(
-                    d_model,
-                    d_hidden // top_k,
-                    num_experts,
-                    top_k,
-                    pipeline=pipeline,
-                    wire=wire,
-                    wire_backward=wire_backward,
-                )
+                ffn = pmoe.MoELayer(d_model, d_hidden // top_k, num_experts, top_k, **layer_options)
             else:
                 ffn = FeedForward(d_model, d_hidden)
             self.blocks.append(Block(attention, ffn, d_model))

@@ -34,7 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_arguments import SettingsError, check_arguments, deciding_settings, parse_arguments
+from lm_arguments import (
+    SettingsError,
+    check_arguments,
+    deciding_settings,
+    layer_options,
+    parse_arguments,
+)
 from lm_checkpoint import CheckpointError, is_there, load, save, set_aside
 from lm_data import Corpus, DataError, load_corpus, training_offsets, validation_offsets, windows
 from lm_model import ByteGPT
@@ -143,9 +149,9 @@ def build_model(arguments: argparse.Namespace, ranks: Ranks) -> ByteGPT:
     """
     torch.manual_seed(arguments.seed)
     sizes = ("d_model", "d_hidden", "layers", "heads", "context", "num_experts", "top_k")
-    names = (*sizes, "pipeline", "dense", "wire", "wire_backward")
+    own = {name: getattr(arguments, name) for name in (*sizes, "dense")}
     try:
-        model = ByteGPT(**{name: getattr(arguments, name) for name in names})
+        model = ByteGPT(**own, **layer_options(arguments))
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return model.to(ranks.device)

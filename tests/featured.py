@@ -120,6 +120,7 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.OFFLOADS: sets("memory_reuse", "S1"),
     Feature.MESSAGES: sets("memory_reuse", pmoe.Restore("message", "recompute"), wire="e4m3"),
     Feature.HIDDEN_E4M3: sets("memory_reuse", pmoe.Restore("communicate", "e4m3")),
+    Feature.PRODUCTS: sets("products", "e4m3"),
     Feature.CHUNKS: sets("pipeline", 2),
     Feature.BUDGET: sets("memory_budget", "1MiB"),
     Feature.CAPACITY: sets("capacity_factor", FACTOR),

@@ -71,6 +71,7 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.OFFLOADS: any(pair.offloads for pair in modules.pairs),
         Feature.MESSAGES: any(pair.dispatched == "message" for pair in modules.pairs),
         Feature.HIDDEN_E4M3: any(pair.rounds for pair in modules.pairs),
+        Feature.PRODUCTS: options.products is not None,
         Feature.CHUNKS: options.fixed_degree not in (None, 1),
         Feature.BUDGET: options.memory_budget is not None,
         Feature.CAPACITY: options.capacity_factor is not None,

@@ -20,6 +20,7 @@ from pmoe.comm.counts import max_bins, num_bins
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part
+from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
@@ -240,6 +241,11 @@ class LayerModules(PassModules):
         """
         wires = self.options.wires
         return wires if self.ranks.size > 1 and wires != AS_THEY_ARE else None
+
+    @functools.cached_property
+    def products(self) -> ProductsName | None:
+        """The format to which operands of the experts' products are rounded; None if they are not."""
+        return self.options.products
 
     @functools.cached_property
     def limits_rows(self) -> bool:

@@ -16,6 +16,7 @@ from pmoe.arguments import (
     check_positive,
     plain_int,
 )
+from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.planner.degree import (
     DEGREES,
     SOLVE,
@@ -96,6 +97,7 @@ class LayerOptions:
     balance: bool | int = False
     d_latent: int | None = None
     allow: AllowName | None = None
+    products: ProductsName | None = None
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
@@ -127,6 +129,9 @@ class LayerOptions:
                 raise ValueError(f'{name} ({wire!r}) must be None, "e4m3" or "bfloat16"')
         if self.allow is not None and not (isinstance(self.allow, str) and self.allow in get_args(AllowName)):
             raise ValueError(f'allow ({self.allow!r}) must be None or "e4m3"')
+        products = self.products
+        if products is not None and not (isinstance(products, str) and products in get_args(ProductsName)):
+            raise ValueError(f'products ({products!r}) must be None, "e4m3" or "mxfp8"')
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)
         self.budget  # noqa: B018 - raises an error if it is not a number of bytes
         # The record is frozen, so names are replaced by their meaning here: "S4" by its pair.

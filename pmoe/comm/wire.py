@@ -73,12 +73,10 @@ def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
     if d_model % BLOCK_COLUMNS:
         values_NM = pad(values_NM, (0, -d_model % BLOCK_COLUMNS))
     blocks = values_NM.unflatten(1, (-1, BLOCK_COLUMNS))
-    scale_NB1 = torch.linalg.vector_norm(blocks, math.inf, dim=2, keepdim=True)
-    scale_NB1.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
-    blocks.div_(scale_NB1)
     numbers, scales = _parts(message_NC, d_model)
+    torch.div(torch.linalg.vector_norm(blocks, math.inf, dim=2), LARGEST, out=scales)
+    blocks.div_(scales.clamp_(min=SMALLEST_SCALE).unsqueeze(2))
     numbers.copy_(values_NM[:, :d_model])
-    scales.copy_(scale_NB1.squeeze(2))
 
 
 def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor) -> None:

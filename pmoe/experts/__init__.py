@@ -1,24 +1,25 @@
 """Experts: the networks that compute the routed rows, as grouped matrix products.
 
-    base             `Experts`, the interface between the engine and every class of experts
-    stacked          `StackedExperts`: two-layer experts; one tensor holds a weight of all experts of a rank
-    ffn              feed-forward experts, and the nonlinearities
-    swiglu           gated experts
-    lora             low-rank adapters of stacked experts
-    batch_invariant  stacked experts whose results for a row do not depend on other rows, bit by bit
-    launched         stacked experts on a GPU, with fewer checks at each launch of a kernel
-    with_copies      a rank's experts together with its copies of other ranks' busy experts
-    borrowed         experts that compute with another module's parameters
-    few_rows         the outputs of experts for a call of few rows without gradients
-    modules          experts that are a user's own modules
-    expert_autograd  the autograd graphs of a user's modules, kept from forward to backward
-    operands         reads the values that a call computes with: parameters, also pruned or parametrized
-    dtensor_layout   expert parameters that are DTensors on a device mesh
-    columns          cuts tensors of experts into parts of their hidden columns, and joins parts
-    products         grouped products: each expert's rows times that expert's matrix
-    marks            attributes of expert parameters that other tools read
-    values           distinguishes tensors that hold numbers from meta and fake tensors
-    wrapper_checks   refuses data-parallel wrappers around experts
+    base              `Experts`, the interface between the engine and every class of experts
+    stacked           `StackedExperts`: two-layer experts; one tensor holds a weight of all experts of a rank
+    ffn               feed-forward experts, and the nonlinearities
+    swiglu            gated experts
+    lora              low-rank adapters of stacked experts
+    batch_invariant   stacked experts whose results for a row do not depend on other rows, bit by bit
+    launched          stacked experts on a GPU, with fewer checks at each launch of a kernel
+    with_copies       a rank's experts together with its copies of other ranks' busy experts
+    borrowed          experts that compute with another module's parameters
+    few_rows          the outputs of experts for a call of few rows without gradients
+    modules           experts that are a user's own modules
+    expert_autograd   the autograd graphs of a user's modules, kept from forward to backward
+    operands          reads the values that a call computes with: parameters, also pruned or parametrized
+    dtensor_layout    expert parameters that are DTensors on a device mesh
+    columns           cuts tensors of experts into parts of their hidden columns, and joins parts
+    products          grouped products: each expert's rows times that expert's matrix
+    rounded_products  grouped products of operands rounded to float8, for experts of one pass
+    marks             attributes of expert parameters that other tools read
+    values            distinguishes tensors that hold numbers from meta and fake tensors
+    wrapper_checks    refuses data-parallel wrappers around experts
 
 Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidden, and G columns of T_M, the
 hidden activation before the nonlinearity: H, or 2H for gated experts.

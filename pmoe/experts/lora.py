@@ -377,11 +377,7 @@ class LoraExperts(StackedExperts):
     replicated_dims: dict[str, int | None]
     product: Callable[..., Tensor] = staticmethod(adapted_product)
     input_product: Callable[..., Tensor] = staticmethod(adapted_input_gradient)
-
-    @property
-    def fused_activation(self) -> str | None:
-        """Always None: kernels that compute a product and the nonlinearity together cannot add an adapter."""
-        return None
+    fuses = False  # a kernel that computes a product and the nonlinearity cannot add an adapter between them
 
     def adapter(self, name: str) -> Adapter:
         """Returns the adapter called ``name``."""

@@ -86,6 +86,8 @@ class StackedExperts(Experts):
     """The function that multiplies rows by a weight of the experts."""
     input_product: Callable[..., Tensor] = staticmethod(expert_input_gradient)
     """The function that multiplies gradients of results by a weight of the experts."""
+    fuses = True
+    """Whether pmoe's kernels may compute a product and the nonlinearity together."""
 
     @property
     def fused_activation(self) -> str | None:
@@ -95,7 +97,7 @@ class StackedExperts(Experts):
         """
         methods = (type(self).activate, type(self).activation_gradient)
         are_ours = all(getattr(method, "__module__", "").startswith("pmoe.experts.") for method in methods)
-        return self.activation if are_ours else None
+        return self.activation if are_ours and self.fuses else None
 
     def __init__(
         self,

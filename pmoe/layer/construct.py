@@ -90,6 +90,10 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
         check_wired(modules, options.wires)
     if isinstance(pair, Restore) and pair.is_narrow:
         check_narrow(modules, pair)
+    if options.products is not None:
+        from pmoe.call.rounded_products import check_rounded
+
+        check_rounded(modules, options.products)
     if options.memory_budget is not None:
         from pmoe.layer.predict_memory import check_budget
 

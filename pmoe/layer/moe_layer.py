@@ -27,6 +27,7 @@ from pmoe.decide.sources import counts_source
 from pmoe.experts import ActivationName, ExpertName
 from pmoe.experts.base import Experts, Shard
 from pmoe.gates import GateName
+from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.layer import construct
 from pmoe.layer.old_attributes import OldAttributes, with_new_names
 from pmoe.ordering import Order, OrderName, make_order
@@ -81,8 +82,7 @@ class MoELayer(OldAttributes, nn.Module):
         pipeline_backward: n of backward; None is forward's n. The least common multiple of both is <= 256.
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
-        balance: how many busy experts of other ranks a rank may hold copies of. True makes only copies that
-            should save time. Not with fused, pad_to_capacity, send_once or memory_budget.
+        balance: the most copies of other ranks' busy experts on a rank; True makes copies only if they pay.
         memory_reuse: False keeps received rows (T_DI) and hidden activations (T_M) for backward. "S1" to "S4"
             or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (MPipeMoE, Eq. 10).
         allow: "e4m3" lets memory_reuse=True also keep T_DI in its messages, or T_M rounded to e4m3.
@@ -96,6 +96,7 @@ class MoELayer(OldAttributes, nn.Module):
         nodes: the number of ranks on a node, or a list with each rank's node; None reads $LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
         wire, wire_backward, wire_combine: "e4m3" or "bfloat16", the format of sent rows, gradients, results.
+        products: "e4m3" or "mxfp8", to which operands of products are rounded, except for weight gradients.
         order: how tokens become rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
@@ -146,6 +147,7 @@ class MoELayer(OldAttributes, nn.Module):
     balance: bool | int = option("balance")
     d_latent: int | None = option("d_latent")
     allow: AllowName | None = option("allow")
+    products: ProductsName | None = option("products")
     switches: Switches = option("switches")
 
     options: LayerOptions
@@ -193,6 +195,7 @@ class MoELayer(OldAttributes, nn.Module):
         balance: bool | int = False,
         d_latent: int | None = None,
         allow: AllowName | None = None,
+        products: ProductsName | None = None,
     ) -> None:
         super().__init__()
         self.options = LayerOptions(
@@ -216,6 +219,7 @@ class MoELayer(OldAttributes, nn.Module):
             balance=balance,
             d_latent=d_latent,
             allow=allow,
+            products=products,
         )
         construct.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = construct.make_grid(group, mesh, device)

@@ -54,6 +54,7 @@ OPTIONS = (
     "wire_combine",
     "balance",
     "allow",
+    "products",
 )
 """Arguments of `MoELayer` that decide how experts are run.
 
@@ -312,7 +313,8 @@ def run_borrowed(
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """
-    if group is None and has_few_rows(x, index, weights, experts.stacks):
+    is_exact = options.get("products") is None  # the short way rounds nothing
+    if group is None and is_exact and has_few_rows(x, index, weights, experts.stacks):
         y = run_few_rows(owner, x, index, weights, experts.stacks)
         if y is not None:
             return y

@@ -33,6 +33,7 @@ class Feature(str, enum.Enum):
     OFFLOADS = "memory_reuse ({memory_reuse}) may offload"
     MESSAGES = "T_DI may stay in the messages in which it came (memory_reuse={memory_reuse}, allow={allow})"
     HIDDEN_E4M3 = "T_M may stay in e4m3 (memory_reuse={memory_reuse}, allow={allow})"
+    PRODUCTS = "operands of the experts' products are rounded (products={products})"
     CHUNKS = "pipeline ({pipeline}) cuts the batch into chunks"
     BUDGET = "there is a memory_budget ({memory_budget})"
     CAPACITY = "rows are dropped over a capacity (capacity_factor={capacity_factor})"
@@ -90,7 +91,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
         | {F.WIRE, F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
         | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS, F.LATENT, F.MESSAGES, F.HIDDEN_E4M3}
-        | {F.WIRE_COMBINE}
+        | {F.WIRE_COMBINE, F.PRODUCTS}
     ),
     "one rank's counts": frozenset(
         {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS}
@@ -107,7 +108,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
 }
 SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
     {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
-    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS, F.LATENT}
+    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS, F.LATENT, F.PRODUCTS}
 )
 SUPPORTED["copies"] = frozenset(
     {F.RANKS, F.HIERARCHICAL, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.CALLBACKS, F.SHARED_EXPERT, F.GRADIENTS}
@@ -125,9 +126,17 @@ SUPPORTED["batch invariance"] = frozenset(
 
 Its classes of gates and experts are in `pmoe.layer.batch_invariant`.
 """
+SUPPORTED["rounded products"] = frozenset(
+    {F.RANKS, F.SHARDED, F.HIERARCHICAL, F.OWN_EXCHANGE, F.SEND_ONCE, F.WIRE, F.WIRE_COMBINE, F.TO_OWN_RANK}
+    | {F.CALLBACKS, F.SHARED_EXPERT, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.MESSAGES, F.HIDDEN_E4M3}
+    | {F.PRODUCTS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.PADDED, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
+    | {F.OWN_ORDER, F.PICKS_TOKENS, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE}
+    | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.LATENT, F.FUSED, F.PERSISTENT}
+)
+"""A layer with ``products``, whose experts compute with operands rounded to float8."""
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - (
     {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT, F.ADAPTERS, F.LATENT, F.MESSAGES, F.HIDDEN_E4M3}
-    | {F.WIRE_COMBINE}
+    | {F.WIRE_COMBINE, F.PRODUCTS}
 )
 """The features that each runner, source of row counts or prediction supports, by its name.
 

@@ -112,7 +112,7 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
 
         variants.append((SharedExpertForward, SharedExpertBackward))
     is_plain = modules.wires is None and modules.copies is None and plan.forward.once is None
-    if modules.stages.sharded or not is_plain or plan.restore.hidden == "e4m3":
+    if modules.stages.sharded or not is_plain or modules.products or plan.restore.hidden == "e4m3":
         variants += _rare_variants(plan, on_gpu)
     if moves:
         from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
@@ -126,7 +126,7 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
 
 
 def _rare_variants(plan: Plan, on_gpu: bool) -> list[Variant]:
-    """Returns the classes of the features that change how rows are sent, or in which type T_M is kept.
+    """Returns the classes of features that change how rows are sent, or in which types experts compute.
 
     plan: the plan of the call.
     on_gpu: whether the rows are on a GPU.
@@ -152,6 +152,10 @@ def _rare_variants(plan: Plan, on_gpu: bool) -> list[Variant]:
         from pmoe.engine.variants.copies import CopiesBackward, CopiesForward
 
         variants.append((CopiesForward, CopiesBackward))
+    if plan.modules.products is not None:
+        from pmoe.engine.variants.rounded_products import RoundedBackward, RoundedForward
+
+        variants.append((RoundedForward, RoundedBackward))
     if plan.restore.hidden == "e4m3":
         from pmoe.engine.variants.hidden_e4m3 import PackingBackward, PackingForward
 

@@ -401,6 +401,10 @@ def _check_layer(
             "experts: call pmoe.add_lora before they are wrapped"
         )
     check_own_parameters(experts, targets)
+    if layer.products is not None:
+        raise ValueError(
+            f"products ({layer.products!r}) must be None in a layer with adapters: set layer.products = None"
+        )
     if isinstance(experts, LoraExperts) and name in experts.adapters:
         raise ValueError(
             f"name ({name!r}) must not be that of an adapter of {layer_name}: pass another name, or call "

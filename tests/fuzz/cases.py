@@ -137,6 +137,7 @@ ELSEWHERE = {
     "wire": "rounds rows: tests/gloo/test_wire.py",
     "wire_backward": "rounds rows: tests/gloo/test_wire.py",
     "wire_combine": "rounds results: tests/gloo/test_wire_combine.py",
+    "products": "rounds operands: tests/unit/test_rounded_products.py",
     "allow": "lets T_M be rounded: tests/gloo/test_narrow_pairs.py",
 }
 

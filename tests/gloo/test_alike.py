@@ -71,6 +71,7 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
     ("wire_backward", (None, "e4m3"), {}, "", ("None", "e4m3")),
     ("wire_combine", (None, "e4m3"), {}, "", ("None", "e4m3")),
     ("allow", ("e4m3", None), {}, "", ("e4m3", "None")),
+    ("products", ("e4m3", "mxfp8"), {}, "", ("e4m3", "mxfp8")),
     ("fused", (True, False), {}, "", ("True", "False")),
     ("slack", (1.25, 1.5), {}, "", ("1.25", "1.5")),
     ("capacity_factor", (None, 1.0), {}, "", ("None", "1.0")),

@@ -14,8 +14,8 @@ from tests.takers import COMPUTED, TAKERS, wrong_of
 
 
 def wrong_job(rank: int, world: int, component: str, among: Feature, some: slice) -> dict[str, list[str]]:
-    # These round: tests/gloo/test_wire.py, tests/gloo/test_wire_combine.py, tests/gloo/test_narrow_pairs.py
-    rounded = (Feature.WIRE, Feature.WIRE_COMBINE, Feature.MESSAGES, Feature.HIDDEN_E4M3)
+    # These round. Tests of their own: test_wire, test_wire_combine, test_narrow_pairs, test_rounded_products.
+    rounded = (Feature.WIRE, Feature.WIRE_COMBINE, Feature.MESSAGES, Feature.HIDDEN_E4M3, Feature.PRODUCTS)
     apart = (Feature.RANKS, Feature.SHARDED, *rounded)
     cases = [(among, other) for other in Feature if other not in apart]
     return wrong_of(COMPUTED[component], [(among,), *filter(featured.fit, cases)][some])

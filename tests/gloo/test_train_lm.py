@@ -38,7 +38,7 @@ import lm_data  # noqa: E402
 import lm_model  # noqa: E402
 import lm_ranks  # noqa: E402
 import train_lm  # noqa: E402
-from lm_arguments import SettingsError, check_arguments, parse_arguments  # noqa: E402
+from lm_arguments import SettingsError, check_arguments, deciding_settings, parse_arguments  # noqa: E402
 
 from pmoe.integrations.run_folder import read_run  # noqa: E402
 from pmoe.training.parallel import is_expert  # noqa: E402
@@ -504,6 +504,23 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path, flags, message):
     arguments = parse_arguments([*TINY, *TEXT, "--out", str(tmp_path), *flags])
     with pytest.raises(SettingsError, match=message):
         train_lm.begin(arguments, ALONE)
+
+
+def test_options_of_layers_reach_every_layer_and_only_those_that_are_set_decide_a_run(tmp_path):
+    flags = ["--wire", "e4m3", "--wire-backward", "bfloat16", "--wire-combine", "bfloat16"]
+    flags += ["--products", "e4m3", "--memory-reuse", "True", "--allow", "e4m3"]
+    arguments = parse_arguments([*TINY, *TEXT, "--out", str(tmp_path), *flags])
+    run = train_lm.begin(arguments, ALONE)
+    expected = {
+        "wire": "e4m3", "wire_backward": "bfloat16", "wire_combine": "bfloat16", "products": "e4m3",
+        "memory_reuse": True, "allow": "e4m3",
+    }  # fmt: skip
+    assert run.model.moe_layers()
+    for layer in run.model.moe_layers():
+        assert {name: getattr(layer, name) for name in expected} == expected
+    names = set(expected) & set(deciding_settings(arguments))
+    assert names == set(expected)
+    assert not set(expected) & set(deciding_settings(parse_arguments([*TINY, *TEXT])))
 
 
 MARGIN = 0.02

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pmoe
 from pmoe import MoELayer, Restore, warn
@@ -424,3 +425,61 @@ def test_fused_kernels_leave_such_layers_to_the_pipeline_and_say_so() -> None:
     for path, message in ranks(2).run(fused_job):
         assert path == "pipeline"
         assert "dispatched rows are sent in another form (wire='e4m3', wire_backward=None)" in message
+
+
+# ---- the host's work
+
+
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators, without those that only look at memory in another way."""
+
+    VIEWS = (
+        "view",
+        "slice",
+        "select.int",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "split",
+        "t.default",
+        "as_strided",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if not (name.startswith(self.VIEWS) or "detach" in name or "alias" in name):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_job(rank: int, world: int, dtype: torch.dtype) -> dict[str | None, list[int]]:
+    """For each wire, the operators of a forward pass with two chunks and with four."""
+    x = tokens(16, 10 + rank, dtype, 256)
+    found: dict[str | None, list[int]] = {}
+    for wire in (None, "e4m3"):
+        for n in (2, 4):
+            layer = build(d_model=256, dtype=dtype, pipeline=n, wire=wire)
+            with torch.no_grad():
+                layer(x)
+                with Operators() as operators:
+                    layer(x)
+            found.setdefault(wire, []).append(len(operators.names))
+    return found
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 9), (torch.bfloat16, 12)], ids=str)
+def test_packing_and_unpacking_a_chunk_take_this_many_operators_on_the_cpu(
+    dtype: torch.dtype, most: int
+) -> None:
+    """Packing: memory, largest values, division, lower bound, division, copy.
+
+    Unpacking: memory, copy, product. Rows in bfloat16 need three more, for their values in float32.
+    Kernels take one launch each in place of the permute and the gather (`pmoe.engine.variants.cuda_wire`).
+    """
+    for found in ranks(2).run(operators_job, dtype):
+        plain, packed = ((four - two) / 2 for two, four in (found[None], found["e4m3"]))
+        assert 0 < packed - plain <= most, found

@@ -2,7 +2,8 @@
 
 Bytes are those that the work needs: each token is read once, each message and each row is written once. Times
 stand beside those of the same rows as they are (a permute and a gather), and of PyTorch's operations. Before
-anything is timed, all bytes are compared to those of PyTorch on the CPU.
+anything is timed, all bytes are compared to those of PyTorch on the CPU, and products of rounded operands
+(MoELayer's ``products``) to the definition.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pmoe.kernels.wire import MessageKernels, refusal
 from pmoe.schedule.wire import message_bytes
 from tests.gpu.ladder.machine import this_machine
 from tests.gpu.ladder.moving import find_messages
+from tests.gpu.ladder.rounded import find_rounded
 
 TOKENS, CHOICES, COLUMNS, ROUNDS = 16384, 4, 4096, 10
 
@@ -89,7 +91,8 @@ def main(file: str) -> int:
     why = refusal("e4m3", torch.empty(1, COLUMNS, dtype=torch.bfloat16, device=device))
     if why is not None:
         raise RuntimeError(f"the kernels pack no rows here: {why}")
-    wrong = {name: told for name, told in find_messages(this_machine("sm_80")).items() if told}
+    found = find_messages(this_machine("sm_80")) | find_rounded(device)
+    wrong = {name: told for name, told in found.items() if told}
     rows: list[dict[str, Any]] = []
     if not wrong:
         problem = Problem(device, TOKENS, CHOICES, COLUMNS)

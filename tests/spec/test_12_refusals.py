@@ -56,6 +56,8 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("wire_combine", "int8", r"wire_combine \('int8'\) must be None, \"e4m3\" or \"bfloat16\""),
     ("allow", "e5m2", r"allow \('e5m2'\) must be None or \"e4m3\""),
     ("allow", True, r"allow \(True\) must be None or \"e4m3\""),
+    ("products", "e5m2", r"products \('e5m2'\) must be None, \"e4m3\" or \"mxfp8\""),
+    ("products", True, r"products \(True\) must be None, \"e4m3\" or \"mxfp8\""),
     ("d_latent", 0, r"d_latent \(0\) must be at least 1"),
     ("shared_expert", 0, r"shared_expert \(0\)"),
     ("shared_expert", "wide", r"shared_expert \('wide'\) must be None, an int or a torch.nn.Module"),

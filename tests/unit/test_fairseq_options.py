@@ -69,6 +69,7 @@ OTHERS: dict[str, tuple[str, object]] = {
     "balance": ("2", 2),
     "d_latent": ("16", 16),
     "allow": ("e4m3", "e4m3"),
+    "products": ("mxfp8", "mxfp8"),
 }
 """Another value than the default for each option: its text on a command line, and what the layer gets."""
 

@@ -32,7 +32,8 @@ __all__ = ["one_thread"]
 
 WIRES = (Feature.WIRE, Feature.WIRE_COMBINE, Feature.MESSAGES)
 SEVERAL_RANKS = (Feature.RANKS, Feature.SHARDED, Feature.COPIES, *WIRES)
-ROUNDED = (Feature.HIDDEN_E4M3,)  # tests/gloo/test_narrow_pairs.py
+# tests/gloo/test_narrow_pairs.py, tests/unit/test_rounded_products.py
+ROUNDED = (Feature.HIDDEN_E4M3, Feature.PRODUCTS)
 ONE_RANK = [feature for feature in Feature if feature not in (*SEVERAL_RANKS, *ROUNDED)]
 SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
 PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]
@@ -176,4 +177,5 @@ def test_a_new_feature_is_refused_by_all_but_the_pipeline_until_somebody_states_
 def test_every_feature_has_a_recipe_and_every_taker_is_tried() -> None:
     assert featured.RECIPES.keys() == {*Feature}
     counts = {"one rank's counts"}  # of fused calls on one rank: `by_fused_kernels`
-    assert {*COMPUTED, "memory", *counts} - {"graph of one rank"} == SUPPORTED.keys()
+    rounds = {"rounded products"}  # tests/unit/test_rounded_products.py
+    assert {*COMPUTED, "memory", *counts, *rounds} - {"graph of one rank"} == SUPPORTED.keys()

@@ -69,6 +69,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wire_backward": {"wire_backward": "e4m3"},
     "wire_combine": {"wire_combine": "e4m3"},
     "narrow pairs allowed": {"memory_reuse": True, "allow": "e4m3"},
+    "products": {"products": "e4m3"},
+    "other products": {"products": "mxfp8"},
     "pmoe takes the pair": {"memory_reuse": True},
     "fused": {"fused": "auto"},
     "check_finite": {"check_finite": True},

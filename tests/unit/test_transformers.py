@@ -259,6 +259,21 @@ def test_the_same_options_again_leave_layers_as_they_are() -> None:
     assert not set(integration.layers(model).values()) & set(first.values())
 
 
+def test_options_of_fewer_bytes_reach_the_layers() -> None:
+    model, ids = make_model("Mixtral", "pmoe"), batch(2)
+    model.eval()
+    with torch.no_grad():
+        exact = model(input_ids=ids).logits
+        options = {"wire": "e4m3", "wire_backward": "bfloat16", "wire_combine": "bfloat16"}
+        options |= {"allow": "e4m3", "products": "e4m3"}
+        integration.configure(memory_reuse=True, **options)
+        rounded = [model(input_ids=ids).logits for _ in range(2)]  # the second call could be a short one
+    for layer in integration.layers(model).values():
+        assert {name: getattr(layer, name) for name in options} == options
+        assert any(pair.rounds for pair in layer.layer_modules.pairs)
+    assert torch.equal(*rounded) and not torch.equal(rounded[0], exact)
+
+
 def test_stats_name_the_layers_of_a_model_by_its_experts_modules() -> None:
     model = make_model("Mixtral", "pmoe")
     integration.configure(pipeline=2, memory_reuse="S4")

@@ -45,6 +45,7 @@ from pmoe.comm.base import Combine, Dispatch, FlatAllToAll, Traffic
 from pmoe.comm.grid import Grid
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
+from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.ordering import Order
 from pmoe.schedule.buffer_sizes import ChunkRows
 from pmoe.schedule.restore import Restore
@@ -333,6 +334,11 @@ class PassModules(abc.ABC):
 
         Example: "e4m3", an 8-bit float. None if the layer sends all rows in their own dtype.
         """
+
+    @property
+    @abc.abstractmethod
+    def products(self) -> ProductsName | None:
+        """The format to which operands of the experts' products are rounded; None if they are not."""
 
     @property
     @abc.abstractmethod

@@ -75,11 +75,6 @@ def unlike(got: Tensor, wanted: Tensor) -> str | None:
 # ---- permutes
 
 
-def check_moves(path: str) -> None:
-    machine = this_machine(path)
-    demand_nothing(find_permutes(machine) | find_messages(machine) | find_counts(machine))
-
-
 def find_permutes(
     machine: Machine, num_tokens: int = 300, top_k: int = 2, columns: int = 520
 ) -> dict[str, str | None]:

@@ -82,10 +82,11 @@ def moving_steps() -> list[Step]:
             look="cuda/route/choose.cuh (experts, weights), place.cuh (positions, counts); F2 where it hung",
         ),
         Step(
-            name="permutes, messages and row counts", run=f"{HERE}moving:check_moves {AMPERE}",
+            name="permutes, messages and row counts", run=f"{HERE}rounded:check_moves {AMPERE}",
             needs=("extension",),
             means="rows, sums, dots, rows in e4m3, or orders of rows are wrong: the message names the launch",
-            look="cuda/permute/kernel.cuh; cuda/wire/kernel.cuh, cuda/common/e4m3.h; cuda/counts/kernel.cuh",
+            look="cuda/permute/kernel.cuh; cuda/wire/kernel.cuh, cuda/common/e4m3.h; cuda/counts/kernel.cuh; "
+            "a product in e4m3 or mxfp8: pmoe/kernels/scaled_products, launch_scaled() and layouts.py",
         ),
     ]  # fmt: skip
 

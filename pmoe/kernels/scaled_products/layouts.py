@@ -1,0 +1,80 @@
+"""The order in which Blackwell's tensor cores read the scales of MXFP8 operands (SWIZZLE_32_4_4).
+
+Scales are read in tiles of 128 rows and 4 blocks, 512 bytes each. Within a tile, the scale of row r and block
+b is at byte
+
+    16 * (r % 32) + 4 * (r // 32) + b
+
+so that the four scales of a row are adjacent, and rows 0, 32, 64 and 96 share 16 bytes. Tiles follow each
+other along the blocks first. Rows and blocks are filled up to whole tiles with zeros. The rows of each expert
+begin a new tile:
+
+    rows          expert 0: 130 rows         | expert 1: 0 rows | expert 2: 5 rows
+    rows filled   130 -> 256, tiles 0 and 1  | none             | 5 -> 128, tile 2
+
+Letters: N rows, E experts, R rows of a matrix, B blocks of 32 columns of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+TILE_ROWS = 128
+"""Rows of a tile of scales."""
+
+TILE_BLOCKS = 4
+"""Blocks of a tile of scales."""
+
+
+def filled(count: int, multiple: int) -> int:
+    """Returns the smallest multiple of ``multiple`` that is at least ``count``."""
+    return -(-count // multiple) * multiple
+
+
+def in_tiles(scales: Tensor) -> Tensor:
+    """Returns the scales of one or several matrices in the order of tiles, each matrix from a new tile on.
+
+    scales: (..., R, B), of one byte each.
+
+    Returns (..., R filled up to a multiple of 128, times B filled up to a multiple of 4).
+    """
+    num_rows, num_blocks = scales.shape[-2:]
+    whole = pad(
+        scales.view(torch.uint8),
+        (0, filled(num_blocks, TILE_BLOCKS) - num_blocks, 0, filled(num_rows, TILE_ROWS) - num_rows),
+    )
+    tiles = whole.unflatten(-1, (-1, TILE_BLOCKS)).unflatten(-3, (-1, TILE_ROWS // 32, 32))
+    # (..., tile of rows, r // 32, r % 32, tile of blocks, b)
+    # -> (..., tile of rows, tile of blocks, r % 32, r // 32, b)
+    result: Tensor = tiles.movedim(-2, -4).transpose(-3, -2).flatten(-5).view(scales.dtype)
+    return result
+
+
+def rows_in_tiles(scales_NB: Tensor, counts: Sequence[int], ends_E: Tensor) -> Tensor:
+    """Returns the scales of rows that are sorted by expert, in the order of tiles.
+
+    The rows of each expert begin a new tile. The host does not wait for the device.
+
+    scales_NB: (N, B), of one byte each.
+    counts: the numbers of rows of E experts.
+    ends_E: (E,) int32, their running sum, on the device of the scales.
+
+    Returns (rows filled up for each expert, B filled up to a multiple of 4).
+    """
+    num_rows, num_blocks = scales_NB.shape
+    total = sum(filled(count, TILE_ROWS) for count in counts)
+    expert_N = torch.searchsorted(
+        ends_E, torch.arange(num_rows, dtype=torch.int32, device=ends_E.device), right=True
+    )
+    # Each expert's rows move down by the rows that fill up the experts before it.
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    missing_E = (-counts_E).remainder(TILE_ROWS)
+    shift_E = missing_E.cumsum(0) - missing_E
+    place_N = torch.arange(num_rows, device=ends_E.device) + shift_E[expert_N]
+    whole = scales_NB.new_zeros(total, num_blocks, dtype=torch.uint8)
+    whole[place_N] = scales_NB.view(torch.uint8)
+    return in_tiles(whole).view(scales_NB.dtype).view(total, filled(num_blocks, TILE_BLOCKS))

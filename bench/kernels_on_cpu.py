@@ -98,9 +98,10 @@ def permute(moving: Moving, x: int, x_stride: int, out: int, out_stride: int) ->
                 moving.row(out, out_stride, place).copy_(x_TM[token])
 
 
-def permute_two(moving: Moving, *places: int) -> None:
-    permute(moving, *places[:4])
-    permute(moving, *places[4:])
+def permute_several(copies: Sequence[tuple[Moving, int, int, int, int]]) -> None:
+    assert 1 <= len(copies) <= 4
+    for moving, *places in copies:
+        permute(moving, *places)
 
 
 def unpermute(moving: Moving, rows: int, rows_stride: int, y: int, y_stride: int) -> None:

@@ -219,6 +219,29 @@ class Schedule:
         return waits
 
     @functools.cached_property
+    def joint_copies(self) -> dict[str, tuple[Task, ...]]:
+        """The copies of rows that one launch can make together with those of each task GI, by GI's name.
+
+        They are made by the tasks G and LM if these follow GI in the compute lane, in this order, and wait
+        for no other lane any more. The memory that they write is then free when GI runs.
+
+        Example: GI1 G1 LM2 in the compute lane, S1 waits for G1 -> {"GI1": (G1, LM2)}.
+        """
+        computing = [task for task in self.tasks if task.lane is Lane.COMPUTE]
+        joint: dict[str, tuple[Task, ...]] = {}
+        for place, task in enumerate(computing):
+            if task.kind is not Kind.GATHER_AGAIN:
+                continue
+            following: list[Task] = []
+            for later in computing[place + 1 :]:
+                kinds = (Kind.LOCAL_RECOMPUTE,) if following else (Kind.GATHER, Kind.LOCAL_RECOMPUTE)
+                if later.kind not in kinds or self.lane_waits[later.name] or len(following) == 2:
+                    break
+                following.append(later)
+            joint[task.name] = tuple(following)
+        return joint
+
+    @functools.cached_property
     def awaited(self) -> frozenset[str]:
         """The names of the tasks for which a task on another lane waits (`lane_waits`)."""
         return frozenset(name for names in self.lane_waits.values() for name in names)

@@ -98,7 +98,7 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
     moving = cuda.Moving(device, STREAM, 0, T, K, T * K, 64, data, data, 0)
     cuda.permute(moving, data, 64, data, 64)
     plain = cuda.Moving(device, STREAM, 0, T, K, T * K, 64, data, 0, 0, 3)
-    cuda.permute_two(plain, data, 64, data, 64, data, 64, data, 64)
+    cuda.permute_several([(plain, data, 64, data, 64)] * 3)
     cuda.unpermute(moving, data, 64, data, 64)
     cuda.permute_backward(moving, data, 64, data, 64, data, 64, data)
     cuda.unpermute_backward(moving, data, 64, data, 64, data, 64, data)

@@ -116,7 +116,8 @@ def find_permutes(
     )  # fmt: skip
     two = [machine.put(torch.full((count, columns), 9.0), BF16) for _ in range(2)]
     put_negative = machine.put(-x, BF16)
-    machine.module.permute_two(of_two, *data(put_x, two[0], put_negative, two[1]))
+    pairs = ((put_x, two[0]), (put_negative, two[1]))
+    machine.module.permute_several([(of_two, *data(*pair)) for pair in pairs])
     machine.module.unpermute(moving, *data(put_rows, summed))
     machine.module.permute_backward(moving, *data(put_x, put_rows, of_x), dots[0].data_ptr())
     machine.module.unpermute_backward(moving, *data(put_x, put_rows, of_rows), dots[1].data_ptr())

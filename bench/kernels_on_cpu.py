@@ -251,6 +251,28 @@ def wire_unpack(
     unpack_rows(wire.name, arrived, chosen, wire.rows(out, rows, out_stride))
 
 
+# ---- the gate
+
+
+def route_halves(
+    device: int,
+    stream: int,
+    num_tokens: int,
+    num_experts: int,
+    columns: int,
+    grad_logits: int,
+    halves: int,
+    weight: int,
+    twice: int,
+) -> None:
+    grad_TE = tensor_at(grad_logits, (num_tokens, num_experts), torch.float32)
+    upper_TE, lower_TE = tensor_at(halves, (num_tokens, 2 * num_experts), torch.bfloat16).chunk(2, 1)
+    upper_TE.copy_(grad_TE)
+    lower_TE.copy_(grad_TE - upper_TE)
+    weight_EM = tensor_at(weight, (num_experts, columns), torch.bfloat16)
+    tensor_at(twice, (2, num_experts, columns), torch.bfloat16).copy_(weight_EM)
+
+
 # ---- row counts
 
 

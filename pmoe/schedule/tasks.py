@@ -223,21 +223,26 @@ class Schedule:
         """The copies of rows that one launch can make together with those of each task GI, by GI's name.
 
         They are made by the tasks G and LM if these follow GI in the compute lane, in this order, and wait
-        for no other lane any more. The memory that they write is then free when GI runs.
+        for no other lane any more. The memory that they write is then free when GI runs. A task O may come
+        before LM, because it uses none of that memory.
 
-        Example: GI1 G1 LM2 in the compute lane, S1 waits for G1 -> {"GI1": (G1, LM2)}.
+        Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """
         computing = [task for task in self.tasks if task.lane is Lane.COMPUTE]
+        names = {task.name for task in computing}
         joint: dict[str, tuple[Task, ...]] = {}
         for place, task in enumerate(computing):
             if task.kind is not Kind.GATHER_AGAIN:
                 continue
             following: list[Task] = []
             for later in computing[place + 1 :]:
-                kinds = (Kind.LOCAL_RECOMPUTE,) if following else (Kind.GATHER, Kind.LOCAL_RECOMPUTE)
-                if later.kind not in kinds or self.lane_waits[later.name] or len(following) == 2:
+                if later.kind is Kind.GATHER and not following and not self.lane_waits[later.name]:
+                    following.append(later)
+                elif later.kind is Kind.LOCAL_RECOMPUTE and names.issuperset(later.waits):
+                    following.append(later)
                     break
-                following.append(later)
+                elif later.kind is not Kind.OUTPUT or not following:
+                    break
             joint[task.name] = tuple(following)
         return joint
 

@@ -91,6 +91,7 @@ def routed(cuda: ModuleType, *, device: int = 0, num_experts: int = 8) -> None:
     data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
     cuda.route(problem, *[data] * 8, words.data_ptr(), words.numel())
     cuda.route_backward(problem, *[data] * 4, data, 0, 0, 0, data, data)
+    cuda.route_halves(device, STREAM, T, num_experts, 64, *[torch.zeros(1 << 18).data_ptr()] * 4)
 
 
 def moved(cuda: ModuleType, *, device: int = 0) -> None:

@@ -305,7 +305,10 @@ def test_rows_that_are_a_part_of_the_sorted_rows_are_addressed_from_before_their
     moves.place_several([permute.RowCopy(x, position, 7, rows), permute.RowCopy(x[:0], position, 7, second)])
     before = rows.data_ptr() - 7 * 64
     moving = [None, 7, 0, 3, 2, 5, 64, "position", 0, 0, 7]
-    several = [(moving, "x", 64, before, 64), (moving, "second x", 64, second.data_ptr() - 7 * 64, 64)]
+    several = [
+        (moving, x.data_ptr(), 64, before, 64),
+        (moving, second_x.data_ptr(), 64, second.data_ptr() - 7 * 64, 64),
+    ]
     assert recorder.calls == [
         ("permute", [moving, "x", 64, before, 64]),
         ("unpermute", [moving, before, 64, "x", 64]),

@@ -340,6 +340,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             (counts_kernels, "path", lambda device: ("sm_90a", None)),
             (wire_kernels, "path", lambda device: ("sm_90a", None)),
             (route_operators, "launch_route", route),
+            (route_operators, "path", lambda device: ("sm_90a", None)),
             (lanes_run, "lanes_for", lanes),
             (CudaLanes, "_streams", {}),
             (sorted_order, "MAX_INT16", -1),

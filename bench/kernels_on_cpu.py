@@ -98,9 +98,10 @@ def permute(moving: Moving, x: int, x_stride: int, out: int, out_stride: int) ->
                 moving.row(out, out_stride, place).copy_(x_TM[token])
 
 
-def permute_two(moving: Moving, *places: int) -> None:
-    permute(moving, *places[:4])
-    permute(moving, *places[4:])
+def permute_several(copies: Sequence[tuple[Moving, int, int, int, int]]) -> None:
+    assert 1 <= len(copies) <= 4
+    for moving, *places in copies:
+        permute(moving, *places)
 
 
 def unpermute(moving: Moving, rows: int, rows_stride: int, y: int, y_stride: int) -> None:
@@ -248,6 +249,28 @@ def wire_unpack(
     arrived = tensor_at(messages, (num_messages, wire.message_bytes()), torch.uint8, messages_stride)
     chosen = tensor_at(index, (rows,), torch.int64 if wide else torch.int32) if index else None
     unpack_rows(wire.name, arrived, chosen, wire.rows(out, rows, out_stride))
+
+
+# ---- the gate
+
+
+def route_halves(
+    device: int,
+    stream: int,
+    num_tokens: int,
+    num_experts: int,
+    columns: int,
+    grad_logits: int,
+    halves: int,
+    weight: int,
+    twice: int,
+) -> None:
+    grad_TE = tensor_at(grad_logits, (num_tokens, num_experts), torch.float32)
+    upper_TE, lower_TE = tensor_at(halves, (num_tokens, 2 * num_experts), torch.bfloat16).chunk(2, 1)
+    upper_TE.copy_(grad_TE)
+    lower_TE.copy_(grad_TE - upper_TE)
+    weight_EM = tensor_at(weight, (num_experts, columns), torch.bfloat16)
+    tensor_at(twice, (2, num_experts, columns), torch.bfloat16).copy_(weight_EM)
 
 
 # ---- row counts

@@ -1,8 +1,11 @@
 // Python binding of the permutes. Addresses and streams are passed as integers;
 // pmoe/kernels/permute/operators.py has checked the tensors.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
+#include <tuple>
+#include <vector>
 
 #include "module.h"
 #include "permute/launch.h"
@@ -53,11 +56,12 @@ void bind_permute(py::module_& m) {
       },
       no_gil());
   m.def(
-      "permute_two",
-      [](const permute::Moving& moving, Address x, int64_t x_stride, Address out, int64_t out_stride,
-         Address second_x, int64_t second_x_stride, Address second_out, int64_t second_out_stride) {
-        permute::permute_two(moving, rows(x, x_stride), rows(out, out_stride),
-                             rows(second_x, second_x_stride), rows(second_out, second_out_stride));
+      "permute_several",
+      [](const std::vector<std::tuple<permute::Moving, Address, int64_t, Address, int64_t>>& copies) {
+        std::vector<permute::Copying> all;
+        for (const auto& [moving, x, x_stride, out, out_stride] : copies)
+          all.push_back({moving, rows(x, x_stride), rows(out, out_stride)});
+        permute::permute_several(all);
       },
       no_gil());
   m.def(

@@ -211,17 +211,26 @@ __global__ void __launch_bounds__(kThreads)
   permute_block<T, kWeighted>(cut, slots, a, b, blockIdx.x);
 }
 
-// Permutes two tensors by the same positions. The first half of the grid's blocks copies the first one.
-__global__ void __launch_bounds__(kThreads)
-    permute_two_kernel(const Cut cut, const Slots slots, const Rows a, const Rows b, const Rows second_a,
-                       const Rows second_b) {
-  const unsigned blocks = gridDim.x / 2;
-  const bool is_second = blockIdx.x >= blocks;
-  // The addresses and strides are chosen one by one. If the code chose between whole arguments of the kernel,
-  // the compiler would copy both arguments to the stack.
-  const Rows from = {is_second ? second_a.base : a.base, is_second ? second_a.stride_bytes : a.stride_bytes};
-  const Rows to = {is_second ? second_b.base : b.base, is_second ? second_b.stride_bytes : b.stride_bytes};
-  permute_block<float, false>(cut, slots, from, to, is_second ? blockIdx.x - blocks : blockIdx.x);
+// The arguments of permute_several_kernel: up to kMostCopies permutes. The blocks of a permute begin at
+// first_block. A permute that is not there begins behind the grid.
+constexpr int kMostCopies = 4;
+struct Copies {
+  Cut cut;  // of all permutes, but for the number of tokens
+  int64_t tokens[kMostCopies];
+  uint32_t first_block[kMostCopies];
+  Slots slots[kMostCopies];
+  Rows a[kMostCopies], b[kMostCopies];
+};
+
+// Makes several permutes in one launch, without weights. They may have different tokens, positions and rows.
+__global__ void __launch_bounds__(kThreads) permute_several_kernel(const __grid_constant__ Copies copies) {
+  int which = 0;
+  PMOE_UNROLL
+  for (int i = 1; i < kMostCopies; ++i) which += blockIdx.x >= copies.first_block[i];
+  Cut cut = copies.cut;
+  cut.tokens = copies.tokens[which];
+  permute_block<float, false>(cut, copies.slots[which], copies.a[which], copies.b[which],
+                              blockIdx.x - copies.first_block[which]);
 }
 
 // ---- unpermute: a[token] = sum over k of weight * b[position]

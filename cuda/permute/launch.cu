@@ -27,17 +27,11 @@ Slots slots_of(const Moving& m) {
 }
 
 template <class Kernel, class... Arguments>
-void launch_blocks(const Moving& m, const char* name, Kernel kernel, int64_t blocks, int shared_bytes,
-                   const Cut& cut, const Arguments&... arguments) {
-  const OnDevice on_device(m.device);
-  const Grid grid = {static_cast<int>(blocks), cut.threads, shared_bytes};
-  Prepared(name, kernel, grid, m.stream).launch(cut, arguments...);
-}
-
-template <class Kernel, class... Arguments>
 void launch(const Moving& m, const char* name, Kernel kernel, int shared_bytes, const Cut& cut,
             const Arguments&... arguments) {
-  launch_blocks(m, name, kernel, cut.blocks(), shared_bytes, cut, arguments...);
+  const OnDevice on_device(m.device);
+  const Grid grid = {static_cast<int>(cut.blocks()), cut.threads, shared_bytes};
+  Prepared(name, kernel, grid, m.stream).launch(cut, arguments...);
 }
 
 template <class T>
@@ -108,16 +102,33 @@ void permute(const Moving& m, RowsAt x, RowsAt rows) {
   });
 }
 
-void permute_two(const Moving& m, RowsAt x, RowsAt rows, RowsAt second_x, RowsAt second_rows) {
-  const Slots slots = slots_of(m);
-  const Cut cut = make_cut(m.tokens, m.row_bytes, kPermuteVectors, kThreads, false, m.parts);
-  const int64_t blocks = 2 * cut.blocks();
-  if (m.weight != nullptr || blocks > kMostBlocks)
-    throw std::invalid_argument("permute_two: " + std::to_string(m.tokens) + " tokens of " +
-                                std::to_string(m.row_bytes) +
-                                " bytes must have no weights, and need at most 2**31 - 1 blocks");
-  launch_blocks(m, "permute_two", permute_two_kernel, blocks, 0, cut, slots, rows_at(x), rows_at(rows),
-                rows_at(second_x), rows_at(second_rows));
+void permute_several(const std::vector<Copying>& all) {
+  const auto refuse = [](const std::string& what) {
+    throw std::invalid_argument("permute_several: " + what);
+  };
+  if (all.empty() || all.size() > kMostCopies)
+    refuse("copies (" + std::to_string(all.size()) + ") must be 1 to " + std::to_string(kMostCopies));
+  const Moving& first = all[0].moving;
+  Copies copies{};
+  int64_t blocks = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Moving& m = all[i].moving;
+    if (m.weight != nullptr || m.row_bytes != first.row_bytes || m.parts != first.parts)
+      refuse("copy " + std::to_string(i) + " must have no weights, and rows of " +
+             std::to_string(first.row_bytes) + " bytes in " + std::to_string(first.parts) + " parts");
+    const Cut cut = make_cut(m.tokens, m.row_bytes, kPermuteVectors, kThreads, false, m.parts);
+    if (i == 0) copies.cut = cut;
+    copies.tokens[i] = m.tokens;
+    copies.first_block[i] = static_cast<uint32_t>(blocks);
+    copies.slots[i] = slots_of(m);
+    copies.a[i] = rows_at(all[i].x), copies.b[i] = rows_at(all[i].rows);
+    blocks += cut.blocks();
+    if (blocks > kMostBlocks) refuse("the copies need more than 2**31 - 1 blocks");
+  }
+  for (size_t i = all.size(); i < kMostCopies; ++i) copies.first_block[i] = UINT32_MAX;
+  const OnDevice on_device(first.device);
+  const Grid grid = {static_cast<int>(blocks), copies.cut.threads, 0};
+  Prepared("permute_several", permute_several_kernel, grid, first.stream).launch(copies);
 }
 
 void unpermute(const Moving& m, RowsAt rows, RowsAt y) {
@@ -151,7 +162,7 @@ void list_kernels(std::vector<KernelInfo>& found) {
   };
   constexpr int kDots = kThreads / kFewestLanes * kMostChoices * static_cast<int>(sizeof(float));
   add("permute", address(permute_kernel<float, false>));
-  add("permute_two", address(permute_two_kernel));
+  add("permute_several", address(permute_several_kernel));
   add("permute.weighted.fp32", address(permute_kernel<float, true>));
   add("permute.weighted.bf16", address(permute_kernel<bf16, true>));
   add("permute.weighted.fp16", address(permute_kernel<fp16, true>));

@@ -49,9 +49,15 @@ struct Moving {
 // Launches rows[position] = weight * x: copies each token to its sorted rows.
 void permute(const Moving& moving, RowsAt x, RowsAt rows);
 
-// Launches two permutes by the same positions, without weights: rows[position] = x, and second_rows[position]
-// = second_x.
-void permute_two(const Moving& moving, RowsAt x, RowsAt rows, RowsAt second_x, RowsAt second_rows);
+// A permute of permute_several(): its arguments, the tokens, and the sorted rows.
+struct Copying {
+  Moving moving;
+  RowsAt x, rows;
+};
+
+// Launches one to four permutes at once, without weights. All have the first one's device, stream, row bytes
+// and parts.
+void permute_several(const std::vector<Copying>& copies);
 
 // Launches y = sum over k of weight * rows[position]: sums the sorted rows of each token.
 void unpermute(const Moving& moving, RowsAt rows, RowsAt y);

@@ -44,6 +44,13 @@ void backward(const route::Problem& problem, Address logits, Address expert, Add
                    floats(partial), ints(position), num_partials, floats(grad_l_aux), floats(grad_logits)});
 }
 
+void halves(int device, Address stream, int64_t num_tokens, int64_t num_experts, int64_t columns,
+            Address grad_logits, Address halves, Address weight, Address twice) {
+  route::halves(device, reinterpret_cast<void*>(stream), num_tokens, num_experts, columns,
+                {floats(grad_logits), reinterpret_cast<void*>(halves), reinterpret_cast<void*>(weight),
+                 reinterpret_cast<void*>(twice)});
+}
+
 void bind_route(py::module_& m) {
   py::class_<route::Problem>(m, "RouteProblem", py::module_local(),
                              "The arguments that the launches of pmoe.kernels.route share.")
@@ -63,6 +70,7 @@ void bind_route(py::module_& m) {
   // can run.
   m.def("route", &forward, py::call_guard<py::gil_scoped_release>());
   m.def("route_backward", &backward, py::call_guard<py::gil_scoped_release>());
+  m.def("route_halves", &halves, py::call_guard<py::gil_scoped_release>());
 }
 
 const pmoe::Module module(bind_route, route::list_kernels);

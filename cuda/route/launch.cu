@@ -7,6 +7,7 @@
 #include "common/on_device.h"
 #include "common/prepared.h"
 #include "route/backward.cuh"
+#include "route/halves.cuh"
 #include "route/kernel.cuh"
 #include "route/launch.h"
 
@@ -244,7 +245,31 @@ void backward(const Problem& p, const BackwardTensors& t) {
   launch(chosen, arguments, blocks, shared_bytes, p.stream);
 }
 
+void halves(int device, void* stream, int64_t num_tokens, int64_t num_experts, int64_t columns,
+            const HalvesTensors& t) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (num_experts < 1 || num_tokens < 0 || num_tokens > kMost / num_experts)
+    refuse(outside("num_tokens", num_tokens, "0 to 2**30 / num_experts"));
+  const auto bits = reinterpret_cast<uintptr_t>(t.weight_EM) | reinterpret_cast<uintptr_t>(t.twice);
+  if (columns < 1 || columns > kMost / num_experts || num_experts * columns % 8 || bits % 16)
+    refuse(outside("columns", columns, "1 to 2**30 / num_experts, for whole vectors of 16 bytes"));
+  const OnDevice on_device(device);
+  const Halves arguments{static_cast<int32_t>(num_experts),
+                         static_cast<uint32_t>(num_tokens * num_experts),
+                         static_cast<uint32_t>(num_experts * columns / 8),
+                         t.grad_TE,
+                         static_cast<bf16*>(t.halves),
+                         static_cast<const uint8_t*>(t.weight_EM),
+                         static_cast<uint8_t*>(t.twice)};
+  const int64_t numbers = larger(arguments.gradients, arguments.weight_vectors);
+  const int64_t blocks =
+      smaller(ceil_div(numbers, int64_t{kHalvesThreads}), int64_t{4} * multiprocessors(device));
+  const Grid grid = {static_cast<int>(blocks), kHalvesThreads};
+  Prepared("route_halves", halves_kernel, grid, stream).launch(arguments);
+}
+
 void list_kernels(std::vector<KernelInfo>& found) {
+  found.push_back({"route_halves", reinterpret_cast<const void*>(halves_kernel), kHalvesThreads, 0});
   list(kFirst, found);
   list(kSecond, found);
   list(kBackward, found);

@@ -69,6 +69,20 @@ void forward(const Problem& problem, const ForwardTensors& tensors);
 // if refusal() gives a reason; throws std::runtime_error for an error of CUDA.
 void backward(const Problem& problem, const BackwardTensors& tensors);
 
+// The arguments of halves(): see halves.cuh. grad_TE is float32, the other tensors are bfloat16.
+struct HalvesTensors {
+  const float* grad_TE;
+  void* halves;
+  const void* weight_EM;
+  void* twice;
+};
+
+// Launches the kernel that writes the operands of the gate's products of backward. Throws
+// std::invalid_argument, before launching, if a size is out of range or the weight does not consist of whole
+// vectors of 16 bytes.
+void halves(int device, void* stream, int64_t num_tokens, int64_t num_experts, int64_t columns,
+            const HalvesTensors& tensors);
+
 void list_kernels(std::vector<KernelInfo>& found);
 
 }  // namespace pmoe::route

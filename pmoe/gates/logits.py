@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pmoe.arguments import check_tensors
+from pmoe.kernels.route import gate_operands
 
 BLOCK_ROWS = 4096
 """Number of tokens that are cast to float32 at a time, to save memory."""
@@ -60,14 +61,10 @@ class Logits(torch.autograd.Function):
         x_TM, weight_EM = ctx.saved_tensors
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype == torch.bfloat16:
             # The gradient is written as a sum of two bfloat16 tensors, so that the products take bfloat16 and
-            # are summed in float32. The two tensors differ from an element by at most 2^-17 of it.
-            # Operators that write a narrower result round it, and save a launch.
-            num_tokens, num_experts = grad_TE.shape
-            halves = x_TM.new_empty(num_tokens, 2 * num_experts)
-            upper_TE, lower_TE = halves.chunk(2, 1)
-            torch.sub(grad_TE, upper_TE.copy_(grad_TE), out=lower_TE)
+            # are summed in float32.
+            halves, twice_EM = gate_operands(grad_TE, weight_EM)
             upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
-            grad_x = halves @ torch.cat([weight_EM, weight_EM]) if ctx.needs_input_grad[0] else None
+            grad_x = halves @ twice_EM if ctx.needs_input_grad[0] else None
             return grad_x, torch.add(upper_EM, lower_EM, out=torch.empty_like(weight_EM))
         wide_EM = weight_EM.float()
         grad_x = torch.empty_like(x_TM)

@@ -219,6 +219,34 @@ class Schedule:
         return waits
 
     @functools.cached_property
+    def joint_copies(self) -> dict[str, tuple[Task, ...]]:
+        """The copies of rows that one launch can make together with those of each task GI, by GI's name.
+
+        They are made by the tasks G and LM if these follow GI in the compute lane, in this order, and wait
+        for no other lane any more. The memory that they write is then free when GI runs. A task O may come
+        before LM, because it uses none of that memory.
+
+        Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
+        """
+        computing = [task for task in self.tasks if task.lane is Lane.COMPUTE]
+        names = {task.name for task in computing}
+        joint: dict[str, tuple[Task, ...]] = {}
+        for place, task in enumerate(computing):
+            if task.kind is not Kind.GATHER_AGAIN:
+                continue
+            following: list[Task] = []
+            for later in computing[place + 1 :]:
+                if later.kind is Kind.GATHER and not following and not self.lane_waits[later.name]:
+                    following.append(later)
+                elif later.kind is Kind.LOCAL_RECOMPUTE and names.issuperset(later.waits):
+                    following.append(later)
+                    break
+                elif later.kind is not Kind.OUTPUT or not following:
+                    break
+            joint[task.name] = tuple(following)
+        return joint
+
+    @functools.cached_property
     def awaited(self) -> frozenset[str]:
         """The names of the tasks for which a task on another lane waits (`lane_waits`)."""
         return frozenset(name for names in self.lane_waits.values() for name in names)

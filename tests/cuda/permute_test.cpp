@@ -257,33 +257,48 @@ void check_permute(const Problem<T>& p, bool weighted, int parts) {
   CHECK(rows.gaps_are_poison(), "permute writes between rows, " + p.name());
 }
 
-// Two tensors in one launch, against a permute of each. The first third of the rows is left out, too.
+// Several tensors in one launch, against a permute of each. The first two have all tokens and leave out the
+// first third of the rows; the others have the tokens from the middle on, and all rows.
 template <class T>
-void check_permute_two(const Problem<T>& p, int parts) {
+void check_permute_several(const Problem<T>& p, int parts) {
   const Cut cut = make_cut(p.tokens, p.row_bytes(), kPermuteVectors, kThreads, false, parts);
+  const int count = 1 + static_cast<int>(p.random() % kMostCopies);
+  const int64_t middle = p.tokens / 2;
+  Copies copies{};
+  copies.cut = cut;
+  uint32_t blocks = 0;
   std::vector<std::unique_ptr<Matrix<T>>> x, rows, alone;
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kMostCopies; ++i) {
+    copies.first_block[i] = i < count ? blocks : UINT32_MAX;
     x.push_back(std::make_unique<Matrix<T>>("x", p.tokens, p.columns, p.stride, false));
     x[i]->draw(p.random);
     rows.push_back(std::make_unique<Matrix<T>>("rows", p.num_rows, p.columns, p.stride, true));
     alone.push_back(std::make_unique<Matrix<T>>("alone", p.num_rows, p.columns, p.stride, true));
-    run(cut, p.random(),
-        [&] { permute_kernel<float, false>(cut, p.slots(false), x[i]->view(), alone[i]->view()); });
-  }
-  Slots last = p.slots(false);
-  last.first_row = last.num_rows / 3;
-  last.num_rows -= last.first_row;
-  const Matrix<T> untouched("untouched", p.num_rows, p.columns, p.stride, true);
-  emu::launch(static_cast<unsigned>(2 * cut.blocks()), kThreads, static_cast<unsigned>(p.random()), [&] {
-    permute_two_kernel(cut, last, x[0]->view(), rows[0]->view(), x[1]->view(), rows[1]->view());
-  });
-  for (int i = 0; i < 2; ++i) {
-    for (int64_t row = 0; row < p.num_rows; ++row) {
-      const Matrix<T>& expected = row < last.first_row ? untouched : *alone[i];
-      for (int64_t m = 0; m < p.columns; ++m)
-        CHECK(!std::memcmp(rows[i]->at(row, m), expected.at(row, m), sizeof(T)), "permute_two " + p.name());
+    if (i >= count) continue;
+    Slots slots = p.slots(false);
+    Rows from = x[i]->view();
+    Cut own = cut;
+    if (i < 2) {
+      slots.first_row = slots.num_rows / 3;
+      slots.num_rows -= slots.first_row;
+    } else {
+      slots.position += middle * slots.choices;
+      from.base = from.at(middle, 0);
+      own.tokens -= middle;
     }
-    CHECK(rows[i]->gaps_are_poison(), "permute_two writes between rows, " + p.name());
+    copies.tokens[i] = own.tokens;
+    copies.slots[i] = slots;
+    copies.a[i] = from, copies.b[i] = rows[i]->view();
+    blocks += static_cast<uint32_t>(own.blocks());
+    run(own, p.random(), [&] { permute_kernel<float, false>(own, slots, from, alone[i]->view()); });
+  }
+  emu::launch(blocks, kThreads, static_cast<unsigned>(p.random()), [&] { permute_several_kernel(copies); });
+  for (int i = 0; i < kMostCopies; ++i) {
+    for (int64_t row = 0; row < p.num_rows; ++row)
+      for (int64_t m = 0; m < p.columns; ++m)
+        CHECK(!std::memcmp(rows[i]->at(row, m), alone[i]->at(row, m), sizeof(T)),
+              "permute_several " + p.name());
+    CHECK(rows[i]->gaps_are_poison(), "permute_several writes between rows, " + p.name());
   }
 }
 
@@ -377,7 +392,7 @@ void check_all(int64_t tokens, int choices, int64_t columns, double dropped, int
   };
   for (bool weighted : {false, true}) {
     each([&](const auto& p) { check_permute(p, weighted, parts); });
-    if (!weighted) each([&](const auto& p) { check_permute_two(p, parts); });
+    if (!weighted) each([&](const auto& p) { check_permute_several(p, parts); });
     each([&](const auto& p) { check_unpermute<T, 4, 2>(p, weighted, parts); });
     each([&](const auto& p) { check_unpermute<T, 2, 4>(p, weighted, parts); });
   }

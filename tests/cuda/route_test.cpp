@@ -9,6 +9,7 @@
 
 #include "emulator.h"
 #include "route/backward.cuh"
+#include "route/halves.cuh"
 #include "route/kernel.cuh"
 
 using namespace pmoe::route;
@@ -352,6 +353,36 @@ void check_backward(const Case& c, Array<float>& logits, Found& found) {
   expect(got == again, "the gradient depends on the grid");
 }
 
+// ---- the operands of the gate's products
+
+// Two bfloat16 numbers for each gradient, and the weight twice; also of values that are no numbers.
+void check_halves(int tokens, int experts, int columns, unsigned blocks) {
+  Array<float> grad(tokens * experts);
+  Array<pmoe::bf16> halves(2 * grad.size()), weight(experts * columns), twice(2 * weight.size());
+  for (size_t i = 0; i < grad.size(); ++i) grad[i] = draw_logit(i % 3 ? Values::kDistinct : Values::kStrange);
+  for (size_t i = 0; i < weight.size(); ++i) weight[i] = pmoe::narrow<pmoe::bf16>(normal());
+  const Halves a{experts,
+                 static_cast<uint32_t>(grad.size()),
+                 static_cast<uint32_t>(weight.size() / 8),
+                 grad.get(),
+                 halves.get(),
+                 reinterpret_cast<const uint8_t*>(weight.get()),
+                 reinterpret_cast<uint8_t*>(twice.get())};
+  emu::launch(blocks, kHalvesThreads, generator(), [&] { halves_kernel(a); });
+  const auto same = [](pmoe::bf16 x, pmoe::bf16 y) { return x.bits == y.bits; };
+  for (int t = 0; t < tokens; ++t)
+    for (int e = 0; e < experts; ++e) {
+      const float x = grad[t * experts + e];
+      const pmoe::bf16 upper = pmoe::narrow<pmoe::bf16>(x), *const row = &halves[t * 2 * experts];
+      expect(same(row[e], upper), "upper half of token " + std::to_string(t));
+      expect(same(row[experts + e], pmoe::narrow<pmoe::bf16>(x - pmoe::Scalar<pmoe::bf16>::widen(upper))),
+             "lower half");
+    }
+  for (size_t i = 0; i < twice.size(); ++i)
+    expect(same(twice[i], weight[i % weight.size()]), "the weight, twice");
+  expect(halves.guarded() && twice.guarded(), "halves: a write outside an array");
+}
+
 // ---- beside other kernels
 
 // A foreign kernel leaves room for one block, or two: for a while, or for ever.
@@ -452,6 +483,9 @@ int main(int argc, char** argv) {
     check_sizes();
     check_that_waits_are_found();
     check_crowded();
+    check_halves(0, 8, 8, 1);
+    check_halves(37, 5, 8, 2);
+    check_halves(130, 8, 72, 3);
     for (int round = 0; round < rounds; ++round) {
       generator.seed(static_cast<unsigned>(round + 1));
       check_shape<Shape<1, 8, 1>>(20, 90, 1);

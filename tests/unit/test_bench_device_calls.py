@@ -48,8 +48,12 @@ def test_the_page_shows_the_calls_of_each_pass(num_ranks: int) -> None:
         assert table[row["ranks"], row["n"], row["pass"]] == tuple(row[name] for name in COLUMNS), row
 
 
-def test_a_wire_adds_one_launch_for_each_buffer_that_is_unpacked_and_no_operator() -> None:
-    """On two ranks rows arrive sorted by expert: without a wire nothing unpacks or sorts them."""
+def test_a_wire_adds_launches_that_pack_and_unpack_and_no_operator() -> None:
+    """On two ranks rows arrive sorted by expert: without a wire nothing unpacks or sorts them.
+
+    Launches that pack messages copy no other rows. Without a wire, four launches of backward copy all rows
+    that are sent, both tensors of a chunk, and most of those that stay; with it, eight and four do.
+    """
     program = (
         "import json\n"
         "from bench.bench_device_calls import count\n"
@@ -65,4 +69,4 @@ def test_a_wire_adds_one_launch_for_each_buffer_that_is_unpacked_and_no_operator
     nothing = dict.fromkeys(COLUMNS, 0)
     # Forward unpacks T_DI of four chunks; backward dT_DO, and T_DI that was sent again.
     assert added["forward"] == {**nothing, "device calls": 4, "launches": 4}
-    assert added["backward"] == {**nothing, "device calls": 8, "launches": 8}
+    assert added["backward"] == {**nothing, "device calls": 15, "launches": 15}

@@ -91,6 +91,7 @@ def routed(cuda: ModuleType, *, device: int = 0, num_experts: int = 8) -> None:
     data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
     cuda.route(problem, *[data] * 8, words.data_ptr(), words.numel())
     cuda.route_backward(problem, *[data] * 4, data, 0, 0, 0, data, data)
+    cuda.route_halves(device, STREAM, T, num_experts, 64, *[torch.zeros(1 << 18).data_ptr()] * 4)
 
 
 def moved(cuda: ModuleType, *, device: int = 0) -> None:
@@ -98,7 +99,7 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
     moving = cuda.Moving(device, STREAM, 0, T, K, T * K, 64, data, data, 0)
     cuda.permute(moving, data, 64, data, 64)
     plain = cuda.Moving(device, STREAM, 0, T, K, T * K, 64, data, 0, 0, 3)
-    cuda.permute_two(plain, data, 64, data, 64, data, 64, data, 64)
+    cuda.permute_several([(plain, data, 64, data, 64)] * 3)
     cuda.unpermute(moving, data, 64, data, 64)
     cuda.permute_backward(moving, data, 64, data, 64, data, 64, data)
     cuda.unpermute_backward(moving, data, 64, data, 64, data, 64, data)

@@ -299,14 +299,21 @@ def test_rows_that_are_a_part_of_the_sorted_rows_are_addressed_from_before_their
         recorder.tensor("second x", 3, 16, dtype=FLOAT),
         recorder.tensor("s", 5, 16, dtype=FLOAT),
     )
-    moves.place_two(x, rows, second_x, second, position, 7)
+    moves.place_several(
+        [permute.RowCopy(x, position, 7, rows), permute.RowCopy(second_x, position, 7, second)]
+    )
+    moves.place_several([permute.RowCopy(x, position, 7, rows), permute.RowCopy(x[:0], position, 7, second)])
     before = rows.data_ptr() - 7 * 64
     moving = [None, 7, 0, 3, 2, 5, 64, "position", 0, 0, 7]
-    two = [before, 64, "second x", 64, second.data_ptr() - 7 * 64, 64]
+    several = [
+        (moving, x.data_ptr(), 64, before, 64),
+        (moving, second_x.data_ptr(), 64, second.data_ptr() - 7 * 64, 64),
+    ]
     assert recorder.calls == [
         ("permute", [moving, "x", 64, before, 64]),
         ("unpermute", [moving, before, 64, "x", 64]),
-        ("permute_two", [moving, "x", 64, *two]),
+        ("permute_several", [several]),
+        ("permute", [moving, "x", 64, before, 64]),  # the other copy has no tokens
     ]
 
 

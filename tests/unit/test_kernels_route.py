@@ -11,6 +11,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 import pmoe
+from bench import kernels_on_cpu
 from pmoe.gates.logits import router_loss
 from pmoe.kernels.extension import load
-from pmoe.kernels.route import Routes, deferred_routing, operators, reference, refusal, route
+from pmoe.kernels.route import Routes, deferred_routing, gate_operands, operators, reference, refusal, route
 from pmoe.kernels.route.operators import route_backward
 from pmoe.kernels.route.reference import ROUNDS, check_logits_memory
 from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
@@ -378,3 +380,24 @@ def test_rows_can_be_sorted_by_groups_of_chunks_with_some_experts_last(
 def test_an_order_that_does_not_fit_is_refused(order: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         route(torch.randn(4, 5), 2, normalize=True, num_chunks=6, **order)
+
+
+# ---- the operands of the gate's products of backward
+
+
+@pytest.mark.parametrize(("num_tokens", "columns"), [(0, 8), (7, 24)])
+def test_the_operands_of_the_gate_are_the_same_by_a_launch_and_by_operators(
+    num_tokens: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grad = torch.randn(num_tokens, 5)
+    weight = torch.randn(5, columns).bfloat16()
+    halves, twice = gate_operands(grad, weight)
+    assert halves.shape == (num_tokens, 10) and torch.equal(twice, torch.cat([weight, weight]))
+    rebuilt = halves[:, :5].double() + halves[:, 5:].double()
+    assert ((rebuilt - grad.double()).abs() <= 2**-17 * grad.double().abs()).all()
+    monkeypatch.setattr(operators, "path", lambda device: ("sm_90a", None))
+    monkeypatch.setattr(operators, "cuda_index", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(operators.extension, "module", lambda: kernels_on_cpu)
+    for launched, computed in zip(gate_operands(grad, weight), (halves, twice), strict=True):
+        assert torch.equal(launched, computed)

@@ -539,3 +539,31 @@ def test_no_wait_between_lanes_can_be_left_out(direction: str) -> None:
                 left = {**schedule.lane_waits}
                 left[task.name] = tuple(name for name in left[task.name] if name != without)
                 assert ended_before(schedule, lambda task: left[task.name]) != order  # noqa: B023
+
+
+# ---- copies that one launch makes
+
+
+def test_joint_copies_of_s4_are_those_of_both_all_to_alls_and_of_rows_that_stay() -> None:
+    schedule = rotating("backward", 4, Stages(local=True, remote=True), restore=STRATEGIES["S4"])
+    joint = {name: [task.name for task in tasks] for name, tasks in schedule.joint_copies.items()}
+    assert joint == {"GI3": ["G3"], "GI2": ["G2", "LM3"], "GI1": ["G1", "LM2"], "GI0": ["G0", "LM1"]}
+
+
+def test_joint_copies_write_memory_that_no_task_uses_any_more() -> None:
+    """Every earlier task that uses a slot of the copies has ended when the first of them is made."""
+    num_joint = 0
+    for schedule in many_schedules():
+        ended = ended_before(schedule, lambda task: task.waits)
+        place = {task.name: place for place, task in enumerate(schedule.tasks)}
+        for first, tasks in schedule.joint_copies.items():
+            for task in tasks:
+                num_joint += 1
+                names = (f"send.{task.chunk}",)
+                if task.kind is Kind.LOCAL_RECOMPUTE:
+                    names = (f"T_DI_L.{task.chunk}", f"dT_DO_L.{task.chunk}")
+                slots = {schedule.slots[name] for name in names}
+                for earlier in schedule.tasks[: place[task.name]]:
+                    if slots.intersection(map(schedule.slots.get, earlier.reads + earlier.writes)):
+                        assert earlier.name in ended[first], (first, task.name, earlier.name)
+    assert num_joint > 100

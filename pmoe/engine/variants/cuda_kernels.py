@@ -23,9 +23,10 @@ from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.grouped_gemm.launch import zeroed_of_thread
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
-from pmoe.kernels.permute import RowMoves
+from pmoe.kernels.permute import RowCopy, RowMoves
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.schedule.restore import GATHERED_AGAIN
+from pmoe.schedule.tasks import Kind
 
 
 class _OnCuda(Pass):
@@ -95,11 +96,20 @@ class _OnCuda(Pass):
             zeroed_of_thread.reset(counters)
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        chunk = self.pass_plan.chunks[i]
         if self.moves is None or not is_readable(source_TM):
-            self.plan.modules.order.order(source_TM, self.row_token[chunk.sent], out)
+            sent = self.pass_plan.chunks[i].sent
+            self.plan.modules.order.order(source_TM, self.row_token[sent], out)
             return
-        self.moves.place(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, out)
+        self.moves.place(*self.copy_of_sent(source_TM, out, i))
+
+    def copy_of_sent(self, source_TM: Tensor, out: Tensor, i: int) -> RowCopy:
+        """Returns the copy of tokens that fills the send buffer of chunk i.
+
+        source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
+        out: (rows of the chunk, M), the send buffer.
+        """
+        chunk = self.pass_plan.chunks[i]
+        return RowCopy(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, out)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         pieces = self.pass_plan.pieces
@@ -254,11 +264,13 @@ class CudaBackward(_OnCuda, Backward):
 
     grad_of_piece: by block of rows that stay on this rank, the gradients of the output of these rows. An
         entry was copied together with the block's input, and is removed when a task reads it.
+    gathered: the chunks whose send buffers (of gradients) have been filled, and not been sent yet.
     grad_by_number: (rows,), the gradients of the routing weights of this rank's rows, in the order of
         `PassPlan.by_kernel`; None without that order.
     """
 
     grad_of_piece: dict[int, Tensor]
+    gathered: set[int]
     grad_by_number: Tensor | None
     grad_weight_home: Tensor
 
@@ -266,6 +278,7 @@ class CudaBackward(_OnCuda, Backward):
         super().__init__(plan, grad_TM, saved)
         self.take_kernels()
         self.grad_of_piece = {}
+        self.gathered = set()
         self.grad_by_number = None
         if self.weight_by_number is not None:
             self.grad_by_number = torch.empty_like(self.weight_by_number)
@@ -288,38 +301,66 @@ class CudaBackward(_OnCuda, Backward):
         weight_N = self.weight_of_piece(j)
         self._input_gradient((j, "_L"), grad_NM, weight_N, self.home_rows(j, rows), grad_weight_N)
 
+    def gather_again(self, i: int) -> None:
+        """Copies the tokens of chunk i to be sent again, together with other rows (`Schedule.joint_copies`).
+
+        One launch also copies the gradients that the next task G would copy, and both tensors of the block of
+        rows that the next task LM would copy. These tasks then copy nothing.
+        """
+        x_TM = self.saved.inputs.x_TM
+        if self.moves is None or self.plan.modules.hooks is not None or not self._both_are_readable:
+            super().gather_again(i)
+            return
+        copies = [self.copy_of_sent(x_TM, self.buffer("send_again", i), i)]
+        for task in self.schedule.joint_copies[f"{Kind.GATHER_AGAIN.value}{i}"]:
+            if task.kind is Kind.GATHER:
+                copies.append(self.copy_of_sent(self.source_TM, self.buffer("send", task.chunk), task.chunk))
+                self.gathered.add(task.chunk)
+            else:
+                copies += self._copies_of_piece(task.chunk)
+        self.moves.place_several(copies)
+
+    def gather(self, i: int) -> None:
+        if i in self.gathered:
+            self.gathered.remove(i)
+        else:
+            super().gather(i)
+
     def recompute(self, i: int, place: str = "") -> None:
-        if place:
-            self._gather_both(i)
+        if place and self.moves is not None:
+            self.moves.place_several(self._copies_of_piece(i))
         super().recompute(i, place)
 
-    def _gather_both(self, j: int) -> None:
-        """Copies the input of block j, and the gradients of its output, by one launch.
+    def _copies_of_piece(self, j: int) -> list[RowCopy]:
+        """Returns the copies that make the input of block j and the gradients of its output, and notes them.
 
         The task that recomputes the hidden activation needs the input only. The next task of the compute lane
         needs the gradients. They may be copied before that task begins: the memory for them, in which blocks
         take turns, is free already, because the tasks that read the block before ran earlier in the same
         lane.
 
-        Nothing is copied if backward does not read the input from the tokens again.
+        There are no copies if backward does not read the input from the tokens again, or if they have been
+        made.
 
         j: number of the block of rows that stay on this rank.
         """
-        x_TM = self.saved.inputs.x_TM
         pieces = self.pass_plan.pieces
         is_copied = self.plan.restore.dispatched == "communicate" and (j, "_L") not in self.rows
-        if not is_copied or self.moves is None or len(pieces) != len(self.pass_plan.chunks):
-            return
-        if not (is_readable(x_TM) and is_readable(self.source_TM)):
-            return
-        rows_NM = self.temporary("T_DI_L", j)
-        grad_NM = self.temporary("dT_DO_L", j)
+        if not is_copied or len(pieces) != len(self.pass_plan.chunks) or not self._both_are_readable:
+            return []
         tokens = self.pass_plan.chunks[j].tokens
-        self.moves.place_two(
-            x_TM[tokens], rows_NM, self.source_TM[tokens], grad_NM, self.positions[j], pieces[j].rows.start
-        )
-        self.rows[j, "_L"] = rows_NM
-        self.grad_of_piece[j] = grad_NM
+        self.rows[j, "_L"] = self.temporary("T_DI_L", j)
+        self.grad_of_piece[j] = self.temporary("dT_DO_L", j)
+        first_row = pieces[j].rows.start
+        return [
+            RowCopy(self.saved.inputs.x_TM[tokens], self.positions[j], first_row, self.rows[j, "_L"]),
+            RowCopy(self.source_TM[tokens], self.positions[j], first_row, self.grad_of_piece[j]),
+        ]
+
+    @functools.cached_property
+    def _both_are_readable(self) -> bool:
+        """Whether kernels can read both the tokens and the gradients of their outputs."""
+        return is_readable(self.saved.inputs.x_TM) and is_readable(self.source_TM)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         if source_TM is self.source_TM and j in self.grad_of_piece:

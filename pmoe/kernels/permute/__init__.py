@@ -19,6 +19,6 @@ Letters: T tokens, K choices of a token, N rows (num_rows), M columns.
 """
 
 from pmoe.kernels.permute.operators import permute, refusal, unpermute
-from pmoe.kernels.permute.row_moves import RowMoves
+from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
 
-__all__ = ["RowMoves", "permute", "refusal", "unpermute"]
+__all__ = ["RowCopy", "RowMoves", "permute", "refusal", "unpermute"]

@@ -6,11 +6,23 @@ allocates the rows and positions itself, so they meet the conditions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.permute import operators
+
+
+class RowCopy(NamedTuple):
+    """A copy of tokens into rows: the arguments of `RowMoves.place`."""
+
+    tokens_TM: Tensor
+    position_TK: Tensor
+    first_row: int
+    rows_NM: Tensor
 
 
 class RowMoves:
@@ -46,26 +58,25 @@ class RowMoves:
                 moving, tokens_TM.data_ptr(), stride, self._before(rows_NM, first_row), self._row_bytes
             )
 
-    def place_two(
-        self,
-        tokens_TM: Tensor,
-        rows_NM: Tensor,
-        second_TM: Tensor,
-        second_NM: Tensor,
-        position_TK: Tensor,
-        first_row: int,
-    ) -> None:
-        """Copies two tensors of tokens into rows by the same positions, in one launch.
-
-        tokens_TM, rows_NM, position_TK, first_row: the arguments of `place` for the first tensor.
-        second_TM, second_NM: the tokens and the rows of the second tensor.
-        """
-        if rows_NM.shape[0] and tokens_TM.shape[0]:
-            places: list[int] = []
-            for tokens, rows in ((tokens_TM, rows_NM), (second_TM, second_NM)):
-                stride = tokens.stride(0) * tokens.element_size()
-                places += [tokens.data_ptr(), stride, self._before(rows, first_row), self._row_bytes]
-            self._module.permute_two(self._moving(position_TK, first_row, rows_NM.shape[0]), *places)
+    def place_several(self, copies: Sequence[RowCopy]) -> None:
+        """Makes up to four copies of tokens into rows by one launch, each as `place` does."""
+        with_rows = [copy for copy in copies if copy.rows_NM.shape[0] and copy.tokens_TM.shape[0]]
+        if len(with_rows) < 2:
+            for copy in with_rows:
+                self.place(*copy)
+            return
+        self._module.permute_several(
+            [
+                (
+                    self._moving(copy.position_TK, copy.first_row, copy.rows_NM.shape[0]),
+                    copy.tokens_TM.data_ptr(),
+                    copy.tokens_TM.stride(0) * copy.tokens_TM.element_size(),
+                    self._before(copy.rows_NM, copy.first_row),
+                    self._row_bytes,
+                )
+                for copy in with_rows
+            ]
+        )
 
     def sum(self, rows_NM: Tensor, position_TK: Tensor, first_row: int, out_TM: Tensor) -> None:
         """Sums the rows of each token: out[t] = sum over k of rows[position[t, k] - first_row].

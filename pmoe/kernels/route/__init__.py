@@ -9,7 +9,15 @@ Letters: T tokens, K choices of a token, E experts, N = T * K slots, n chunks in
 divided.
 """
 
-from pmoe.kernels.route.operators import DeferredRouting, deferred_routing, refusal, route
+from pmoe.kernels.route.operators import DeferredRouting, deferred_routing, gate_operands, refusal, route
 from pmoe.kernels.route.reference import Routes, top_indices
 
-__all__ = ["DeferredRouting", "Routes", "deferred_routing", "refusal", "route", "top_indices"]
+__all__ = [
+    "DeferredRouting",
+    "Routes",
+    "deferred_routing",
+    "gate_operands",
+    "refusal",
+    "route",
+    "top_indices",
+]

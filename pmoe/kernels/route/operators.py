@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import MAX_ROWS, address, cuda_index
+from pmoe.kernels.extension import path
+from pmoe.kernels.operands import MAX_ROWS, VECTOR_BYTES, address, cuda_index
 from pmoe.kernels.route import reference
 from pmoe.kernels.route.reference import (
     Routes,
@@ -315,3 +316,38 @@ def _problem(
     return extension.module().RouteProblem(
         device, stream, num_tokens, num_experts, top_k, num_chunks, normalize, z_loss_weight, *order
     )
+
+
+MAX_HALVES = 1 << 30
+"""The most elements of the gradient, and of the gate's weight, that the kernel of `gate_operands` takes."""
+
+
+def gate_operands(grad_TE: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns bfloat16 operands of the gate's products of backward, for T tokens and E experts.
+
+    Products of the results are summed in float32. They have the precision of float32 gradients, because a sum
+    of two bfloat16 numbers differs from an element of the gradient by at most 2^-17 of it.
+
+    grad_TE: (T, E) float32, the gradient of the logits.
+    weight_EM: (E, M) bfloat16, the gate's weight for M columns.
+
+    Returns (T, 2E): the gradient rounded to bfloat16 in the first E columns, and in the others what rounding
+    lost; and (2E, M): the weight, twice. One launch writes both on devices that have pmoe's kernels.
+    """
+    num_tokens, num_experts = grad_TE.shape
+    halves = weight_EM.new_empty(num_tokens, 2 * num_experts)
+    fits = weight_EM.numel() % 8 == 0 and weight_EM.data_ptr() % VECTOR_BYTES == 0
+    fits = fits and max(grad_TE.numel(), weight_EM.numel()) <= MAX_HALVES
+    if fits and path(grad_TE.device)[0] is not None and weight_EM.is_contiguous():
+        twice = weight_EM.new_empty(2 * num_experts, weight_EM.shape[1])
+        device = cuda_index(grad_TE.device)
+        extension.module().route_halves(
+            device, torch.cuda.current_stream(device).cuda_stream, num_tokens, num_experts,
+            weight_EM.shape[1], grad_TE.contiguous().data_ptr(), halves.data_ptr(), weight_EM.data_ptr(),
+            twice.data_ptr(),
+        )  # fmt: skip
+        return halves, twice
+    upper_TE, lower_TE = halves.chunk(2, 1)
+    # Operators that write a narrower result round it, and save a launch.
+    torch.sub(grad_TE, upper_TE.copy_(grad_TE), out=lower_TE)
+    return halves, torch.cat([weight_EM, weight_EM])

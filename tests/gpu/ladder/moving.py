@@ -43,7 +43,29 @@ def find_routing(machine: Machine, num_tokens: int = 1000, num_experts: int = 24
     told = {name: unlike(found[name].long().view_as(each), each) for name, each in wanted.items()}
     far = (found["weights"] - weight).abs().max().item()
     told["weights"] = None if far < 1e-5 else f"the largest error is {far:g}"
-    return told
+    return told | find_gate_operands(machine, num_tokens, num_experts)
+
+
+def find_gate_operands(
+    machine: Machine, num_tokens: int, num_experts: int, columns: int = 72
+) -> dict[str, str | None]:
+    """The gradient as two bfloat16 numbers, and the weight twice, against PyTorch on the CPU."""
+    random = torch.Generator().manual_seed(5)
+    grad = torch.randn(num_tokens, num_experts, generator=random)
+    weight = torch.randn(num_experts, columns, generator=random).to(BF16)
+    put_grad, put_weight = machine.put(grad), machine.put(weight)
+    halves = machine.poisoned(num_tokens, 2 * num_experts)
+    twice = machine.poisoned(2 * num_experts, columns)
+    machine.module.route_halves(
+        machine.device.index or 0, machine.stream, num_tokens, num_experts, columns,
+        put_grad.data_ptr(), halves.data_ptr(), put_weight.data_ptr(), twice.data_ptr(),
+    )  # fmt: skip
+    upper = grad.to(BF16)
+    wanted = torch.cat([upper, (grad - upper.float()).to(BF16)], 1).float()
+    return {
+        "gradient in two numbers": unlike(machine.fetch(halves).float(), wanted),
+        "the gate's weight, twice": unlike(machine.fetch(twice).float(), weight.float().repeat(2, 1)),
+    }
 
 
 def route(machine: Machine, logits: Tensor, top_k: int) -> dict[str, Tensor]:
@@ -111,7 +133,8 @@ def find_permutes(
     )  # fmt: skip
     two = [machine.put(torch.full((count, columns), 9.0), BF16) for _ in range(2)]
     put_negative = machine.put(-x, BF16)
-    machine.module.permute_two(of_two, *data(put_x, two[0], put_negative, two[1]))
+    pairs = ((put_x, two[0]), (put_negative, two[1]))
+    machine.module.permute_several([(of_two, *data(*pair)) for pair in pairs])
     machine.module.unpermute(moving, *data(put_rows, summed))
     machine.module.permute_backward(moving, *data(put_x, put_rows, of_x), dots[0].data_ptr())
     machine.module.unpermute_backward(moving, *data(put_x, put_rows, of_rows), dots[1].data_ptr())

@@ -90,7 +90,5 @@ def _values_of(experts: Experts, place: int) -> list[Tensor]:
         from pmoe.experts.copied_modules import values_of
 
         return [value.detach() for value in values_of(experts.as_modules()[place])]
-    own = (
-        parameter for name, parameter in experts.named_parameters() if name not in experts.replicated_dims
-    )
+    own = (parameter for name, parameter in experts.named_parameters() if name not in experts.replicated_dims)
     return [local_part(parameter).detach()[place] for parameter in own]

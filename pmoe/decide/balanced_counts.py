@@ -42,7 +42,7 @@ from pmoe.call.decision import AgreedChoice, BalanceReport, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.choose.choose import choose
-from pmoe.comm.agreement import gathered
+from pmoe.comm.agreement import digest, gathered
 from pmoe.comm.counts import CountsExchange, Fault, Loads, RankCounts
 from pmoe.comm.failures import publishing_failures
 from pmoe.comm.topology import find_topology
@@ -54,6 +54,8 @@ from pmoe.engine.plan.copies import HostedCopies, KeptCopies, trained_share
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.send_once import DeduplicatedSlots
+from pmoe.experts.architecture import architecture_of, first_difference, why_not_copied
+from pmoe.experts.copied_modules import values_of
 from pmoe.measure.profile import profile_of
 from pmoe.planner.cluster import links_of
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
@@ -329,12 +331,10 @@ def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
     """
     if not modules.experts.are_modules:
         return 0, 0, 0
-    from pmoe.experts.architecture import digest_of, why_not_copied
-
     experts = modules.experts.as_modules()
     if why_not_copied(experts):
         return 1, 0, LARGEST_DIGEST
-    architecture = digest_of(experts)
+    architecture = digest(architecture_of(experts[0]))
     return 0, architecture, LARGEST_DIGEST - architecture
 
 
@@ -352,8 +352,6 @@ def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
     are_refused, largest, above_smallest = marks
     balance = modules.options.balance
     if are_refused:
-        from pmoe.experts.architecture import why_not_copied
-
         reason = why_not_copied(modules.experts.as_modules()) or "another rank's experts cannot be copied"
         warn_once(f"balance ({balance}) makes no copies of busy experts: {reason}")
         return False
@@ -369,8 +367,6 @@ def unlike_experts(modules: LayerModules) -> str:
 
     modules: the modules of the layer.
     """
-    from pmoe.experts.architecture import architecture_of, first_difference
-
     own = architecture_of(modules.experts.as_modules()[0])
     of_ranks = gathered(modules.ranks, own, stage="showing the experts' architecture")
     differences = [first_difference(of_ranks[0], other) for other in of_ranks]
@@ -427,8 +423,6 @@ def bytes_of_copy(modules: LayerModules, tensors: Sequence[Tensor]) -> int:
     """
     if not modules.experts.are_modules:
         return sum(tensor[:1].nbytes for tensor in tensors)
-    from pmoe.experts.copied_modules import values_of
-
     return sum(value.nbytes for value in values_of(modules.experts.as_modules()[0]))
 
 

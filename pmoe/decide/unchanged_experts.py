@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
+from pmoe.comm.agreement import digest
+from pmoe.experts.architecture import architecture_of
 from pmoe.experts.base import Experts
+from pmoe.experts.copied_modules import values_of
 from pmoe.experts.operands import local_part, value_names
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,9 +47,7 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
     state: list[object] = [experts.setting, experts.factor]
     values: Iterable[Tensor] = experts.parameters()
     if experts.are_modules:
-        from pmoe.experts.architecture import digest_of
-
-        state.append(digest_of(experts.as_modules()))
+        state.append(digest(architecture_of(experts.as_modules()[0])))
         values = itertools.chain(values, experts.buffers())
     for parameter in values:
         local = local_part(parameter)
@@ -87,8 +88,6 @@ def _values_of(experts: Experts, place: int) -> list[Tensor]:
     place: the expert's index among them.
     """
     if experts.are_modules:
-        from pmoe.experts.copied_modules import values_of
-
         return [value.detach() for value in values_of(experts.as_modules()[place])]
     own = (parameter for name, parameter in experts.named_parameters() if name not in experts.replicated_dims)
     return [local_part(parameter).detach()[place] for parameter in own]

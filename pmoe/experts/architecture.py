@@ -1,4 +1,4 @@
-"""The architecture of an expert that is a user's module, and what keeps it from being copied to other ranks.
+"""Compares modules that are experts, and finds what keeps a module from being copied to other ranks.
 
 With ``balance``, a module of one rank computes rows for a copy of another rank's expert, with the weights and
 buffers of that expert. So all experts must be alike but for these values, and an expert's output must follow
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from pmoe.comm.agreement import digest
 
 MOST_DEPTH = 8
 """How many attributes of attributes are described. Deeper objects are too complicated to be compared."""
@@ -88,11 +86,6 @@ def _own_reason(expert: nn.Module) -> str:
     except UnknownAttributeError as error:
         return f"expert {name} {error}"
     return ""
-
-
-def digest_of(experts: Sequence[nn.Module]) -> int:
-    """Returns a number that stands for the architecture of modules that `why_not_copied` allows."""
-    return digest(architecture_of(experts[0]))
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:

@@ -112,7 +112,7 @@ class CopiedModules(ModuleExperts):
 
     @functools.cached_property
     def _values(self) -> list[list[Tensor]]:
-        """For each copy, its parameters and then its buffers. Read only after the weights have arrived."""
+        """The parameters and then the buffers of each copy. Read only after the weights have arrived."""
         template = self._template[0]
         sizes = elements_in_row(template)
         parameters = list(template.parameters())
@@ -130,7 +130,7 @@ class CopiedModules(ModuleExperts):
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        """For each name of a parameter or buffer, its place among the values of a copy.
+        """The place of each parameter and buffer among the values of a copy, by its name.
 
         A parameter of two modules has two names. A module with two names is listed by one of them, because
         `functional_call` would leave a copy's values in it (pytorch issue 164759).

@@ -140,7 +140,7 @@ class ModuleExperts(Experts):
         return local_values(self.placements, self.reduce, names, parameters)
 
     def copied_parameters(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the parameters of one expert, of any shape. Experts that are copied are alike."""
+        """Returns the parameters of the first expert, of any shape. All experts must have equal shapes."""
         return list(self.local[0].parameters())
 
     def compute_alone(self, x: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.MODULE_EXPERTS: modules.experts.are_modules,
         Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
         Feature.LATENT: options.d_latent is not None,
-        Feature.COPIES: bool(options.balance) and modules.grid.ep.size > 1,
+        Feature.COPIES: modules.has_copies,
         Feature.ADAPTERS: experts_kind.__module__ == "pmoe.experts.lora",
     }
     return frozenset(feature for feature, holds in is_asked.items() if holds)

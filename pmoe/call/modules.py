@@ -16,7 +16,7 @@ from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
 from pmoe.call.narrow_pairs import possible_pairs
 from pmoe.call.options import LayerOptions
-from pmoe.comm.counts import max_bins, num_bins
+from pmoe.comm.counts import max_bins, num_bins, slack_with_copies
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part
@@ -260,6 +260,22 @@ class LayerModules(PassModules):
         """
         return self.options.switches.sequential
 
+    @functools.cached_property
+    def has_copies(self) -> bool:
+        """Whether busy experts may have copies on other ranks (``balance``)."""
+        return bool(self.options.balance) and self.grid.ep.size > 1
+
+    @functools.cached_property
+    def slack(self) -> float:
+        """The rows of a ring slot, as a multiple of a chunk's rows under even routing.
+
+        It is the option ``slack``, or less if busy experts may have copies (`slack_with_copies`).
+        """
+        slack = self.options.slack
+        if not self.has_copies:
+            return slack
+        return slack_with_copies(slack, self.grid.ep.size, bypass_local=self.stages.local)
+
     def bins_for(self, degrees: Sequence[int]) -> int:
         """Returns F, the number of bins in which row counts are exchanged: equal ranges of a rank's tokens.
 
@@ -271,7 +287,7 @@ class LayerModules(PassModules):
         """
         if not self.options.rotates:
             return math.lcm(*degrees)
-        return num_bins(degrees, self.ranks.size, self.options.num_experts)
+        return num_bins(degrees, self.ranks.size, self.options.num_experts, self.slack)
 
     @functools.cached_property
     def num_bins(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.comm.counts import RankCounts, Slots, slack_with_copies
+from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.buffers.arena import pool
 from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import Restore
@@ -41,18 +41,14 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
         # their rank each begin at an aligned address, so each bin may lose up to two alignments of padding.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.row_columns * x_TM.element_size())
-    has_copies = bool(options.balance) and modules.grid.ep.size > 1
-    slack = options.slack
-    if has_copies:
-        slack = slack_with_copies(slack, modules.grid.ep.size, bypass_local=modules.stages.local)
     return Slots(
-        slack=slack,
+        slack=modules.slack,
         top_k=options.top_k * modules.grid.esp.size,
         degrees=degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
         num_staying=modules.experts.num_local_experts,
-        limits_own=has_copies,
+        limits_own=modules.has_copies,
     )
 
 

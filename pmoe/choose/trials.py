@@ -117,8 +117,10 @@ class TrialBatch:
         return CopyWork.of(
             copies.plan,
             is_sent=copies.fate != "present",
-            stays=copies.kept is not None,
-            learned=trained_share(self.inputs.parameters, copies.trained),
+            stays=copies.kept is not None or self.modules.experts.are_modules,
+            learned=trained_share(
+                self.modules.experts.copied_parameters(self.inputs.parameters), copies.trained
+            ),
         )
 
     @property

@@ -418,23 +418,25 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
     return math.ceil(max_tokens * (slack * top_k / n))
 
 
-def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
+def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: float = 1.0) -> int:
     """Returns F = lcm(degrees) * 2**k, the number of bins in which rows are counted.
 
     Bins are equal ranges of a rank's tokens, and a chunk consists of neighbouring bins. Finer bins allow
     finer chunks. k is the smallest number for which F >= lcm(degrees) * num_ranks: then even a batch that
-    sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). k is
-    smaller if F would otherwise exceed `max_bins`, because the message of row counts must stay small.
+    sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). If
+    slots are smaller than an even chunk, F is larger by as much. k is smaller if F would otherwise exceed
+    `max_bins`, because the message of row counts must stay small.
 
     degrees: the numbers of chunks that may be chosen.
     num_ranks: number of ranks of the layer.
     num_experts: number of experts of all ranks.
+    slack: the rows of a slot over those of a chunk under even routing. Above 1 it counts as 1.
 
-    Example: degrees (4, 2) on 3 ranks -> 16.
+    Example: degrees (4, 2) on 3 ranks -> 16, and with slack 0.6 -> 32.
     """
     finest = math.lcm(*degrees)
     bins = finest
-    while bins < finest * num_ranks and 2 * bins <= max_bins(num_experts):
+    while bins * min(slack, 1.0) < finest * num_ranks and 2 * bins <= max_bins(num_experts):
         bins *= 2
     return bins
 

@@ -42,6 +42,7 @@ from pmoe.call.decision import AgreedChoice, BalanceReport, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.choose.choose import choose
+from pmoe.comm.agreement import digest, gathered
 from pmoe.comm.counts import CountsExchange, Fault, Loads, RankCounts
 from pmoe.comm.failures import publishing_failures
 from pmoe.comm.topology import find_topology
@@ -53,6 +54,8 @@ from pmoe.engine.plan.copies import HostedCopies, KeptCopies, trained_share
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.send_once import DeduplicatedSlots
+from pmoe.experts.architecture import architecture_of, first_difference, why_not_copied
+from pmoe.experts.copied_modules import values_of
 from pmoe.measure.profile import profile_of
 from pmoe.planner.cluster import links_of
 from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
@@ -123,6 +126,8 @@ class BalancedCounts(ExactCounts):
         - The rank has kept no copies of experts from an earlier call that this call could use.
         - A gradient of the experts' first tensor is needed; one statement for each tensor (`trained_marks`).
 
+        It also compares experts that are a user's modules among the ranks (`architecture_marks`).
+
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
         """
@@ -142,7 +147,12 @@ class BalancedCounts(ExactCounts):
                 or kept.dtype != (self.routed.autocast or self.routed.x_TM.dtype)
                 or kept.state != sums_of_bits(modules, own_places(modules, kept.sent_experts))
             )
-            marks = (int(has_changed), int(is_useless), *trained_marks(modules))
+            marks = (
+                int(has_changed),
+                int(is_useless),
+                *architecture_marks(modules),
+                *trained_marks(modules),
+            )
             self.loads = Loads(
                 own_place=modules.grid.ep.rank, num_experts=modules.options.num_experts, marks=marks
             )
@@ -250,7 +260,7 @@ class BalancedCounts(ExactCounts):
             max_tokens=counts.max_tokens,
             kept_device_E=self.rows_E,
         )
-        expert_bytes = sum(parameter[:1].nbytes for parameter in inputs.parameters)
+        expert_bytes = bytes_of_copy(modules, inputs.parameters)
         return replace(decision, balance=balance_report(modules, counts.loads, agreed.copies, expert_bytes))
 
 
@@ -276,7 +286,8 @@ def trained_marks(modules: LayerModules) -> list[int]:
     """Returns 1 for each tensor of the experts whose gradient this rank needs, else 0.
 
     The tensors are those with which experts compute (`Experts.operands`). The result has `TRAINED_MARKS`
-    numbers. The last number is 1 if a gradient is needed for any tensor from that position on.
+    numbers. The last number is 1 if a gradient is needed for any tensor from that position on. If experts are
+    a user's modules, number i is 1 if a gradient is needed for parameter i of any expert.
 
     There is no parameter to ask if a tensor is computed from other parameters, or if a wrapper has taken the
     place of the experts. Such a tensor gets 1 if any parameter of the experts needs a gradient.
@@ -292,10 +303,81 @@ def trained_marks(modules: LayerModules) -> list[int]:
         is_wrapped and any(parameter.requires_grad for parameter in modules.experts_module.parameters())
     )
     marks = [0] * TRAINED_MARKS
+    if experts.are_modules and not is_wrapped:
+        for expert in experts.as_modules():
+            for at, parameter in enumerate(expert.parameters()):
+                marks[min(at, TRAINED_MARKS - 1)] |= parameter.requires_grad
+        return marks
     for at, name in enumerate(experts.call_names or ("",) * TRAINED_MARKS):
         needs_gradient = parameters[name].requires_grad if name in parameters else learns
         marks[min(at, TRAINED_MARKS - 1)] |= needs_gradient
     return marks
+
+
+LARGEST_DIGEST = 2**48
+"""The number above every digest of an architecture."""
+
+
+def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
+    """Returns three numbers by which ranks notice that experts cannot be copied, or differ between ranks.
+
+    They are for experts that are a user's modules (`pmoe.experts.architecture`); others have zeros:
+
+    - 1 if this rank's experts cannot be copied, else 0;
+    - the digest of their architecture, and `LARGEST_DIGEST` minus the digest. Ranks get the maximum of each,
+      so that they know the largest and the smallest digest of all ranks.
+
+    modules: the modules of the layer.
+    """
+    if not modules.experts.are_modules:
+        return 0, 0, 0
+    experts = modules.experts.as_modules()
+    if why_not_copied(experts):
+        return 1, 0, LARGEST_DIGEST
+    architecture = digest(architecture_of(experts[0]))
+    return 0, architecture, LARGEST_DIGEST - architecture
+
+
+def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
+    """Returns whether experts that are a user's modules can be copied in a call, the same on all ranks.
+
+    Hooks or dropout that a user has put in after the layer was built keep them from being copied. A warning
+    then says so, once. Collective if experts differ between ranks.
+
+    modules: the modules of the layer.
+    marks: the maxima of `architecture_marks` over all ranks.
+
+    Raises ValueError on every rank if experts differ between ranks in more than parameters and buffers.
+    """
+    are_refused, largest, above_smallest = marks
+    balance = modules.options.balance
+    if are_refused:
+        reason = why_not_copied(modules.experts.as_modules()) or "another rank's experts cannot be copied"
+        warn_once(f"balance ({balance}) makes no copies of busy experts: {reason}")
+        return False
+    if modules.experts.are_modules and largest != LARGEST_DIGEST - above_smallest:
+        raise ValueError(unlike_experts(modules))
+    return True
+
+
+def unlike_experts(modules: LayerModules) -> str:
+    """Returns the error for experts that differ between ranks in more than their parameters and buffers.
+
+    Collective, because it collects the experts' architectures.
+
+    modules: the modules of the layer.
+    """
+    own = architecture_of(modules.experts.as_modules()[0])
+    of_ranks = gathered(modules.ranks, own, stage="showing the experts' architecture")
+    differences = [first_difference(of_ranks[0], other) for other in of_ranks]
+    rank = next(rank for rank, difference in enumerate(differences) if difference is not None)
+    lines = differences[rank]
+    assert lines is not None
+    return (
+        f"balance ({modules.options.balance}) must be False where experts are modules that differ between "
+        f"ranks in more than parameters and buffers: rank 0 has {lines[0]}, rank {rank} has {lines[1]}. "
+        "Build the experts of all ranks alike"
+    )
 
 
 def balance_report(
@@ -333,6 +415,17 @@ def _imbalance(rows: Sequence[int]) -> float:
     return max(rows) * len(rows) / total if total else 1.0
 
 
+def bytes_of_copy(modules: LayerModules, tensors: Sequence[Tensor]) -> int:
+    """Returns the bytes of the weights of one copy of an expert.
+
+    modules: the modules of the layer.
+    tensors: the tensors with which experts compute.
+    """
+    if not modules.experts.are_modules:
+        return sum(tensor[:1].nbytes for tensor in tensors)
+    return sum(value.nbytes for value in values_of(modules.experts.as_modules()[0]))
+
+
 def owners_of(modules: LayerModules) -> list[int]:
     """Returns the rank that owns each expert, by the expert's index. Rank 0 owns the first experts."""
     num_local = modules.experts.num_local_experts
@@ -364,8 +457,12 @@ def planned_copies(
     """
     loads = counts.loads
     has_changed, are_useless, *marks = counts.marks
-    trained = tuple(bool(marks[min(at, TRAINED_MARKS - 1)]) for at in range(len(tensors)))
-    limits = limits_of(modules, routed, counts, trained_share(tensors, trained))
+    may_copy = may_be_copied(modules, marks[:3])
+    copied = modules.experts.copied_parameters(tensors)
+    trained = tuple(bool(marks[3 + min(at, TRAINED_MARKS - 1)]) for at in range(len(copied)))
+    limits = CopyLimits(per_rank=0)
+    if may_copy:
+        limits = limits_of(modules, routed, counts, trained_share(copied, trained))
     cache = modules.cache
     # The first pass of a reentrant checkpoint, without gradients in training, is not counted.
     is_counted = counts.needs_grad or not modules.ranks.any_trains
@@ -459,7 +556,8 @@ class SlotsOfHosts(SortedSlots):
         """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
         If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
-        again, too. Otherwise each host keeps the weights until backward.
+        again, too. Otherwise each host keeps the weights until backward. Weights of modules are always kept,
+        because the autograd graphs of forward may refer to them.
 
         counts: the row counts of the call.
         choice: the numbers of chunks and the restore pair.
@@ -467,7 +565,8 @@ class SlotsOfHosts(SortedSlots):
         copies = self.modules.copies
         assert copies is not None
         orders = copy.copy(self)
-        orders.modules = replace(self.modules, copies=with_fate(copies, choice.restore))
+        if not self.modules.experts.are_modules:
+            orders.modules = replace(self.modules, copies=with_fate(copies, choice.restore))
         return super(SlotsOfHosts, orders).plan(counts, choice)
 
 
@@ -576,10 +675,13 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     most_bytes = 2 * mean_rows * options.row_columns * routed.dtype.itemsize
     profile = profile_of(modules.ranks, routed.x_TM.device, routed.dtype, most_bytes)
     columns = modules.experts.columns(routed.x_TM.device.type)
+    expert_elements = options.row_columns * (columns.hidden + columns.scratch)
+    if modules.experts.are_modules:
+        expert_elements = sum(value.numel() for value in modules.experts.copied_parameters(()))
     near, far = prices_of_copy(
         profile,
         links_of(profile),
-        expert_elements=options.row_columns * (columns.hidden + columns.scratch),
+        expert_elements=expert_elements,
         d_model=options.row_columns,
         element_size=routed.dtype.itemsize,
         num_ranks=modules.grid.ep.size,

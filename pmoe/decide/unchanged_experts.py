@@ -9,15 +9,20 @@ are also compared.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
+from pmoe.comm.agreement import digest
+from pmoe.experts.architecture import architecture_of
+from pmoe.experts.base import Experts
+from pmoe.experts.copied_modules import values_of
 from pmoe.experts.operands import local_part, value_names
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type as which an element's bits are summed, by the bytes of the element."""
 
 ExpertsState = tuple[object, ...]
@@ -28,9 +33,10 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
     """Returns a record of this rank's experts, by which later calls notice that the experts were changed.
 
     The record has the address of each parameter, torch's count of the parameter's in-place changes, and the
-    setting of the experts, such as the adapter in use. The result is None if the record would miss changes:
-    if weights are computed from other parameters in each call, or if a wrapper has taken the place of the
-    experts.
+    setting of the experts, such as the adapter in use. If experts are a user's modules, it also has their
+    architecture, and addresses and counts of their buffers. The result is None if the record would miss
+    changes: if weights are computed from other parameters in each call, or if a wrapper has taken the place
+    of the experts.
 
     modules: the modules of the layer.
     """
@@ -39,7 +45,11 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
     if modules.experts_module is not experts or names != value_names(experts):
         return None
     state: list[object] = [experts.setting, experts.factor]
-    for parameter in experts.parameters():
+    values: Iterable[Tensor] = experts.parameters()
+    if experts.are_modules:
+        state.append(digest(architecture_of(experts.as_modules()[0])))
+        values = itertools.chain(values, experts.buffers())
+    for parameter in values:
         local = local_part(parameter)
         if local.is_inference() or local.element_size() not in BITS:
             return None
@@ -61,14 +71,25 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
     """
     sums = []
     for place in places:
-        for name, parameter in modules.experts.named_parameters():
-            if name in modules.experts.replicated_names:
-                continue
-            local: Tensor = local_part(parameter).detach()[place]
-            bits = local.contiguous().view(BITS[local.element_size()])
-            bits = bits.reshape(bits.shape[0], -1)
+        for value in _values_of(modules.experts, place):
+            bits = value.contiguous().view(BITS[value.element_size()])
+            bits = bits.reshape(bits.shape[0] if bits.ndim else 1, -1)
             for axis in (0, 1):
                 totals = bits.sum(axis, dtype=torch.int64)
                 factors = torch.arange(1, 2 * totals.numel(), 2, device=totals.device)
                 sums.append(int((totals * factors).sum()))
     return tuple(sums)
+
+
+def _values_of(experts: Experts, place: int) -> list[Tensor]:
+    """Returns the values of one expert that a copy of it has, of any shape.
+
+    experts: the experts of this rank.
+    place: the expert's index among them.
+    """
+    if experts.are_modules:
+        return [value.detach() for value in values_of(experts.as_modules()[place])]
+    own = (
+        parameter for name, parameter in experts.named_parameters() if name not in experts.replicated_names
+    )
+    return [local_part(parameter).detach()[place] for parameter in own]

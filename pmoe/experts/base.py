@@ -392,6 +392,15 @@ class Experts(nn.Module, abc.ABC):
         self.check_operands(values)
         return values
 
+    def copied_parameters(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the tensors of which each copy of a busy expert (``balance``) has its own values.
+
+        By default these are all tensors with which the experts compute, (E_local, ...) each.
+
+        operands: the result of `operands`.
+        """
+        return operands
+
     def check_operands(self, values: Sequence[Tensor]) -> None:
         """Raises ValueError if a value of the experts has another size, type or device than they need.
 

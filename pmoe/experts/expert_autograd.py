@@ -10,6 +10,7 @@ writes or reads the tensors, they are in the graph's ``saved_slots``, a `SavedTe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -270,17 +271,20 @@ def record(
     return graph, output.detach()
 
 
-def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
+def gradients(
+    graph: Graph, wanted: Sequence[Tensor | GradientEdge | None], grad_output: Tensor
+) -> Sequence[Tensor | None]:
     """Returns the gradients of a graph's input rows and of each of ``wanted``.
 
     The gradient is None for a tensor that requires none, or that the graph does not use.
 
     graph: the graph. Its ``saved_slots`` must hold the tensors that autograd saved; they stay in it.
-    wanted: the parameters, of any shape.
+    wanted: the parameters, of any shape, or their autograd edges; None for one without a gradient.
     grad_output: the gradient of the graph's output, of the same shape.
     """
     assert graph.output is not None
+    needed = [value.requires_grad if isinstance(value, Tensor) else value is not None for value in wanted]
     # The graph is retained because a user may run backward again. It is freed with the autograd context.
-    into: list[Any] = [graph.rows, *(tensor for tensor in wanted if tensor.requires_grad)]
+    into: list[Any] = [graph.rows, *itertools.compress(wanted, needed)]
     grads = iter(torch.autograd.grad(graph.output, into, grad_output, retain_graph=True, allow_unused=True))
-    return [next(grads), *(next(grads) if tensor.requires_grad else None for tensor in wanted)]
+    return [next(grads), *(next(grads) if is_needed else None for is_needed in needed)]

@@ -139,6 +139,10 @@ class ModuleExperts(Experts):
         names = [name for name, _ in self.named_parameters()]
         return local_values(self.placements, self.reduce, names, parameters)
 
+    def copied_parameters(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the parameters of the first expert, of any shape. All experts must have equal shapes."""
+        return list(self.local[0].parameters())
+
     def compute_alone(self, x: Tensor) -> Tensor:
         return self._run(0, x)
 
@@ -169,10 +173,7 @@ class ModuleExperts(Experts):
         rows_NM: (N, M), the N rows of a chunk, sorted by expert, with M = d_model columns.
         groups: where each expert's rows begin and end.
         """
-        own_storages = frozenset(
-            tensor.untyped_storage().data_ptr()
-            for tensor in itertools.chain(self.parameters(), self.buffers())
-        )
+        own_storages = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._own_tensors())
         for expert, at in groups.slices():
             saved_slots = SavedTensorSlots(own_storages)
             graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, saved_slots)
@@ -181,6 +182,10 @@ class ModuleExperts(Experts):
                 # rows_NM.
                 increment_version(rows_NM)
             yield graph, output
+
+    def _own_tensors(self) -> Iterable[Tensor]:
+        """Returns the parameters and buffers, of any shape, with which the modules compute."""
+        return itertools.chain(self.parameters(), self.buffers())
 
     def recipe(self, device: torch.device) -> Recipe:
         buffers = self.buffers() if saves_plainly() else ()
@@ -280,8 +285,8 @@ class ModuleExperts(Experts):
 
         Raises TypeError or ValueError if the output is no tensor of the rows' shape.
         """
-        output = self.local[expert](rows_NM)
-        name = type(self.local[expert]).__name__
+        output = self._call(expert, rows_NM)
+        name = type(self._module(expert)).__name__
         if not isinstance(output, Tensor):
             raise TypeError(f"expert {name} must return a tensor, not {type(output).__name__}")
         if output.shape != rows_NM.shape:
@@ -291,13 +296,28 @@ class ModuleExperts(Experts):
             )
         return output
 
+    def _module(self, expert: int) -> nn.Module:
+        """Returns the module that computes an expert, by the expert's number on this rank."""
+        return self.local[expert]
+
+    def _call(self, expert: int, rows_NM: Tensor) -> Any:
+        """Calls an expert's module with its rows; arguments and result are those of `_run`."""
+        return self._module(expert)(rows_NM)
+
+    def _gradients(self, graph: Graph, grad_output: Tensor) -> Sequence[Tensor | None]:
+        """Returns the gradients of a graph's rows, and then of each parameter of the modules, or None.
+
+        graph: the graph.
+        grad_output: the gradient of the graph's output, of the same shape.
+        """
+        return gradients(graph, list(self.parameters()), grad_output)
+
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         out = torch.empty_like(grad_NM) if expert_rows.out is None else expert_rows.out
         grad_weight_N = torch.empty_like(weight_N)
-        parameters = list(self.parameters())
-        totals: list[Tensor | None] = [None] * len(parameters)
+        totals: list[Tensor | None] = []
         saved_tensors = iter(hidden.tensors)
         for graph in hidden.graph:
             at = graph.chunk_rows
@@ -311,9 +331,10 @@ class ModuleExperts(Experts):
                 saved_slots.close()
                 continue
             grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)
-            grads = gradients(graph, parameters, grad_output)
+            grads = self._gradients(graph, grad_output)
             saved_slots.close()
             out[at] = 0 if grads[0] is None else grads[0]
+            totals = totals or [None] * (len(grads) - 1)
             for i, grad in enumerate(grads[1:]):
                 total = totals[i]
                 if grad is not None:
@@ -323,7 +344,7 @@ class ModuleExperts(Experts):
     def weight_gradient(
         self, pending: list[Tensor | None], groups: RowGroups, sums: Sequence[GradientSum | None]
     ) -> None:
-        for total, grad in zip(sums, pending, strict=True):
+        for total, grad in zip(sums, pending, strict=bool(pending)):  # empty if nothing needs a gradient
             if total is not None and grad is not None:
                 total.add(grad)
 

@@ -45,11 +45,21 @@ class ExpertsWithCopies:
     experts: the rank's own experts.
     copies: the copies' parameters, in the order of `Experts.operands`; each is (C, ...) for the C copies of
         this rank. Their values may be written after this object was built.
+    copied_experts: the experts that compute the rows of copies. None if these are ``experts``, which then
+        compute them with the parameters in ``copies``.
     """
 
-    def __init__(self, experts: Experts, copies: Sequence[Tensor]) -> None:
+    def __init__(
+        self, experts: Experts, copies: Sequence[Tensor], copied_experts: Experts | None = None
+    ) -> None:
         self._experts = experts
         self.copies: Sequence[Tensor] = copies
+        self._copied_experts = experts if copied_experts is None else copied_experts
+
+    @property
+    def _both(self) -> tuple[Experts, Experts]:
+        """The experts that compute the rows of own experts, and those that compute the rows of copies."""
+        return self._experts, self._copied_experts
 
     def take_copies(self) -> None:
         """Prepares the copies' parameters for matrix products. Call it once, when they have their values.
@@ -137,9 +147,9 @@ class ExpertsWithCopies:
         for place, part in enumerate(parts):
             if part is not None:
                 rows_weight = weight_N if parts[1] is None else weight_N[part.rows]
-                _, saved[place] = self._experts.compute(part.expert_rows, rows_weight, keep=keep)
+                _, saved[place] = self._both[place].compute(part.expert_rows, rows_weight, keep=keep)
         assert expert_rows.out is not None
-        return expert_rows.out, _joined(saved) if keep else None
+        return expert_rows.out, _joined(saved, [_rows_of(part) for part in parts]) if keep else None
 
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
         """Computes a chunk's hidden activations again, by own experts and copies, for backward.
@@ -147,12 +157,12 @@ class ExpertsWithCopies:
         expert_rows: the chunk's rows, with the parameters of own experts, and memory for all rows.
         recipe: the result of `Experts.recipe` before forward computed the rows.
         """
-        return _joined(
-            [
-                None if part is None else self._experts.recompute(part.expert_rows, recipe)
-                for part in self._parts(expert_rows)
-            ]
-        )
+        parts = self._parts(expert_rows)
+        made = [
+            None if part is None else experts.recompute(part.expert_rows, recipe)
+            for part, experts in zip(parts, self._both, strict=True)
+        ]
+        return _joined(made, [_rows_of(part) for part in parts])
 
     def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate) -> Hidden:
         """Assembles the hidden activation of a backward chunk from those of forward chunks.
@@ -165,10 +175,14 @@ class ExpertsWithCopies:
         space: gives memory for the result.
         """
         separated: list[tuple[Hidden | None, Hidden | None, Runs]] = []
+        own_runs: list[Runs] = []
+        copied_runs: list[tuple[int, int]] = []  # in which range of its chunk's rows each part's copies are
         for hidden, runs in parts:
             own, copied = _separated(hidden)
             separated.append((own, copied, runs))
-        own_runs = [_within(runs, 0, _num_rows(own)) for own, _, runs in separated]
+            of_own, of_copies = _rows_in(hidden)
+            own_runs.append(_within(runs, 0, of_own))
+            copied_runs.append((of_own, of_own + of_copies))
         num_own = sum(rows.stop - rows.start for of_part in own_runs for rows, _ in of_part)
         shared = _SharedSpace(space, num_rows, num_rows)
         joined: list[Hidden | None] = [None, None]
@@ -181,14 +195,14 @@ class ExpertsWithCopies:
             joined[0] = self._experts.join(own_parts, num_own, space=shared.of(slice(0, num_own)))
         if num_own < num_rows:
             copied_parts = [
-                (copied, _within(runs, _num_rows(own), _num_rows(own) + _num_rows(copied), num_own))
-                for own, copied, runs in separated
+                (copied, _within(runs, *rows, num_own))
+                for (_, copied, runs), rows in zip(separated, copied_runs, strict=True)
                 if copied is not None
             ]
-            joined[1] = self._experts.join(
+            joined[1] = self._copied_experts.join(
                 copied_parts, num_rows - num_own, space=shared.of(slice(num_own, num_rows))
             )
-        return _joined(joined)
+        return _joined(joined, [num_own, num_rows - num_own])
 
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
@@ -212,7 +226,7 @@ class ExpertsWithCopies:
             if part is None:
                 continue
             assert of_part is not None
-            _, computed_N, pending[place] = self._experts.input_gradient(
+            _, computed_N, pending[place] = self._both[place].input_gradient(
                 grad_NM[part.rows], part.expert_rows, weight_N[part.rows], of_part
             )
             target_N = grad_weight_N[part.rows]
@@ -239,10 +253,11 @@ class ExpertsWithCopies:
 
         pending: the operands that `input_gradient` returned.
         groups: where each expert's and each copy's rows begin and end.
-        sums: one for each tensor of `copies`, of the same shape.
+        sums: one for each tensor of `copies`, of the same shape; if experts are modules, one for each
+            parameter of each copy.
         """
         if pending[1] is not None:
-            self._experts.weight_gradient(pending[1], self._copied_groups(groups), sums)
+            self._copied_experts.weight_gradient(pending[1], self._copied_groups(groups), sums)
 
 
 class _SharedSpace:
@@ -279,9 +294,15 @@ class _SharedSpace:
         return take
 
 
-def _num_rows(hidden: Hidden | None) -> int:
-    """Returns the number of rows of a hidden activation; 0 for None."""
-    return 0 if hidden is None else hidden.tensors[0].shape[0]
+def _rows_of(part: _Part | None) -> int:
+    """Returns the number of rows of a part of a chunk's rows; 0 for None."""
+    return 0 if part is None else part.rows.stop - part.rows.start
+
+
+def _rows_in(hidden: Hidden) -> tuple[int, int]:
+    """Returns the numbers of rows of own experts and of copies, for a record that `_joined` made."""
+    own, copied = (0 if part is None else part[0] for part in hidden.graph)
+    return own, copied
 
 
 def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tuple[slice, slice]]:
@@ -308,18 +329,23 @@ def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tu
     return within
 
 
-def _joined(parts: Sequence[Hidden | None]) -> Hidden:
+def _joined(parts: Sequence[Hidden | None], num_rows: Sequence[int]) -> Hidden:
     """Joins two records of saved tensors, that of own experts and that of copies, to one record.
 
-    The ``graph`` of the result is a list with an entry for each of the two records: (number of the record's
-    tensors, the record's ``graph``), or None for a record that is None. `_separated` undoes the joining.
+    The ``graph`` of the result is a list with an entry for each of the two records: (number of rows, number
+    of the record's tensors, the record's ``graph``), or None for a record that is None. `_separated` undoes
+    the joining.
 
     parts: the record of own experts, then that of copies. A record is None if there are no rows for it.
+    num_rows: the number of rows of each.
     """
     saved = [part for part in parts if part is not None]
     return Hidden(
         tensors=[tensor for part in saved for tensor in part.tensors],
-        graph=[None if part is None else (len(part.tensors), part.graph) for part in parts],
+        graph=[
+            None if part is None else (rows, len(part.tensors), part.graph)
+            for part, rows in zip(parts, num_rows, strict=True)
+        ],
         expendable=all(part.expendable for part in saved),
     )
 
@@ -337,7 +363,7 @@ def _separated(hidden: Hidden) -> list[Hidden | None]:
         if part is None:
             parts.append(None)
             continue
-        num_tensors, graph = part
+        _, num_tensors, graph = part
         tensors = hidden.tensors[first : first + num_tensors]
         parts.append(Hidden(tensors=tensors, graph=graph, expendable=hidden.expendable))
         first += num_tensors

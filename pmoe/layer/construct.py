@@ -129,7 +129,11 @@ def check_balance(modules: LayerModules) -> None:
             warn_once(f"balance ({balance}) does nothing on one rank: there is no other rank for a copy")
         return
     reason = modules.refusal("copies")
-    if reason is None and not isinstance(modules.experts, StackedExperts):
+    if reason is None and modules.experts.are_modules:
+        from pmoe.experts.architecture import why_not_copied
+
+        reason = why_not_copied(modules.experts.as_modules()) or None
+    elif reason is None and not isinstance(modules.experts, StackedExperts):
         reason = f"experts ({type(modules.experts).__name__}) are no pmoe.experts.StackedExperts"
     if reason is not None:
         raise ValueError(f"balance ({balance}) must be False where {reason}")

@@ -72,9 +72,11 @@ def bound(
             layer with only this choice uses.
     """
     degrees = (choice.forward, choice.backward)
-    bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
+    of_slots = 1.0
     if sizes.copies.hosted:
-        slack = slack_with_copies(slack, sizes.ep_size, bypass_local=sizes.bypass_local)
+        of_slots = slack = slack_with_copies(slack, sizes.ep_size, bypass_local=sizes.bypass_local)
+    if bins is None:
+        bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts, of_slots)
     limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
     forward, backward = (worst_rows(sizes, call, n, bins, limit(n)) for n in degrees)
     return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)

@@ -114,6 +114,7 @@ SUPPORTED["copies"] = frozenset(
     | {F.ROTATES, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER}
     | {F.PICKS_TOKENS, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
     | {F.OTHER_EXPERTS, F.OFFLOADS, F.BUDGET, F.COPIES, F.LATENT, F.SHARDED, F.SEND_ONCE, F.WIRE, F.ADAPTERS}
+    | {F.MODULE_EXPERTS}
 )
 """A layer on several ranks with ``balance``, whose busy experts may have copies on other ranks."""
 SUPPORTED["batch invariance"] = frozenset(

@@ -148,7 +148,11 @@ def _rare_variants(plan: Plan, on_gpu: bool) -> list[Variant]:
         from pmoe.engine.variants.send_once import OnceBackward, OnceForward
 
         variants.append((OnceForward, OnceBackward))
-    if plan.modules.copies is not None:
+    if plan.modules.copies is not None and plan.modules.experts.are_modules:
+        from pmoe.engine.variants.module_copies import ModuleCopiesBackward, ModuleCopiesForward
+
+        variants.append((ModuleCopiesForward, ModuleCopiesBackward))
+    elif plan.modules.copies is not None:
         from pmoe.engine.variants.copies import CopiesBackward, CopiesForward
 
         variants.append((CopiesForward, CopiesBackward))

@@ -46,8 +46,8 @@ RANKS = (
         name="too-few-bins",
         breaks="a batch whose rows all go to one rank cannot be cut fine enough",
         file=COUNTS,
-        old="    while bins < finest * num_ranks and 2 * bins <= max_bins(num_experts):\n",
-        new="    while bins < finest and 2 * bins <= max_bins(num_experts):\n",
+        old="    while bins * min(slack, 1.0) < finest * num_ranks and 2 * bins <= max_bins(num_experts):\n",
+        new="    while bins * min(slack, 1.0) < finest and 2 * bins <= max_bins(num_experts):\n",
         tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(

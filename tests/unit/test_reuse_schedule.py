@@ -78,6 +78,8 @@ def test_bins_of_two_degrees_let_each_of_them_be_cut_until_all_chunks_fit() -> N
 
 def test_there_are_bins_enough_to_cut_a_batch_of_one_rank_into_all_ranks_shares() -> None:
     assert [num_bins(degrees, 3, 9) for degrees in ((1,), (2,), (4, 2), (3, 2))] == [4, 8, 16, 24]
+    # With copies of busy experts, slots are smaller than an even chunk on few ranks.
+    assert [num_bins((4,), ranks, 9, 1.25 * (ranks - 1) / ranks) for ranks in (2, 4, 8)] == [16, 32, 32]
     assert [num_bins((4,), ranks, 2 * ranks) for ranks in (1, 2, 5, 64, 128)] == [4, 8, 32, 256, 256]
 
 

@@ -93,7 +93,11 @@ class _WithCopies(Pass):
     @functools.cached_property
     def expert_elements(self) -> int:
         """P, the number of elements that all parameters of one expert have together."""
-        return elements_of_expert(self.stacked_parameters())
+        return sum(shape.numel() for shape in self.value_shapes())
+
+    def value_shapes(self) -> list[torch.Size]:
+        """Returns the shapes of one expert's parameters, in the order in which they are sent."""
+        return [parameter.shape[1:] for parameter in self.stacked_parameters()]
 
     def buffer_for(self, parts: Sequence[ExpertPart], num_elements: int) -> Tensor:
         """Allocates the buffer of a message that consists of parts of experts' weights, or of gradients.
@@ -125,7 +129,7 @@ class _WithCopies(Pass):
         """
         self.copied = copied
         copies = list(self.parameters)
-        for at, of_copies in zip(self.stacked, parameters_in(copied, self.stacked_parameters()), strict=True):
+        for at, of_copies in zip(self.stacked, parameters_in(copied, self.value_shapes()), strict=True):
             copies[at] = of_copies
         self.experts = ExpertsWithCopies(self.plan.modules.experts, copies)
 
@@ -327,14 +331,14 @@ class CopiesBackward(_WithCopies, Backward):
         """The indices in ``parameters`` of the parameters whose gradients are sent to the experts' owners."""
         return [at for at in self.stacked if self.hosted.trained[at]]
 
-    def trained_parameters(self) -> list[Tensor]:
-        """Returns the parameters whose gradients are sent to the experts' owners, (E_local, ...) each."""
-        return [self.parameters[at] for at in self.trained]
+    def gradient_shapes(self) -> list[torch.Size]:
+        """Returns the shapes of one expert's gradients that are sent to its owner, in their order."""
+        return [self.parameters[at].shape[1:] for at in self.trained]
 
     @functools.cached_property
     def gradient_elements(self) -> int:
         """G, the number of elements of an expert's gradients that are sent to the expert's owner."""
-        return elements_of_expert(self.trained_parameters())
+        return sum(shape.numel() for shape in self.gradient_shapes())
 
     def _make_sums(self) -> None:
         """Allocates the gradients of the copies, and the sums over chunks from which they are copied.
@@ -343,13 +347,20 @@ class CopiesBackward(_WithCopies, Backward):
         """
         new = self.pool.new
         self.copied_gradients = new(self.parameters[0], len(self.hosted.hosted), self.gradient_elements)
-        self.copy_sums = list(self.sums)
-        views = parameters_in(self.copied_gradients, self.trained_parameters())
-        for at in self.stacked:
-            self.copy_sums[at] = None
-        for at, view in zip(self.trained, views, strict=True):
+        self.copy_sums = self.sums_that_stay()
+        for at, view in self.summed_gradients():
             memory = new if view.is_cuda else functools.partial(_reuse_memory, view)
             self.copy_sums[at] = GradientSum(view, self.chunks_left, memory)
+
+    def sums_that_stay(self) -> list[GradientSum | None]:
+        """Returns `copy_sums` before it has the sums that are sent to owners, with None in their places."""
+        stacked = set(self.stacked)
+        return [None if at in stacked else total for at, total in enumerate(self.sums)]
+
+    def summed_gradients(self) -> list[tuple[int, Tensor]]:
+        """Returns the views of `copied_gradients` that have sums, each with its place in `copy_sums`."""
+        views = parameters_in(self.copied_gradients, self.gradient_shapes())
+        return list(zip(self.trained, views, strict=True))
 
     def compute(self, i: int) -> None:
         self.complete_copies()
@@ -380,8 +391,7 @@ class CopiesBackward(_WithCopies, Backward):
         self.chunks_left -= 1
         if self.chunks_left:
             return
-        views = parameters_in(self.copied_gradients, self.trained_parameters())
-        for at, target in zip(self.trained, views, strict=True):
+        for at, target in self.summed_gradients():
             total = self.copy_sums[at]
             assert total is not None
             gradient = total.result()
@@ -469,19 +479,19 @@ class CopiesBackward(_WithCopies, Backward):
             parts = of_expert[expert]
             row = parts[0] if len(parts) == 1 else torch.cat(parts)
             place = expert - hosted.rank * hosted.num_local
-            gradients = parameters_in(row.view(1, -1), self.trained_parameters())
-            for at, gradient in zip(self.trained, gradients, strict=True):
-                total = self.sums[at]
-                if total is not None:
-                    total.add_expert(place, gradient[0])
+            gradients = parameters_in(row.view(1, -1), self.gradient_shapes())
+            self.add_to_expert(place, [gradient[0] for gradient in gradients])
 
+    def add_to_expert(self, place: int, gradients: Sequence[Tensor]) -> None:
+        """Adds gradients of copies to those of one of this rank's own experts.
 
-def elements_of_expert(parameters: Sequence[Tensor]) -> int:
-    """Returns how many elements of the given parameters belong to one expert.
-
-    parameters: (E_local, ...) each, for E_local experts.
-    """
-    return sum(parameter.shape[1:].numel() for parameter in parameters)
+        place: the expert's index on this rank.
+        gradients: one for each shape of `gradient_shapes`.
+        """
+        for at, gradient in zip(self.trained, gradients, strict=True):
+            total = self.sums[at]
+            if total is not None:
+                total.add_expert(place, gradient)
 
 
 def _reuse_memory(memory: Tensor, _: Tensor, *shape: int) -> Tensor:
@@ -495,19 +505,17 @@ def _reuse_memory(memory: Tensor, _: Tensor, *shape: int) -> Tensor:
     return memory
 
 
-def parameters_in(rows: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def parameters_in(rows: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Returns views of experts' rows of numbers that have the shapes of the experts' parameters.
 
     The result has a view (C, ...) for each parameter.
 
     rows: (C, P), a row of P numbers for each of C experts: its parameters, one after the other.
-    parameters: the parameters of a rank's own experts, (E_local, ...) each. Only their shapes without the
-        first dimension are used.
+    shapes: the shapes of the parameters of one expert.
     """
     views = []
     first = 0
-    for parameter in parameters:
-        shape = parameter.shape[1:]
+    for shape in shapes:
         count = shape.numel()
         views.append(rows[:, first : first + count].view(rows.shape[0], *shape))
         first += count

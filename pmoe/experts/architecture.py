@@ -1,7 +1,7 @@
-"""Compares modules that are experts, and finds what keeps a module from being copied to other ranks.
+"""Describes the architecture of an expert that is a module, and checks whether it can be copied.
 
 With ``balance``, a module of one rank computes rows for a copy of another rank's expert, with the weights and
-buffers of that expert. So all experts must be alike but for these values, and an expert's output must follow
+buffers of that expert. So experts may differ in these values only, and an expert's output must follow
 from its rows, parameters and buffers alone.
 
 The architecture is a list of lines of text: the classes of the module and of all modules inside, their

@@ -831,7 +831,8 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
     "without balance": {"pipeline": 4},
     "with more copies": {"pipeline": 4, "balance": 2},
     "with slots": {"pipeline": 2, "memory_reuse": "S4"},
-    "with slots and copies": {"pipeline": 2, "memory_reuse": "S4", "balance": 1},
+    # As many bins as the first layer's, so that the messages of row counts have one size.
+    "with slots and copies": {"pipeline": 1, "memory_reuse": "S4", "balance": 1},
 }
 
 

@@ -77,6 +77,8 @@ LOCAL_IMPORTS: dict[str, str] = {
     ),
     "pmoe.engine.plan.callbacks": "Only layers with callbacks need it.",
     "pmoe.engine.variants.copies": "Only a call with copies of busy experts needs it.",
+    "pmoe.engine.variants.module_copies": "Only a call with copies of experts that are modules needs it.",
+    "pmoe.experts.architecture": "Only experts that are modules beside balance need it.",
     "pmoe.engine.variants.callbacks": "Only layers with callbacks need it.",
     "pmoe.engine.variants.cuda_kernels": "Only calls on a GPU launch kernels.",
     "pmoe.engine.variants.cuda_wire": "Only wire and wire_backward on a GPU need it.",

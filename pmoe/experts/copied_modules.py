@@ -102,6 +102,9 @@ class CopiedModules(ModuleExperts):
     trained: for each parameter of an expert, whether any rank needs its gradient.
     """
 
+    local: nn.ModuleList
+    num_local_experts: int
+
     def __init__(self, template: nn.Module, copied: Tensor, trained: Sequence[bool]) -> None:
         Experts.__init__(self)
         self.local = nn.ModuleList()

@@ -24,6 +24,9 @@ from pmoe.experts.with_copies import ExpertsWithCopies
 class _WithModuleCopies(_WithCopies):
     """A pass with copies of busy experts that are modules."""
 
+    copied: Tensor
+    experts: ExpertsWithCopies
+
     @property
     def own_modules(self) -> list[nn.Module]:
         """This rank's own experts. All experts of all ranks have the same architecture."""

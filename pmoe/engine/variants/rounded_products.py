@@ -13,6 +13,7 @@ from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
+from pmoe.experts.base import Experts
 from pmoe.experts.rounded_products import with_rounded_products
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.scaled_products.formats import ProductsName
@@ -20,6 +21,8 @@ from pmoe.kernels.scaled_products.formats import ProductsName
 
 class RoundingPass(Pass):
     """A pass whose experts round the operands of their products."""
+
+    experts: Experts
 
     def take_rounding_experts(self) -> None:
         """Sets the experts with which the pass computes. Raises ValueError if rows have too wide a dtype."""

@@ -220,7 +220,14 @@ def own_part(layer: pmoe.MoELayer, whole: dict[str, Tensor]) -> dict[str, Tensor
         "w2": whole["w2"][local, :, columns],
         "b2": whole["b2"][local],
     }
-    own |= {f"adapters.default.{name}": value[local] for name, value in whole.items() if name[2:3] == "_"}
+    if is_adapted(layer):
+        factors = {
+            "w1_A": whole["w1_A"][local],
+            "w1_B": whole["w1_B"][local, columns],
+            "w2_A": whole["w2_A"][local, :, columns],
+            "w2_B": whole["w2_B"][local],
+        }
+        own |= {f"adapters.default.{name}": value for name, value in factors.items()}
     if not layer.experts.are_modules:
         return {f"experts.{name}": value for name, value in own.items()}
     names = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}

@@ -43,11 +43,6 @@ def built(features: Features) -> pmoe.MoELayer | list[str]:
         with pytest.raises(ValueError, match=sentence(Feature.SHARDED)):  # whoever might compute them
             build(features)
         return []
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if {Feature.ADAPTERS, Feature.SHARDED} <= {*features} and several:
-        with pytest.raises(ValueError, match="adapters"):  # pmoe.add_lora says why
-            build(features)
-        return []
     early = build([feature for feature in features if feature not in LATE]).layer_modules
     # Where every rank has a part of every expert, there is no other rank for a copy.
     idle = {Feature.COPIES} if early.grid.is_sharded and early.grid.ep.size == 1 else set()

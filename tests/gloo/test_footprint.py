@@ -499,7 +499,7 @@ def reducing_job(rank: int, world: int, folder: str, tokens: int, options: dict[
     return peaks
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1024, 4096])
 @pytest.mark.parametrize(
     "options",

@@ -293,13 +293,13 @@ def _part_with_memory(
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     """Returns whether trials of all choices can run on enough tokens (`MIN_TOKENS`). Collective.
 
-    A trial (a timed run of both passes) may take only the memory of a step with the choice that needs the
-    least. So it may have to run on a part of the batch. If the result is False, the caller should not search
-    by trials: only choices with many chunks, which need less memory, could be tried. One of these would be
-    taken even if fewer chunks are faster.
+    A trial is a timed run of both passes. Its limit is the memory of a step with the choice that needs the
+    least memory. A trial of another choice may need more than this limit for the whole batch, so it runs on
+    a part of the batch. If this part is too small for some choice, the result is False. The caller should
+    then not search by trials: it could try only choices with many chunks, and would miss faster ones.
 
     batch: the routed batch.
-    choices: all choices that may be taken, with one restore pair, which says how backward gets the rows and
+    choices: all choices that may be taken. They have the same restore pair: how backward gets the rows and
         the hidden activation.
     """
     peaks = predicted_peaks(batch, choices)
@@ -522,10 +522,10 @@ def _output_bytes(batch: TrialBatch) -> int:
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
-    """Returns a batch of the first tokens, as many as a trial with this choice may use. Collective.
+    """Returns the first tokens of a batch: as many as a trial with this choice may use. Collective.
 
-    The trial is a timed run of both passes. Of all steps that the layer may choose, it may take no more
-    memory than the one with the lowest predicted peak (`smallest_peak`).
+    The trial is a timed run of both passes. Its memory is limited: the layer may choose between several
+    steps, and the limit is the peak of the step that is predicted to need the least memory (`smallest_peak`).
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

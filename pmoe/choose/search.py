@@ -117,8 +117,8 @@ def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
     """Returns numbers of chunks by a rule of thumb, without timed runs: at least 1024 rows in each chunk.
 
     Both passes get the same number: the largest of `DEGREES` (1, 2, 4, 8, 16) with at least 1024 rows in each
-    chunk (`adaptive_degree`). The number is 1 if there are too few rows for two chunks. On a single rank it
-    is also 1, because no rows are sent, unless the layer reuses memory.
+    chunk (`adaptive_degree`). If there are too few rows for two chunks, the number is 1. A single rank sends
+    no rows. So its number is 1, too, if the layer does not reuse memory.
 
     batch: the routed batch.
     """

@@ -18,16 +18,16 @@ from pmoe.warn import warn_once
 
 
 def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...]) -> Slots:
-    """Returns the limits for received rows, for the ranks to check when they exchange row counts.
+    """Returns how many rows a rank can receive. Ranks check these limits when they exchange row counts.
 
-    Only layers that reuse memory need limits (`LayerModules.limits_rows`). There are two limits:
+    Only layers that reuse memory have limits (`LayerModules.limits_rows`). There are two:
 
-    - The rows of a chunk must fit into a ring slot, a buffer of fixed size that several chunks use one after
-      the other. If a chunk does not fit on some rank, all ranks cut the batch into more chunks. If busy
-      experts may have copies, slots are smaller (`slack_with_copies`), and the rows that stay on their rank
-      must fit, too.
-    - If a restore pair offloads the dispatched rows (T_DI), they must fit into the free host memory. If they
-      do not fit on some rank, no rank offloads them (`without_host_offload`).
+    - The ring slot: a buffer of fixed size that several chunks use one after the other. The rows of a chunk
+      must fit into it. If they do not fit on some rank, all ranks cut the batch into more chunks. If busy
+      experts may have copies, ring slots are smaller (`slack_with_copies`), and the rows that stay on their
+      rank must fit into them, too.
+    - The free host memory. If a restore pair offloads the dispatched rows (T_DI), these rows must fit into
+      it. If they do not fit on some rank, no rank offloads them (`without_host_offload`).
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the input of the layer: T tokens, M = d_model. Only its device and the bytes of an element

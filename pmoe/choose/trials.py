@@ -211,15 +211,15 @@ class TrialBatch:
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
         """Returns this batch, with rows counted so that it can be cut into all given numbers of chunks.
 
-        Only with ``pipeline="solve"`` rows may have to be counted again, which is collective (`degrees` has
-        the reason). Otherwise the batch is returned unchanged.
+        With ``pipeline="solve"``, ``rows_for`` counts the rows again, which is collective (`degrees` has the
+        reason). If there is no ``rows_for``, the batch is returned unchanged.
 
         If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks. The step
-        with that many chunks needs the least memory, and trials (timed runs of both passes) must know this
-        memory (`pmoe.choose.part_of_batch.smallest_peak`).
+        with `MAX_DEGREE` chunks needs the least memory. This memory is the limit of trials (timed runs of
+        both passes): `pmoe.choose.part_of_batch.smallest_peak`.
 
-        choices: numbers of chunks of both passes, and restore pairs. A restore pair says how backward gets
-            the rows and the hidden activation.
+        choices: each has the numbers of chunks of both passes, and a restore pair: how backward gets the rows
+            and the hidden activation.
         """
         if self.rows_for is None:
             return self
@@ -231,11 +231,11 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing with which trials run: `orders`, without all-reduces of other modules' gradients.
+        """The routing for trials: `orders`, but without all-reduces of other modules' gradients.
 
         A trial is a timed run of both passes. In a training step, a `pmoe.GradientReducer` all-reduces
-        gradients of other modules during this layer's backward pass. The backward pass of a trial must not,
-        because it does not belong to a training step.
+        gradients of other modules during this layer's backward pass. A trial is not a training step, so its
+        backward pass must not all-reduce these gradients.
         """
         orders = self.orders
         if orders.modules.gradients is not None:

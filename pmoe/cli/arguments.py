@@ -97,7 +97,7 @@ def restore_pair(text: str) -> Restore:
 
 
 def add_allow(add: Callable[..., object]) -> None:
-    """Adds the option --allow to a command: the rounding that restore pairs may do.
+    """Adds the option --allow to a command. It also permits restore pairs that keep rounded values.
 
     add: the method add_argument of a parser or of a group of arguments.
     """

@@ -61,7 +61,7 @@ def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
     """Returns the sizes of the described layer, which predictions need.
 
     args: the options of the command.
-    device_type: "cpu" or "cuda", the device for which bytes are counted.
+    device_type: "cpu" or "cuda": the type of device whose memory the command counts.
 
     Raises ValueError for sizes that no layer can have.
     """
@@ -80,9 +80,9 @@ def python_line(args: argparse.Namespace, **options: Any) -> str:
 
 
 def describe_layer(args: argparse.Namespace, device_type: str) -> str:
-    """Returns a line of text about the layer, the number of ranks and tokens, and the device.
+    """Returns one line of text: code that builds the layer, numbers of ranks and tokens, and the device.
 
     args: the options of the command.
-    device_type: "cpu" or "cuda", the device for which bytes are counted.
+    device_type: "cpu" or "cuda": the type of device whose memory the command counts.
     """
     return f"{python_line(args)}, {plural(args.ranks, 'rank')}, {args.tokens} tokens a rank, on {device_type}"

@@ -140,9 +140,9 @@ def _measured(
 
 
 def _save(divisions: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
-    """Stores a table of divisions on rank 0, and makes this process read it from there. Collective.
+    """Rank 0 stores a table of divisions in a file. Later layers of this process read the file. Collective.
 
-    Returns the file; None on other ranks.
+    Returns the file's path on rank 0, and None on other ranks.
 
     divisions: the table: how many thread blocks of each fused kernel communicate.
     folder: the folder to store it in; None takes the default.

@@ -117,8 +117,9 @@ def _models() -> dict[str, ScaledModel]:
 def _scale() -> Simulation:
     """Returns the tables of the experiment "scale": a training step on 8 to 4,096 ranks.
 
-    With weak scaling each rank has as many tokens on any number of ranks; with strong scaling the whole batch
-    stays the same. Two further tables list the number of ranks at which each model stops scaling.
+    With weak scaling, each rank has the same number of tokens, however many ranks there are. With strong
+    scaling, all ranks together have the same number of tokens. Two further tables list the number of ranks at
+    which each model stops scaling.
     """
     rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
     simulation = dict[str, Any]()

@@ -1,11 +1,13 @@
 """Describes the architecture of an expert that is a module, and checks whether it can be copied.
 
-With ``balance``, a module of one rank computes rows for a copy of another rank's expert, with the weights and
-buffers of that expert. So experts may differ in these values only, and an expert's output must follow
-from its rows, parameters and buffers alone.
+With ``balance``, a rank computes rows of another rank's expert: it calls a module of its own with the
+parameters and buffers of that expert. So two conditions must hold:
+
+- Experts differ only in the values of their parameters and buffers.
+- An expert's output depends only on its rows, parameters and buffers.
 
 The architecture is a list of lines of text: the classes of the module and of all modules inside, their
-attributes, and the shapes and dtypes of parameters and buffers. It has no values of parameters and buffers.
+attributes, and the shapes and dtypes of parameters and buffers. The values of these are not part of it.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 class UnknownAttributeError(ValueError):
-    """An attribute of a module whose value cannot be compared between ranks."""
+    """A module has an attribute whose value cannot be compared between ranks."""
 
 
 def why_not_copied(experts: Sequence[nn.Module]) -> str:
-    """Returns why modules cannot be copied to other ranks, with the cure; "" if they can.
+    """Returns why a rank's experts cannot be copied to other ranks; "" if they can.
+
+    The text also tells the user what to change.
 
     experts: the experts of a rank.
     """
@@ -60,7 +64,10 @@ def why_not_copied(experts: Sequence[nn.Module]) -> str:
 
 
 def _own_reason(expert: nn.Module) -> str:
-    """Returns why a module cannot be copied to other ranks, with the cure; "" if it can."""
+    """Returns why one module cannot be copied to other ranks; "" if it can.
+
+    The text also tells the user what to change.
+    """
     name = type(expert).__name__
     for path, module in expert.named_modules():
         kind = f"{path} ({type(module).__name__})" if path else f"it ({type(module).__name__})"
@@ -89,7 +96,7 @@ def _own_reason(expert: nn.Module) -> str:
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
-    """Returns the first lines in which two architectures differ; None if they are equal."""
+    """Returns the first line of each architecture in which the two differ; None if they are equal."""
     length = max(len(one), len(other))
     for a, b in zip(_padded(one, length), _padded(other, length), strict=True):
         if a != b:
@@ -127,7 +134,8 @@ def _described(value: Any, path: str, known: dict[int, str], depth: int) -> str:
 
     value: the value.
     path: the attribute's name, for errors.
-    known: texts of objects that contain the value, by their ids.
+    known: the objects that contain the value: from ``id(object)`` to a text. If the value is one of them,
+        this text is returned, which ends the recursion.
     depth: how many objects contain the value.
 
     Raises UnknownAttributeError if no such text can be made.

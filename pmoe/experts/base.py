@@ -377,9 +377,10 @@ class Experts(nn.Module, abc.ABC):
         """Returns the weights and biases to compute with: this rank's part of each, (E_local, ...).
 
         E_local is the number of this rank's experts. Each tensor is the present value of an attribute such as
-        ``w1``: a parameter, or a pruned, parametrized or dequantised tensor. Each attribute is read once,
-        together with its autograd graph, so that gradients flow back to the parameters from which it was
-        computed. If `pmoe.parallelize` set ``reduce``, that function reduces the gradients over ranks.
+        ``w1``. The attribute is a parameter, or a tensor that pruning, a parametrization or dequantisation
+        computes from parameters. It is read once. Its autograd graph leads gradients back to these
+        parameters. If `pmoe.parallelize` set the function ``reduce``, this function reduces the gradients
+        over ranks.
 
         Raises ValueError if a value is missing or has another size than the experts need.
         """
@@ -436,8 +437,13 @@ class Experts(nn.Module, abc.ABC):
     def _will_need_gradient(self, name: str, value: Tensor) -> bool:
         """Returns whether a tensor that replaced a parameter will need a gradient in the next call.
 
-        If a forward pre-hook computes the tensor, ``value`` is still that of the last call, in which
-        requires_grad may have been different. So ``value`` counts only if no hook can compute it.
+        A forward pre-hook may compute the tensor at the start of each call. ``value`` is then still the
+        tensor of the last call, and the next one may differ in requires_grad. So there are three cases:
+
+        - A hook of torch.nn.utils (pruning, weight norm, spectral norm) computes the tensor: False, because
+          it does so from parameters of the experts, and none of these requires a gradient.
+        - The experts have only other forward pre-hooks: True, because a hook may use any other tensor.
+        - The experts have no forward pre-hook: whether ``value`` requires a gradient.
 
         name: the attribute, such as "w1".
         value: the attribute's value now. No parameter of the experts requires a gradient.

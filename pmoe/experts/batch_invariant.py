@@ -85,15 +85,15 @@ class _ExpertsInTiles(StackedExperts):
         return rows_of_tile(key, lambda tile_RM: self._results(tile_RM, shapes), self.d_model, like)
 
     def _results(self, tile_RM: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Computes a tile's forward and backward pass by one expert with random parameters, for a test.
+        """Runs forward and backward of one expert with random parameters on a tile of rows, for a test.
 
-        The test checks that a row's results do not depend on the other rows of the tile (`tile_rows`). The
-        list has a tensor with R rows for each result: the output, the hidden activation, the gradients of
-        the rows and of the routing weights, and two tensors from which weight gradients are computed.
+        The test checks that a row's results do not depend on the other rows of the tile (`tile_rows`).
+        Returns tensors of R rows each: the output, the hidden activation, the gradients of the rows, the
+        gradients of the routing weights, and two tensors from which weight gradients are computed.
 
-        tile_RM: (R, M), R rows with M = d_model columns. The pass also needs routing weights and gradients of
-            the output. The test takes any numbers: column 0 serves as the R routing weights, and the tile
-            with its columns in reverse order as the gradients.
+        tile_RM: (R, M), R rows with M = d_model columns. Column 0 also serves as the routing weights, and the
+            tile with its columns in reverse order as the gradients of the output: the test needs no
+            particular numbers.
         shapes: the shapes of an expert's parameters.
         """
         generator = torch.Generator().manual_seed(0)

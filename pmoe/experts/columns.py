@@ -1,7 +1,7 @@
 """Cuts a tensor of experts into parts of their hidden columns, and joins such parts.
 
-A gated w1 has two halves, gate and up, and a rank holds the same columns of both. Example for 6 hidden
-columns, part 1 of 3:
+The w1 of gated experts has two blocks of rows: the gate projection, and the up projection. A part has the
+same hidden columns of both. Example with 6 hidden columns and 3 parts:
 
     rows of w1    gate 0 1 2 3 4 5 | up 0 1 2 3 4 5
     part 1             . . x x . . |    . . x x . .

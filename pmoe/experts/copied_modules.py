@@ -1,12 +1,12 @@
 """Copies of other ranks' experts that are a user's modules, computed by one of this rank's own modules.
 
-The weights and buffers of such an expert travel as one row of numbers:
+The parameters and buffers of an expert are sent to another rank as one row of numbers:
 
     row   parameter | parameter | ... | buffer | buffer | ...
 
-All parameters have one dtype. A buffer of another dtype travels as its bits. All experts have the same
-architecture (`pmoe.experts.architecture`), so that one module of this rank computes every copy: it is called
-with the copy's values in place of its own (`torch.func.functional_call`).
+All parameters have one dtype. The bits of a buffer with another dtype are sent as numbers of this dtype. All
+experts have the same architecture (`pmoe.experts.architecture`). So one module of this rank can compute every
+copy: it is called with the copy's values in place of its own values (`torch.func.functional_call`).
 
 Letters: C copies that this rank hosts, P numbers of a row, Q parameters of an expert.
 """
@@ -31,12 +31,12 @@ from pmoe.experts.products import RowGroups
 
 
 def values_of(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters, then the buffers of an expert, of any shape: the values that a copy needs."""
+    """Returns the values that a copy of an expert needs, of any shape: its parameters, then its buffers."""
     return [*module.parameters(), *module.buffers()]
 
 
 def row_values(module: nn.Module) -> list[Tensor]:
-    """Returns the values of an expert as they are sent: parameters, and buffers as numbers of their dtype.
+    """Returns an expert's parameters, then its buffers as numbers of the parameters' dtype, to be sent.
 
     module: the expert. Its parameters have one dtype.
     """
@@ -46,7 +46,7 @@ def row_values(module: nn.Module) -> list[Tensor]:
 
 
 def elements_in_row(module: nn.Module) -> list[int]:
-    """Returns how many numbers of a row each parameter and each buffer of an expert takes.
+    """Returns how many numbers each parameter, then each buffer of an expert has in a row.
 
     module: the expert. Its parameters have one dtype.
     """
@@ -56,9 +56,9 @@ def elements_in_row(module: nn.Module) -> list[int]:
 
 
 def _as_numbers(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bits of a buffer of any shape as numbers of a dtype, (numbers,). `_from_numbers` undoes it.
+    """Returns the bits of a buffer of any shape as numbers of a dtype, (numbers,).
 
-    Zero bytes fill up the last number.
+    `_from_numbers` is the inverse. If the buffer's bytes do not fill the last number, zero bytes follow.
     """
     if buffer.dtype == dtype:
         return buffer
@@ -69,7 +69,7 @@ def _as_numbers(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _from_numbers(numbers: Tensor, like: Tensor) -> Tensor:
-    """Returns the buffer that `_as_numbers` made to numbers.
+    """Returns the buffer from which `_as_numbers` made numbers.
 
     numbers: (numbers,), a part of a row.
     like: a tensor with the buffer's shape and dtype.
@@ -115,7 +115,7 @@ class CopiedModules(ModuleExperts):
 
     @functools.cached_property
     def _values(self) -> list[list[Tensor]]:
-        """The parameters and then the buffers of each copy. Read only after the weights have arrived."""
+        """The parameters, then the buffers of each copy. It must not be read before they have arrived."""
         template = self._template[0]
         sizes = elements_in_row(template)
         parameters = list(template.parameters())
@@ -133,10 +133,11 @@ class CopiedModules(ModuleExperts):
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        """The place of each parameter and buffer among the values of a copy, by its name.
+        """The index of each parameter and buffer among the values of a copy, by its name.
 
-        A parameter of two modules has two names. A module with two names is listed by one of them, because
-        `functional_call` would leave a copy's values in it (pytorch issue 164759).
+        A parameter that two modules share has two names, and both are listed. A module may also have two
+        names. Its parameters are listed with only one of them: with both, `functional_call` would leave a
+        copy's values in the module (pytorch issue 164759).
         """
         template = self._template[0]
         place_of = {id(value): place for place, value in enumerate(values_of(template))}
@@ -156,8 +157,8 @@ class CopiedModules(ModuleExperts):
     def _call(self, expert: int, rows_NM: Tensor) -> Any:
         """Computes a copy's rows.
 
-        Raises RuntimeError if the module drew random numbers or changed a buffer, because its results then
-        depend on the rank that computes them.
+        If the module draws random numbers or changes a buffer, its results depend on the rank that computes
+        them. RuntimeError is then raised.
         """
         template = self._template[0]
         before = {name: self._values[expert][place] for name, place in self._places.items()}
@@ -191,7 +192,7 @@ class CopiedModules(ModuleExperts):
 def _not_copied(template: nn.Module, what: str) -> RuntimeError:
     """Returns the error for a module whose results depend on the rank that computes them.
 
-    what: words for what the module does, with a verb.
+    what: what the module does, as the words after its name in the message.
     """
     return RuntimeError(
         f"expert {type(template).__name__}, of which another rank computes a copy (balance), {what} in "

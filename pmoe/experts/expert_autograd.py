@@ -246,10 +246,11 @@ def record(
     rows: (rows, columns), the rows of the chunk (micro-batch) that ``run`` gets.
     chunk_rows: which of the chunk's rows these are.
     saved_slots: an empty `SavedTensorSlots`.
-    own_rows: whether the graph must keep its input rows. False for experts: the engine keeps or restores the
-        rows (T_DI), so views of them are not stored, and the caller must set ``saved_slots.rows`` before
-        backward. The output is stored, because experts need it in backward. True for callbacks: nobody else
-        has the rows, so views of them are stored like any other saved tensor. The output is not stored.
+    own_rows: whether the graph must keep its input rows.
+        False for experts: the engine keeps or restores the rows (T_DI). So views of the rows are not stored,
+        and the caller must set ``saved_slots.rows`` before backward. The output is stored for backward.
+        True for callbacks: only the graph can keep the rows. So views of the rows are stored like any other
+        tensor that autograd saves. The output is not stored.
     """
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
     saved_slots.checks_own = saves_plainly()

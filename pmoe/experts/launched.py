@@ -43,12 +43,13 @@ from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest
 
 
 class PreparedProduct:
-    """A matrix product of all experts, prepared for many launches in one pass. Only the rows change.
+    """A matrix product of all experts, prepared for many launches in one pass, each with other rows.
 
-    All arguments that do not depend on the rows have been checked. The product must be launched on the stream
-    that was current when this object was made.
+    The arguments of a launch that do not depend on the rows were checked before. The product must be launched
+    on the stream that was current when this object was made.
 
-    request: a function from a number of rows to the `ProductRequest` by which an implementation is chosen.
+    request: a function that takes a number of rows and returns a `ProductRequest`: the description of the
+        product, for which an implementation is chosen.
     device: the device that computes.
     fields: the arguments of a launch that do not depend on the rows.
     """

@@ -4,9 +4,10 @@ An adapter of rank R changes a weight of expert e by a product of two small matr
 
     weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R, with a constant alpha
 
-The product B @ A is never made. Rows go through A and then through B, beside the large product:
+The product B @ A is never computed. Instead, rows x are multiplied by A, then by B, and the result is added
+to the product with W1. Here A stands for A[e], and B for scale * B[e]:
 
-    forward    T_M  = x W1^T + (x A^T) B^T                 (N, R) numbers more for the N rows of a chunk
+    forward    T_M  = x W1^T + (x A^T) B^T                 x A^T is small: (N, R) for the N rows of a chunk
     backward   dT_DI = dT_M W1 + (dT_M B) A
                gradient of B = dT_M^T (x A^T),  gradient of A = (dT_M B)^T x
 
@@ -393,7 +394,7 @@ class LoraExperts(StackedExperts):
 
     @property
     def factor(self) -> float:  # type: ignore[override]
-        """The factor of B @ A of the active adapter; 1 without one."""
+        """The number by which the active adapter's B @ A is multiplied (scale); 1 if no adapter is active."""
         return self.adapter(self.active).scale if self.active else 1.0
 
     @property

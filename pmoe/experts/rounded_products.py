@@ -3,9 +3,9 @@
     rounded      rows times w1, rows times w2, and the gradients of the rows of both
     not rounded  the gradients of w1, w2 and biases; the nonlinearity; routing weights
 
-Every operand is rounded along the columns that its product sums over, so a weight is rounded in one way for
-forward and in another for gradients of rows. A pass rounds each weight once, however many chunks it has. The
-gradient of the rounding is taken to be the identity.
+Numbers that share a scale lie along the dimension that the product sums over. Forward and the gradients of
+rows sum over different dimensions of a weight, so a weight is rounded in two ways. A pass rounds each weight
+once, however many chunks it has. Gradients are computed as if the rounding were the identity.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ class RoundedProducts:
         )
 
     def _weight(self, weight_EOI: Tensor, form: str) -> Rounded:
-        """Returns a weight rounded along the columns that a product sums over. It is rounded once in a pass.
+        """Returns a rounded weight. Its last dimension is the one that the product sums over.
 
-        The weight is kept with its rounded values, so that no other tensor gets its address meanwhile.
+        A pass rounds each weight once. Rounded weights are found by the weight's address, so the weight is
+        kept, too: otherwise another tensor could get this address.
 
         weight_EOI: (E, O, I).
         form: "forward": the result is (E, O, I); "input": (E, I, O).
@@ -107,7 +108,7 @@ class RoundedProducts:
 
 
 def with_rounded_products(experts: StackedExperts, products: ProductsName) -> StackedExperts:
-    """Returns experts for one pass that share all parameters with ``experts``, and round their operands.
+    """Returns experts for one pass with the parameters of ``experts``, whose products round their operands.
 
     experts: the layer's experts.
     products: the number format of the operands.

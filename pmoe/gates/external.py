@@ -85,9 +85,11 @@ class ExternalGate(Gate):
         return self._weights_of(expert_TK)
 
     def forward(self, x_TM: Tensor) -> Routing:
-        """Returns the routing of the surrounding `routing` block, for the T tokens x_TM, (T, M). M = d_model.
+        """Returns the routing that the caller gave to the with-block `routing` around this call.
 
-        Raises RuntimeError outside a block.
+        x_TM: (T, M), the T tokens with M = d_model columns.
+
+        Raises RuntimeError if the call is not inside such a block.
         """
         if self._given is None:
             raise RuntimeError(

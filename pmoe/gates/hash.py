@@ -27,8 +27,9 @@ class HashGate(DrawnGate):
     - How evenly the experts are used depends on how often each id occurs.
 
     Args:
-        seed: any int. Give the layers of a model different seeds; with equal seeds, ids that share an expert
-            in one layer share one in all. The seed is not part of the state dict.
+        seed: any int. Give each layer of a model another seed: with equal seeds, two ids with the same expert
+            in one layer also have the same expert in every other layer. The state dict does not have the
+            seed.
 
     Raises ValueError at the call if token_ids_T is not (T,) int64 on the device of the T tokens.
     """

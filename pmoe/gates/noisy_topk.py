@@ -18,20 +18,21 @@ class NoisyTopKGate(TopKRouter):
     """Chooses the top_k experts with the largest noisy logits H. Ties go to the lowest expert index.
 
     For a token x, H = x weight^T + N(0, 1) * softplus(x noise_weight^T). N(0, 1) is drawn for each token and
-    expert, in training mode only. The weights are Softmax(KeepTopK(H, top_k)), a softmax over the top_k
-    largest.
+    expert, in training mode only. The weights are Softmax(KeepTopK(H, top_k)): a softmax over the top_k
+    largest logits of the token.
 
     weight: parameter (E, M), for E experts. M = d_model.
     noise_weight: parameter (E, M). It starts at 0, as is usual. The standard deviation of the noise is then
         softplus(0) = 0.69 for each token and expert.
 
     Args:
-        normalize: True is the papers' formula. False takes the weights from a softmax of H over all experts.
-            None means True if top_k is above 1, as in `TopKGate`.
+        normalize: True gives the weights above, as in the papers. False takes the weights of the chosen
+            experts from a softmax of H over all experts. None means True if top_k is above 1, as in
+            `TopKGate`.
 
-    The auxiliary loss is `load_balance_loss` on the softmax of H, with its noise, + z_loss_weight *
-    `router_z_loss` of H. So the balance loss also trains noise_weight, as the importance loss of 1701.06538
-    does.
+    The auxiliary loss is the sum of two losses of the noisy logits H: `load_balance_loss` of their softmax,
+    and z_loss_weight * `router_z_loss`. H has the noise in it, so the balance loss also trains noise_weight,
+    as the importance loss of 1701.06538 does.
 
     The noise comes from torch's default generator of the tokens' device. So a seed makes it repeatable, and
     activation checkpointing repeats it.

@@ -37,9 +37,9 @@ class SigmoidGate(TopKRouter):
         normalize: True divides a token's weights by their sum; None means False, as in the papers.
 
     The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. The balance loss gets, as
-    probabilities, a token's sigmoids divided by their sum. With the sigmoids themselves, training could lower
-    the loss by shrinking all of them. (The BASE paper has no such loss: it assigns tokens so that all experts
-    get equally many, which pmoe does not do.)
+    probabilities, a token's sigmoids divided by their sum. Without this division, training could lower the
+    loss by making all sigmoids smaller. (The BASE paper has no auxiliary loss: it assigns the same number of
+    tokens to each expert. pmoe does not do this.)
     """
 
     normalizes = False

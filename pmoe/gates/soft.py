@@ -22,8 +22,8 @@ SHORTEST = 1e-6
 class SoftGate(Gate):
     """Gives each expert mixtures of all tokens, and each token a mixture of all experts' results.
 
-    There are T tokens, and S slots: P for each of E experts. A slot is a mixture of tokens, which its expert
-    gets as a row. Tokens are mixed twice (Eq. 1-3 and section 2.3):
+    There are T tokens, and S slots: P for each of E experts. A slot is a row that its expert computes: a
+    mixture of all tokens. Tokens are mixed twice (Eq. 1-3 and section 2.3):
 
         logits (T, S)           scale * unit(x) unit(phi)^T, where unit divides each row by its length
         input of slot s         sum_t dispatch[t, s] x_t     with dispatch = softmax of the logits over tokens
@@ -36,10 +36,10 @@ class SoftGate(Gate):
 
     Args:
         top_k: is checked and has no other effect, because every token goes to all experts.
-        slots_per_expert: P; None means 1. T / E is usual; then there are as many slots as tokens.
+        slots_per_expert: P; None means 1. Usually P = T / E, so that S = T.
 
-    The routing has a line for each slot: slot s goes to expert s // P. Its routing weight is 1, because
-    `Routing.mix` already has both kinds of weights, dispatch and combine. Nothing is dropped and capacity has
+    The `Routing` lists slots, not tokens: slot s goes to expert s // P, with routing weight 1. The weights
+    dispatch and combine are in `Routing.mix`. Nothing is dropped and capacity has
     no effect. l_aux is 0, because all experts always get P rows. A token of zeros has equal weights for all
     slots.
 
@@ -105,8 +105,8 @@ class SoftGate(Gate):
     def _logits(self, x_TM: Tensor) -> Tensor:
         """Returns the logits of T tokens for S slots (mixtures of tokens), (T, S).
 
-        The products (T, S) are divided by the lengths of tokens and of phi's rows. Dividing the tokens (T, M)
-        instead would read more memory if M = d_model is above S.
+        First x phi^T, (T, S), is computed. Then it is divided by the lengths of the tokens and of phi's rows.
+        To divide the tokens before the product would read more memory if M = d_model is above S.
 
         x_TM: (T, M), the tokens.
         """

@@ -724,10 +724,10 @@ def _rows(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(moe.experts.default)
 def _experts(node: fx.Node) -> Iterator[Combination]:
-    """Yields the one way to cut the experts' computation into parts: each part has its own rows.
+    """Yields the only way to cut the experts' computation into parts: by rows.
 
-    How many rows a part has follows from the routing. Rows, routing weights and row counts therefore have the
-    axis `IRREGULAR`. All parts use the whole parameters.
+    The routing decides how many rows each part has. So the axis that is cut is `IRREGULAR` for rows, routing
+    weights and row counts. The parameters are not cut: each part uses all of them.
     """
     parameters: Sequence[object] = node.args[3]  # type: ignore[assignment]
     yield Combination((*(IRREGULAR,) * 3, *(None for _ in parameters)), (IRREGULAR, IRREGULAR))

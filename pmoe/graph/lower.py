@@ -189,9 +189,12 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
         it reads. At the position of a `Gradient` in the list, this gradient is handed over to autograd.
 
     The new module takes its arguments in one list and empties the list, so that each argument can be freed
-    after its last use. If gradients are handed over, the module returns a generator. For each gradient, it
-    yields the gradient's number and a list that holds the gradient. Its return value has all results.
-    Gradients are in the same lists.
+    after its last use. Without gradients in ``order``, the module returns the list of its results. With
+    gradients, it returns a generator, which works in two steps:
+
+    - For each gradient, it yields the gradient's number and a list with the gradient as its only entry.
+    - At the end, its return value is the list of all results. A gradient's entry is the list that was
+      yielded.
     """
     graph = fx.Graph()
     new = {}

@@ -150,7 +150,10 @@ def _pack_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _pack_backward(ctx: Any, travel: Tensor, stay: Tensor) -> Any:
-    """Returns the gradient of each value: the sum of the gradients of the rows that are its copies."""
+    """Returns the gradients of the values that `pack` copied to rows.
+
+    The gradient of a value is the sum of the gradients of all rows to which it was copied.
+    """
     grad = join(travel, stay, *ctx.saved_tensors, ctx.top_k, ctx.num_values)
     return grad, None, None, None, None, None
 

@@ -6,8 +6,9 @@ The override replaces the routed experts of each MoE block. Names and shapes of 
 so its checkpoints load. torchtitan's ``parallelize`` spreads the weights, and its FSDP2 shards them. Where
 torchtitan compiles blocks, the routed experts are one operator of the graph.
 
-torchtitan has three weights for each expert, and pmoe reads two of them as one stack. So each call makes this
-stack, 2/3 of the weights, and keeps it until backward (`pmoe_experts` says what this means).
+torchtitan has three weights for each expert. pmoe needs two of them, w1 and w3, as one stack. So each call
+copies these two, 2/3 of all weights, into a stack, and keeps it until backward. `pmoe_experts` describes the
+effect on memory.
 
 Tested with torchtitan 0.3.0 on the CPU, on one rank and on two (`tests/convert/on_torchtitan.py`).
 
@@ -43,7 +44,7 @@ __all__ = ["PmoeRoutedExperts", "pmoe_experts"]
 
 
 class PmoeRoutedExperts(RoutedExperts):  # type: ignore[misc]
-    """RoutedExperts of torchtitan that pmoe runs.
+    """torchtitan's RoutedExperts, with pmoe's dispatch, experts and combine.
 
     ep_mesh: the ranks over which the experts are spread; None if this rank holds all.
     """
@@ -95,10 +96,11 @@ def pmoe_experts(config: Any, **options: Any) -> Any:
         `pmoe.layer.run_experts.OPTIONS`.
 
     With ``reshard_after_forward``, FSDP2 frees the weights of a block after its forward pass, but not the
-    stack that pmoe keeps. Full activation checkpointing frees it too, and makes it again in backward.
+    stack of two weights that pmoe keeps. Full activation checkpointing frees the stack, too. Backward then
+    makes it again.
 
-    Raises ValueError if an option is unknown, or the experts are not torchtitan's ``GroupedExperts``, such as
-    those with biases or with quantised products.
+    Raises ValueError if an option is unknown, or if the experts are not torchtitan's ``GroupedExperts``.
+    Experts with biases or with quantised products have other classes.
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
@@ -123,7 +125,7 @@ def _traced(*args: Any, **kwargs: Any) -> Tensor:
 
 @traced_as(_traced)
 def run_routed(module: PmoeRoutedExperts, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    """Returns the output (T, D) of a module's experts, by `pmoe.run_experts`. Collective.
+    """Returns the output (T, D) of a module's experts, computed by `pmoe.run_experts`. Collective.
 
     module: the experts, whose weights may be DTensors.
     x_TD, scores_TK, ids_TK: T tokens, their routing weights, and the numbers of their experts.

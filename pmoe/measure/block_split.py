@@ -221,12 +221,12 @@ def load_divisions(folder: PathLike | None = None) -> DivisionTable:
 def save_divisions(divisions: DivisionTable, folder: PathLike | None = None) -> Path:
     """Merges measurements of one device into the device's file, and returns the file's path.
 
-    Older measurements of the same kernels and layers are replaced. A reader never sees a partly written file,
-    but if two processes write at the same time, the new measurements of one may be lost. If the file exists
-    and cannot be used, it is replaced, with a warning.
+    The new measurements replace those of the same kernels and layers in the file. The others stay. If the
+    file exists but cannot be used, the function warns and replaces it. Nobody can read a half-written file.
+    If two processes write at the same time, the file may lack the new measurements of one of them.
 
-    divisions: the new measurements, all of devices of one name.
-    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
+    divisions: the new measurements. The devices in it all have the same name, which decides the file.
+    folder: the folder of the file. None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
     Raises OSError or RuntimeError if the file cannot be written.
     """

@@ -132,12 +132,13 @@ def transfer(
 ) -> LaneWork:
     """Returns messages or copies as work to be timed in different sizes.
 
-    lane: the queue in which they run: messages or copies.
-    size: bytes of one unit, in which the size of the work is counted.
-    make: a function that takes a number of units, and returns a function that sends or copies these units.
+    lane: the queue in which the messages or copies run.
+    size: bytes that one unit sends or copies. The size of the work is a number of units.
+    make: a function that takes a number of units. It returns a function without arguments that sends or
+        copies this number of units.
     first_bytes: smallest size to try, in bytes.
-    unit_bytes: bytes of memory that one unit takes. None stands for 2 * size: a tensor to read and a tensor
-        to write.
+    unit_bytes: bytes of memory that one unit takes. None stands for 2 * size: half for the tensor that is
+        read, half for the tensor that is written.
     """
     first_units = max(16, first_bytes // size)
     max_units = max(64, MAX_BYTES // size)
@@ -159,9 +160,9 @@ def within_bytes(work: LaneWork, most_bytes: float) -> LaneWork:
 
 
 def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:
-    """Returns all-to-alls as work to be timed: each rank sends equally many elements to every other rank.
+    """Returns all-to-alls as work to be timed.
 
-    The size is counted in units of one element for each other rank.
+    The size of the work is a number of units. With n units, each rank sends n elements to every other rank.
 
     ranks: two or more ranks, which exchange the messages.
     device: the device of the tensors that are sent.
@@ -203,15 +204,16 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
 def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: int) -> Fit:
     """Measures how long work of several sizes takes, and fits the line seconds = alpha + beta * size.
 
-    If the measured points are not close to a line, all sizes are measured once more, and the second result is
-    returned in any case. Caches or noise can make small sizes so cheap that the best line has alpha = 0 or
-    beta = 0. The line from zero through the point of the largest size is then used.
+    If the measured points are not close to a line, all sizes are measured once more. The second result is
+    then returned, even if its points are not close to a line either. Caches or noise can falsify the seconds
+    of small sizes so much that the best line has alpha = 0 or beta = 0. In this case, the line goes through
+    zero and the point of the largest size.
 
     The work may be a collective. So all ranks must call this function together.
 
     bench: runs the work and reads the clock.
     work: the kind of work, such as matrix products or messages.
-    sizes: the sizes, as numbers of units (`LaneWork`). The line's size is in multiply-adds or bytes.
+    sizes: the sizes to measure, in units (`LaneWork`). The line's ``size`` is in multiply-adds or bytes.
     repeats: runs of each size.
     """
     sizes = list(sizes)

@@ -51,8 +51,8 @@ def measure_products(
 ) -> None:
     """Measures, for each product of these experts, whether pmoe's kernels or plain PyTorch is faster.
 
-    ``max_rows`` is rounded up to a power of two. The first call with this number measures, and is collective
-    over ``ranks``. Later calls with the same number do nothing.
+    ``max_rows`` is rounded up to a power of two. The first call with this power of two (and with the same
+    sizes, dtype, device and ranks) measures. It is collective over ``ranks``. Later calls do nothing.
 
     Args:
         experts: the experts of this rank.
@@ -60,9 +60,9 @@ def measure_products(
         dtype: dtype of the rows.
         device: the device that computes.
         max_rows: rows that the rank with the most tokens would receive under even routing.
-        needs_grad: whether a backward pass may follow, which has products of its own.
+        needs_grad: whether a backward pass may follow. If so, its products are measured, too.
 
-    All arguments but ``experts``, and the experts' sizes, must be the same on every rank. Nothing is measured
+    The experts' sizes and all other arguments must be the same on every rank. Nothing is measured
 
     - on the CPU, or while a CUDA graph is captured;
     - in deterministic mode, which must be on for all ranks or for none;
@@ -128,11 +128,12 @@ def slower_kernels(
 def product_requests(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, max_rows: int, *, needs_grad: bool
 ) -> list[ProductRequest]:
-    """Returns the products of these experts to measure; none if pmoe's kernels refuse the dtype or sizes.
+    """Returns the experts' products to measure; an empty list if pmoe's kernels refuse the dtype or sizes.
 
-    max_rows: rows that the rank with the most tokens would receive under even routing. Products are measured
-        with powers of two around this number.
-    needs_grad: whether a backward pass may follow, which has products of its own.
+    Each product is measured with several numbers of rows: powers of two below and above ``max_rows``.
+
+    max_rows: rows that the rank with the most tokens would receive under even routing.
+    needs_grad: whether a backward pass may follow. If so, its products are measured, too.
     """
     if grouped_gemm.layout_problem(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
         return []

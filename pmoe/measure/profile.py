@@ -61,8 +61,8 @@ def load_or_measure(
 ) -> Profile:
     """Returns the stored profile if every rank has a valid one; otherwise measures a profile and stores it.
 
-    Collective; every rank returns the same profile, and rank 0 stores it. Ranks on different kinds of devices
-    measure every time, because their files never agree.
+    Collective; every rank returns the same profile, and rank 0 stores it. The stored profile is valid only
+    for the kind of device of rank 0. So if ranks have different kinds of devices, they measure in every run.
 
     dtype: dtype of the tensors that are multiplied, sent and copied.
     operations: whether the profile must also have the seconds of FSMoE's operations, a product and four

@@ -1,8 +1,8 @@
 """Measures the peak memory of a real step from events of the allocator. The result is exact on CUDA.
 
-On the CPU, allocations of the calling thread are counted. Another thread may free a tensor: gloo's threads
-sometimes free tensors that they have sent. The count shrinks only when the address is allocated again, so the
-measured peak may be too high, but never too low.
+On the CPU, only events of the calling thread are counted. So a tensor that another thread frees still counts,
+until the calling thread allocates memory at its address again. (gloo's threads sometimes free tensors that
+they have sent.) The measured peak may therefore be too high, but never too low.
 """
 
 from __future__ import annotations

@@ -320,16 +320,16 @@ class Tile:
 def tile_order(layer: Arriving) -> list[Tile]:
     """Returns layer 0's tiles in the order in which computing blocks take them (section 3.1.2 and Fig. 5).
 
-    Tiles are sorted by these numbers, in order:
+    An expert's result is a grid of tiles. Tiles are sorted by 1.; those with the same level by 2., and so on:
 
-    1. the level: the distance of the rank whose rows complete the tile. Tiles with only this rank's rows are
-       first;
+    1. the level. Rows of level l come from rank + l; a tile has the highest level among its rows. So tiles
+       with rows of this rank only are first;
     2. the expert;
-    3. the band: 16 neighbouring rows of tiles;
-    4. the column of tiles, then the row of tiles.
+    3. the band: 16 neighbouring rows of the grid;
+    4. the column of the grid, then the row of the grid.
 
-    If the last row of tiles of an expert is not full, these tiles come with the last level, as in
-    cuda/comet/order.h.
+    An expert's last row of tiles may have fewer rows than a tile can hold. It then has the last level of all,
+    as in cuda/comet/order.h.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)

@@ -158,7 +158,11 @@ def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
 
 
 def moe_costs(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> LayerCosts:
-    """Returns the costs of the stages of the MoE layer's forward pass, by the lines of a testbed."""
+    """Returns what each stage of the MoE layer's forward pass costs, from the testbed's measured lines.
+
+    layer: sizes of the layer.
+    testbed: the cluster. It has a line alpha + beta * size for the seconds of each operation.
+    """
     bytes_of_node = layer.rows * layer.M * ELEMENT_SIZE
     products = num_products(layer)
     gemm = testbed.expert_gemm

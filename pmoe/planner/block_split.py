@@ -124,12 +124,10 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a layer, without the name of one of its kernels.
+    """Returns the sizes of a layer, without the name of a kernel: the key of measured seconds of layers.
 
-    Measured seconds of whole layers are stored under this key.
-
-    sizes: sizes of the layer, or of one of its four kernels (dispatch and combine, forward and backward). The
-        result is the same for all of these.
+    sizes: sizes of the layer, or of one of its four kernels (dispatch and combine, forward and backward),
+        which also have the kernel's name. The result is the same for all five.
     """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 

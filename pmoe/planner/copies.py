@@ -296,10 +296,11 @@ class _Search:
     def best(self, largest: int) -> tuple[Moves, int]:
         """Returns the best copies that the search found, and the largest time of a rank with these copies.
 
-        The search tries target times, between a lower bound and the time without copies. If an attempt fails,
-        some rows are left on ranks that exceed the target. The next target is longer by about the number of
-        these rows, divided by the number of ranks. The search ends when the shortest target that succeeded
-        and the longest target that failed are close enough.
+        A target is a time, in rows, that no rank may exceed. The search tries targets between a lower bound
+        and the time without copies. A target fails if, even with copies, some ranks have more rows than the
+        target allows. The next target is then longer, by about the number of these surplus rows divided by
+        the number of ranks. The search ends when the shortest target that succeeded is close to the longest
+        that failed.
 
         largest: the largest time of a rank without copies, in rows.
         """

@@ -1,18 +1,19 @@
 """Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with fewer trials.
 
-Each trial costs a training step. So an n is tried only if it may be the fastest, judged by earlier results. A
-`GranularityTable` holds these results: ranges of B, each with its fastest n. For a new B, these n are tried:
+Each trial takes the time of a training step. So an n is tried only if earlier results do not exclude it as
+the fastest. A `GranularityTable` holds these results: ranges of B, each with its fastest n. For a B that is
+in no range, these n are tried:
 
     B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
     B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
     no range yet             every n
 
 If the rates of the machine were measured (a profile), the seconds of each n are predicted. An n is left out
-if its prediction is more than NEAR times that of the fastest n. After the trials, further n are tried in
-these cases:
+if it is predicted to take more than NEAR times the seconds of the n that is predicted to be the fastest.
+After the trials, further n are tried in these cases:
 
-    the measurements show                                  further n
-    the smallest or largest n is faster than the others    the next n beyond it
+    the trials show                                        further n
+    the smallest or largest n tried is the fastest         the next smaller or the next larger n
     forward is fastest with another n than backward        this pair of n, one for each pass
     measured and predicted seconds are far apart           all n that were left out by the prediction
 

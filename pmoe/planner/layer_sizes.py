@@ -165,7 +165,8 @@ class LayerSizes:
     def gradient_multiply_adds(self) -> int:
         """Multiply-adds that the weight gradients take for each row.
 
-        0 if the experts are frozen. If only an adapter is trained, each of its matrices needs two products.
+        The result is 0 if the experts are frozen. If only a low-rank adapter of the experts is trained, two
+        products are counted for each of its matrices.
         """
         columns = self.columns
         widths = columns.hidden + columns.scratch

@@ -227,11 +227,15 @@ class AroundLatent(NamedTuple):
 def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> AroundLatent:
     """Returns the bytes that a layer with d_latent holds outside the pass.
 
-    The up-projection saves the pass's output, and backward may copy the projected tokens again. A shared
-    expert is computed after the pass, and differentiated before it. Autograd saves the shared expert's hidden
-    activation several times: before the nonlinearity (in float32 at least), after the nonlinearity, and, if
-    the expert is gated, between its two factors. If a shared gate scales the shared expert's output, autograd
-    saves this output too.
+    Autograd saves these tensors outside the pass:
+
+    - the pass's output, for the up-projection;
+    - the tokens after the down-projection, if backward copies them to rows again;
+    - the shared expert's hidden activation before the nonlinearity, in float32 or wider, and after it. If the
+      expert is gated, also the activated gate projection, before it is multiplied by the up projection;
+    - the shared expert's output, if a shared gate scales it.
+
+    A shared expert is computed after the forward pass, and differentiated before the backward pass.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.

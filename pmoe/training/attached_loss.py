@@ -1,11 +1,12 @@
 """Losses that are differentiated with a tensor, and a warning if a program drops that tensor.
 
-A loss has no gradients if the tensor that `AttachedLosses.attach` returns is not part of what is
-differentiated. Nothing else would show this mistake. So each loss has a record in the autograd graph:
+`AttachedLosses.attach` returns a tensor. If a program does not use this tensor in the loss that it
+differentiates, the attached loss has no gradients, and no error shows the mistake. So each attached loss has
+a record in the autograd graph:
 
-    the backward pass reaches it          the loss was differentiated
-    the graph is freed before             the record counts itself in a list
-    next attach, or optimizer step        a warning, if the list is not empty
+    backward reaches the record                 the loss was differentiated
+    the graph is freed without such a backward  the record adds an entry to a list
+    next `attach`, or next optimizer step       a warning, if the list has entries
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pmoe.warn import warn_once
 
 
 class _Record:
-    """The record of one loss in the autograd graph, which is freed together with the graph.
+    """The record of one loss in the autograd graph. The record is freed together with the graph.
 
     unused: the list that gets an entry if the loss was never differentiated.
     """
@@ -37,7 +38,7 @@ class _Record:
 
 
 class _Attached(torch.autograd.Function):
-    """The identity of a tensor of any shape, whose backward pass also differentiates a scalar."""
+    """Returns a tensor of any shape unchanged; its backward pass also differentiates a scalar."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, record: _Record) -> Tensor:
@@ -54,8 +55,8 @@ class _Attached(torch.autograd.Function):
 class AttachedLosses:
     """Attaches losses to tensors, and warns if a loss was never differentiated.
 
-    The warning is issued by this rank alone. It raises no error, because the other ranks may be waiting for
-    this one in a collective.
+    Only the rank with such a loss warns. It raises no error, because the other ranks may be waiting for it in
+    a collective.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class AttachedLosses:
         self._handle: RemovableHandle | None = None
 
     def attach(self, y: Tensor, loss: Tensor) -> Tensor:
-        """Returns ``y`` with the same values, whose backward pass also differentiates ``loss``.
+        """Returns a tensor with the values of ``y``. Its backward pass also differentiates ``loss``.
 
         y: of any shape.
         loss: a scalar.

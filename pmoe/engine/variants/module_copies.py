@@ -1,8 +1,10 @@
 """Forward and backward passes with copies of busy experts that are a user's modules (``balance``).
 
-The passes are those of `pmoe.engine.variants.copies`. Two things differ. The numbers that are sent are an
-expert's parameters and buffers (`pmoe.experts.copied_modules`), and the pass has one tensor for each
-parameter of each own expert, where stacked experts have one for all experts of the rank.
+The passes are those of `pmoe.engine.variants.copies`, except for two things:
+
+- A copy is made from the parameters and the buffers of an expert (`pmoe.experts.copied_modules`).
+- Each expert has its own tensor for each of its parameters. Stacked experts have one tensor for a parameter
+  of all experts of the rank.
 
 Letters: C copies that this rank hosts, Q parameters of an expert.
 """
@@ -56,7 +58,7 @@ class ModuleCopiesBackward(_WithModuleCopies, CopiesBackward):
 
     @functools.cached_property
     def trained(self) -> list[int]:
-        """The numbers, among an expert's parameters, of those whose gradients are sent to owners."""
+        """The numbers of an expert's trained parameters: their gradients are sent to its owner."""
         return [at for at, is_trained in enumerate(self.hosted.trained) if is_trained]
 
     def gradient_shapes(self) -> list[torch.Size]:
@@ -76,7 +78,7 @@ class ModuleCopiesBackward(_WithModuleCopies, CopiesBackward):
 
     @functools.cached_property
     def places_of_parameters(self) -> dict[int, int]:
-        """The place of each parameter, by its id, among the pass's ``parameters``."""
+        """The index of each parameter in the pass's ``parameters``; the keys are ``id(parameter)``."""
         return {id(value): at for at, value in enumerate(self.plan.modules.experts.parameters())}
 
     def add_to_expert(self, place: int, gradients: Sequence[Tensor]) -> None:

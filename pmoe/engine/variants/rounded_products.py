@@ -1,6 +1,7 @@
 """Passes whose experts round the operands of their products to float8 (MoELayer's ``products``).
 
-The tasks of a pass stay the same. Only its experts are others: `pmoe.experts.rounded_products`.
+A pass has the same tasks as without rounding. It runs them with the experts of
+`pmoe.experts.rounded_products`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class RoundingPass(Pass):
     experts: Experts
 
     def take_rounding_experts(self) -> None:
-        """Sets the experts with which the pass computes. Raises ValueError if rows have too wide a dtype."""
+        """Sets the experts of the pass to experts that round.
+
+        Raises ValueError if the rows' dtype must not be rounded (`check_products`).
+        """
         modules = self.plan.modules
         assert modules.products is not None and isinstance(modules.experts, StackedExperts)
         check_products(modules.products, self.source_TM.dtype)

@@ -1,14 +1,15 @@
 """`spread_adapters`: PEFT's LoRA trains a model of transformers whose experts are spread over ranks.
 
-PEFT adds adapters after transformers has spread a model. So nothing reduces their gradients over ranks, and
-an adapter of experts (``target_parameters``) does not fit the part of the experts that a rank holds:
+PEFT adds adapters after transformers has spread a model. So neither transformers nor PEFT reduces the
+gradients of adapters over ranks. And an adapter of experts (``target_parameters``) has factors for all
+experts, although a rank holds only some of them:
 
     experts.gate_up_proj             E_local of E experts        transformers spreads these over ranks
     ParamWrapper.lora_A, lora_B      factors for all E experts   PEFT holds these on every rank
 
-Here a wrapper of PEFT gets another class, `SpreadParamWrapper`. It hands the factors of this rank's experts
-to the call of the experts, which adds them to the weights. PEFT still holds all factors on every rank, so it
-saves and loads adapters as it does on one rank.
+So `spread_adapters` changes the class of PEFT's wrappers to `SpreadParamWrapper`. This class passes the
+factors of this rank's experts to the call of the experts. The call adds the product of the factors to the
+weights. PEFT still holds all factors on every rank, so it saves and loads adapters as it does on one rank.
 
 Letters: E experts of all ranks, E_local of this rank, R rank of an adapter, I and O dimensions of a weight.
 """
@@ -63,9 +64,9 @@ class SpreadParamWrapper(ParamWrapper):
 
     @contextmanager
     def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
-        """A context in which the experts add the factors of the active adapters to their weight.
+        """A context in which the experts add the active adapters to their weight.
 
-        PEFT would compute the sum here, before FSDP2 has gathered the weight.
+        PEFT's own method would add them here, before FSDP2 has gathered the weight.
         """
         names = [name for name in active_adapters if name in self.lora_A]
         experts: Any = self.get_base_layer()
@@ -87,12 +88,12 @@ def spread_adapters(model: nn.Module) -> nn.Module:
     Call it after ``get_peft_model`` or ``PeftModel.from_pretrained``, and again after an adapter was added.
 
     - Adapters of experts (``target_parameters``) apply to the experts that this rank holds.
-    - All adapters get rank 0's values, because ranks draw random values by themselves.
-    - In each backward pass, gradients of adapters are averaged over the batches of all ranks, like FSDP2
-      averages those of the model.
+    - All adapters get rank 0's values, because each rank has drawn its own random values.
+    - In each backward pass, gradients of adapters are averaged over the batches of all ranks, as FSDP2
+      averages gradients of the model.
 
     The losses and gradients equal those of one rank with all batches. PEFT saves and loads adapters as on one
-    rank. A model that transformers has not spread over ranks (``distributed_config``) stays as it is.
+    rank. If transformers has not spread the model over ranks (``distributed_config``), nothing is changed.
 
     model: a PeftModel, or a model of transformers with adapters. It is changed.
 
@@ -152,7 +153,7 @@ def _parameters_of(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _check_wrapper(name: str, wrapper: Any, spread: Any) -> None:
-    """Raises ValueError if the parameter that a ParamWrapper adapts is no weight of experts that pmoe runs.
+    """Raises ValueError if a ParamWrapper adapts a parameter that is no weight of experts run by pmoe.
 
     name, wrapper: the ParamWrapper, and its name in the model.
     spread: the model of transformers.
@@ -187,8 +188,10 @@ def _check_same(adapters: set[str]) -> None:
 def _share(parameter: nn.Parameter, groups: Sequence[Any], num_batches: int) -> None:
     """Gives a parameter the first rank's value, and reduces its gradients from now on. Collective.
 
-    parameter: a parameter of any shape. A DTensor is one of tensor parallelism, of which ranks have parts.
-    groups: process groups, over which gradients are summed one after the other. They hold the same part.
+    parameter: a parameter of any shape. With tensor parallelism it may be a DTensor, of which each rank has a
+        part.
+    groups: process groups. Gradients are summed over the first group, then over the next, and so on. The
+        ranks of a group hold the same part of the parameter.
     num_batches: the number by which the sum is divided.
     """
     holders = groups if isinstance(parameter, DTensor) else [dist.group.WORLD]

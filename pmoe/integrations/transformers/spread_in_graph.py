@@ -1,8 +1,8 @@
 """The experts of a transformers model on several ranks, as one operator in graphs of torch.compile.
 
-transformers replaces the parameters of an experts module by this rank's parts for the time of a call, while
-torch.compile traces it. When the operator runs, the module has its own parameters again, so the operator
-replaces them once more.
+During a call, transformers replaces the parameters of an experts module by this rank's parts. In a compiled
+model, it does so only while torch.compile traces the call. Later, when the operator runs, the module has its
+own parameters again. So the operator replaces them itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _run_in_graph(
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Runs an experts module that has its own parameters. Returns a list with its output."""
+    """Replaces a module's parameters by this rank's parts, and runs it. Returns a list with its output."""
     hidden_states, top_k_index, top_k_weights = inputs
     assert hidden_states is not None and top_k_index is not None and top_k_weights is not None
     style: Any = EpDispatchExpertsParallel()  # whose methods have no types

@@ -5,12 +5,12 @@ b is at byte
 
     16 * (r % 32) + 4 * (r // 32) + b
 
-so that the four scales of a row are adjacent, and rows 0, 32, 64 and 96 share 16 bytes. Tiles follow each
-other along the blocks first. Rows and blocks are filled up to whole tiles with zeros. The rows of each expert
-begin a new tile:
+So the four scales of a row are adjacent, and rows 0, 32, 64 and 96 share 16 bytes. The tiles of the same rows
+follow each other, then come the tiles of the next 128 rows. Rows and blocks are padded with zeros to whole
+tiles. The rows of each expert begin a new tile:
 
     rows          expert 0: 130 rows         | expert 1: 0 rows | expert 2: 5 rows
-    rows filled   130 -> 256, tiles 0 and 1  | none             | 5 -> 128, tile 2
+    rows padded   130 -> 256, tiles 0 and 1  | none             | 5 -> 128, tile 2
 
 Letters: N rows, E experts, R rows of a matrix, B blocks of 32 columns of a row.
 """
@@ -36,11 +36,11 @@ def filled(count: int, multiple: int) -> int:
 
 
 def in_tiles(scales: Tensor) -> Tensor:
-    """Returns the scales of one or several matrices in the order of tiles, each matrix from a new tile on.
+    """Returns the scales of matrices in the order of tiles. Each matrix begins a new tile.
 
     scales: (..., R, B), of one byte each.
 
-    Returns (..., R filled up to a multiple of 128, times B filled up to a multiple of 4).
+    The result is (..., numbers): R rounded up to a multiple of 128, times B rounded up to a multiple of 4.
     """
     num_rows, num_blocks = scales.shape[-2:]
     whole = pad(
@@ -63,7 +63,7 @@ def rows_in_tiles(scales_NB: Tensor, counts: Sequence[int], ends_E: Tensor) -> T
     counts: the numbers of rows of E experts.
     ends_E: (E,) int32, their running sum, on the device of the scales.
 
-    Returns (rows filled up for each expert, B filled up to a multiple of 4).
+    The result has each expert's rows rounded up to a multiple of 128, and B rounded up to a multiple of 4.
     """
     num_rows, num_blocks = scales_NB.shape
     total = sum(filled(count, TILE_ROWS) for count in counts)

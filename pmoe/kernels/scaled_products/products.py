@@ -4,8 +4,9 @@ For rows sorted by expert, both compute
 
     out = restored(rows) @ restored(matrix[e])^T    for the rows of each expert e
 
-with sums in float32. The second way is the definition. It runs on every device. On a GPU it is slow, because
-float32 products are, and pmoe warns once for each reason why torch's product cannot be taken.
+with sums in float32. The second way, from restored values, is the definition, and runs on every device. On a
+GPU it is slow, because it multiplies in float32. pmoe then warns once for each reason why torch's product
+cannot be used.
 
 Letters: N rows, E experts, K columns that a product sums over, O columns of its result.
 """
@@ -70,8 +71,8 @@ class ScaledRequest:
 def refusals(request: ScaledRequest) -> list[str]:
     """Returns why torch's scaled_grouped_mm cannot compute a product; an empty list if it can.
 
-    These are the conditions of torch 2.13's own checks, and two more: it has no row-wise kernel that runs on
-    Blackwell, and it takes blocks of 32 columns only if they divide the columns.
+    The conditions are those that torch 2.13 checks itself, and two more: torch has no kernel for "e4m3" (a
+    scale for each row) on Blackwell, and "mxfp8" needs a number of columns that is a multiple of 32.
     """
     if request.device_type != "cuda":
         return [f"device {request.device_type}: torch has no scaled_grouped_mm for it"]
@@ -169,9 +170,9 @@ def launch_scaled(
 ) -> Tensor:
     """Computes rows matrix[e]^T for the rows of each expert e by one launch of torch's kernel.
 
-    Returns (N, O) bfloat16. The arguments are those of `scaled_product`. Row offsets need no padding, because
-    each row begins at a multiple of 16 bytes. For "mxfp8", the scales of each expert's rows are filled up to
-    128 rows.
+    Returns (N, O) bfloat16. The arguments are those of `scaled_product`. The kernel needs every expert's
+    first row at a multiple of 16 bytes. Every row begins at one, so no rows are padded. For "mxfp8", the
+    scales of each expert are padded to a multiple of 128 rows.
     """
     recipe = {"e4m3": F.ScalingType.RowWise, "mxfp8": F.ScalingType.BlockWise1x32}[products]
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if products == "mxfp8" else F.SwizzleType.NO_SWIZZLE

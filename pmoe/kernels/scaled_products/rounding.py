@@ -1,12 +1,12 @@
 """Rounds matrices to e4m3 numbers with scales, and restores the values of rounded matrices.
 
     scale = max(largest absolute value of the block / 448, 2**-126)     "e4m3"; a block is a row
-    scale = the smallest power of two that is at least as large         "mxfp8"; a block is 32 columns
+    scale = the smallest power of two >= the "e4m3" formula             "mxfp8"; a block is 32 columns
     number = value / scale, computed in float32 and rounded once to e4m3
     restored value = number * scale, in float32
 
-So no number exceeds 448. A block of zeros stays zeros. A block with an Inf or a NaN becomes NaN as a whole,
-because its scale is Inf or NaN: a value that is not finite is never hidden.
+So no number exceeds 448. A block of zeros stays zeros. If a block has an Inf or a NaN, its scale is Inf or
+NaN, and the whole block becomes NaN. So rounding never hides a value that is not finite.
 
 Letters: R rows of K columns, B = ceil(K / 32) blocks of a row.
 """
@@ -43,7 +43,7 @@ class Rounded:
     scales: Tensor
 
     def select(self, rows: slice | int) -> Rounded:
-        """Returns the rows of a slice; or, of several matrices, the matrix with an index."""
+        """Returns a slice of the rows; for several matrices, the matrix with an index or a slice of them."""
         return Rounded(self.numbers[rows], self.scales[rows])
 
 
@@ -81,11 +81,11 @@ def restored(products: ProductsName, matrix: Rounded) -> Tensor:
 
 
 def power_of_two(values: Tensor) -> Tensor:
-    """Returns for each value the smallest power of two that is not smaller, as e8m0.
+    """Returns, for each value, the smallest power of two that is at least the value, as e8m0.
 
     Inf and NaN become NaN, the only e8m0 that is no power of two.
 
-    values: float32, positive and no denormal numbers.
+    values: float32, positive, and not denormal.
     """
     # The exponent is in bits 23 to 30. Adding all ones of the mantissa carries into it, unless the mantissa
     # is zero, so the value is rounded up. The exponent of Inf and NaN is 255, and may become 256.

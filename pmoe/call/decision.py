@@ -171,13 +171,16 @@ class Decision:
 class BalanceReport:
     """The record of what copies of busy experts did in a call. It is the same on every rank.
 
-    before        rows of the busiest rank divided by the mean of all ranks, if there were no copies
-    after         the same with the copies, as planned; equal to ``before`` if there are none
-    copies        number of copies, all ranks together
-    weight_bytes  bytes of the copies' weights that are sent before the call; 0 if the ranks have them from
-                  an earlier call. Two later messages of training are not included. The gradients that are
-                  sent back have as many bytes. The weights are sent a second time if memory_reuse sends
-                  the experts' inputs again
+    before        rows of the busiest rank divided by the mean over ranks, as it would be without copies
+    after         the same ratio with the copies, as planned; equal to ``before`` if there are no copies
+    copies        number of copies on all ranks together
+    weight_bytes  bytes of the copies' weights that the ranks send before the call, all ranks together; 0 if
+                  the ranks kept these weights from an earlier call
+
+    In training the ranks send two more things, which weight_bytes does not count:
+
+    - the gradients of the copies' weights, which have as many bytes as the weights;
+    - the weights a second time, in backward, if memory_reuse sends the experts' inputs again.
     """
 
     before: float

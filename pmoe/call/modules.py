@@ -386,11 +386,13 @@ class LayerModules(PassModules):
 
 
 def _as_computed(parameter: Any) -> Tensor:
-    """Returns a tensor with the dtype and device that this rank's part of a DTensor has when it computes.
+    """Returns a tensor with the dtype and device that a DTensor's values have while the layer runs.
 
-    FSDP2 with a CPUOffloadPolicy keeps the part on the host, and gathers parameters on the mesh's device. The
-    result is then an empty tensor on the mesh's device. Otherwise the result is the part itself, of any
-    shape.
+    Usually the result is this rank's part of the DTensor, of any shape. FSDP2 with a CPUOffloadPolicy keeps
+    this part on the host, and gathers the values on the mesh's device for a call. The result is then an empty
+    tensor on the mesh's device.
+
+    parameter: the DTensor.
     """
     local = local_part(parameter)
     device_type = parameter.device_mesh.device_type

@@ -57,8 +57,9 @@ class Replay:
         x_TM: (T, M), the layer's input: T tokens, M = d_model.
         decide: runs the gate. Returns tensors, in dataclasses and tuples nested in any way.
 
-        Unlike values of `once`, tensors of the routing may need gradients. In a recomputation they have the
-        same requires_grad as in the forward pass but no graph: gradients go through the gate's graph of the
+        The tensors of the routing may need gradients; the values of `once` never do. Gradients reach the gate
+        through the graph that it made in the forward pass. In a recomputation the gate does not run, and the
+        returned tensors are not connected to that graph. They only have the same requires_grad as in the
         forward pass.
         """
         return decide()

@@ -163,7 +163,8 @@ class Marker(MoE):  # type: ignore[misc]
 
         use_data_before_expert_parallel_: DeepSpeed's setting of that name.
 
-        Raises ValueError if the setting is True, because the groups of the layers have the order of False.
+        Raises ValueError if the setting is True. DeepSpeed would then spread experts over ranks that are not
+        consecutive, but `group` has made groups of consecutive ranks.
         """
         if use_data_before_expert_parallel_:
             raise ValueError(

@@ -437,15 +437,20 @@ def _over_ranks(
 
 
 def _marks(layer: MoELayer) -> list[int]:
-    """Returns short digests of a layer's parameters, which ranks compare to find out if values are equal.
+    """Returns short digests of a layer's parameters. Ranks compare them to find mistakes.
 
-    The first digest is for the experts. The others are for the modules in `DENSE`, which must be the same on
-    all ranks: gate, shared expert, its gate, and callbacks.
+        first digest     the experts: a mistake if all ranks have the same values
+        other digests    the parts in `DENSE`, such as the gate: a mistake if values differ between ranks
 
-    A digest has 20 bits, because ranks compare digests by their sums and sums of squares, and the squares
-    must be exact in float64. Some values need no comparison, because neither equal nor different values would
-    be a mistake: the experts of a layer in which ranks may have equal experts, and all parts of a layer that
-    is not shared between ranks. Their digest is 0, and the values are not read.
+    In two cases neither equal nor different values show a mistake. The digest is then 0, and no values are
+    read:
+
+    - for the experts, if the ranks last found them equal, or have not compared them yet;
+    - for the parts in `DENSE`, if the layer is on a single rank and was not parallelized, because each rank
+      may then have a model of its own.
+
+    A digest has 20 bits. Ranks compare digests by their sums and sums of squares, and a square must be exact
+    in float64.
     """
     modules = layer.layer_modules
     texts = [sampled(modules.experts) if modules.cache.differed else ""]

@@ -48,9 +48,10 @@ class FewRowCounts:
 
 
 def last_call(index_TK: Tensor, num_experts: int, x_TM: Tensor) -> LastCall:
-    """Returns the record of a small call that ran without the layer, for the layer's statistics.
+    """Returns the record of a small call that `run_experts` has computed without running the layer.
 
-    The call was made without gradients.
+    The caller stores the record in the layer. The layer's statistics then show the call as if the layer had
+    run it. The call had no gradients.
 
     index_TK: (T, K) integers, the K experts of each of T tokens; E means no expert.
     num_experts: E.

@@ -182,16 +182,17 @@ def _is_counted(choice: Choice, counts: RankCounts) -> bool:
 def _of_choice(
     modules: LayerModules, sizes: LayerSizes, num_tokens: int, counts: RankCounts | None, choice: Choice
 ) -> PredictedMemory:
-    """Predicts the memory of one choice of the numbers of chunks and of the restore pair.
+    """Predicts the memory that a call takes with one `Choice`: numbers of chunks and a restore pair.
 
     modules: the layer's modules and options.
     sizes: sizes of the layer.
     num_tokens: number of this rank's tokens.
-    counts: row counts of a batch; None predicts an upper bound for any routing.
-    choice: the number of chunks of forward and of backward, and what is kept for backward.
+    counts: row counts of a batch, for each of F bins (equal parts of the batch). None predicts an upper bound
+        for any routing.
+    choice: the number of chunks of forward and of backward, and the restore pair (how backward gets the
+        experts' input and hidden activation).
 
-    Raises ValueError if a number of chunks does not divide the number of equal parts of the batch in which
-    ``counts`` were counted.
+    Raises ValueError if F is not a multiple of both numbers of chunks. Each chunk must consist of whole bins.
     """
     sizes = replace(sizes, rotates=sizes.rotates or choice.rearranged)
     counted = choice.degrees if modules.options.solves else modules.options.degrees

@@ -158,13 +158,15 @@ def sort_rows(
 
 
 def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
-    """Returns the chunk of each (token, choice) pair, (T * K,) int64; None if there is only one chunk.
+    """Returns the chunk of each (token, choice) pair; None if there is only one chunk.
 
-    expert_TK: (T, K) for T tokens with K choices each, or (S, 1) for S pairs of tokens that have different
-        numbers of experts. Only its shape and device are used.
+    The result is (T * K,) int64, or (S,) if tokens have different numbers of experts.
+
+    expert_TK: (T, K) for T tokens with K choices each. If tokens have different numbers of experts: (S, 1),
+        one row for each of the S (token, choice) pairs. Only its shape and device are used.
     n: number of chunks.
-    tokens: the token of each line of expert_TK, if tokens have different numbers of experts; None if line t
-        is token t.
+    tokens: the token to which each row of expert_TK belongs, if tokens have different numbers of experts.
+        None if row t belongs to token t.
     """
     if n == 1:
         return None

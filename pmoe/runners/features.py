@@ -12,10 +12,11 @@ from collections.abc import Iterable
 
 
 class Feature(str, enum.Enum):
-    """A property of a layer that a layer with default options does not have.
+    """A property that layers with default options do not have, such as a shared expert.
 
-    The value of a feature is the reason, in error messages and warnings, why a runner or prediction does not
-    take the layer. Names in braces stand for values of the layer's options.
+    The value of each member is a text for error messages and warnings: the reason why a runner or a
+    prediction refuses a layer with this feature. A name in braces, such as {wire}, stands for the value of
+    that option.
     """
 
     RANKS = "rows travel between ranks"

@@ -18,20 +18,21 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenColumns:
-    """Columns of the tensors that experts hold for each row between their two products.
+    """Widths, in columns, of the tensors that experts need between their two products.
 
-    T_M is the hidden activation before the nonlinearity. The "activated hidden" is T_M after the
-    nonlinearity. All fields are 0 if the experts, such as a user's own modules, do not say how many columns
-    they need.
+    T_M is the hidden activation before the nonlinearity. The "activated hidden" is the hidden activation
+    after the nonlinearity. Experts that do not know their widths, such as a user's own modules, have 0 in all
+    fields.
 
-    hidden: columns of T_M and of its gradient.
-    active: columns of a buffer for the activated hidden, if T_M may be overwritten. 0 if the experts then
-        write the activated hidden over T_M.
-    scratch: columns of a buffer for the activated hidden, if T_M must not be overwritten.
-    scratch_rows: rows of a block. Backward computes some products for one block of rows at a time.
-    staged: columns of the widest product that is computed in temporary memory and then copied to its buffer.
-    graph: the most columns, of all tensors together, that autograd holds while it differentiates a block.
-    adapter: columns of the result of an adapter's first matrix, its rank; 0 without adapters.
+    hidden: width of T_M and of T_M's gradient.
+    active: width of the buffer for the activated hidden in passes that may overwrite T_M; 0 if such a pass
+        needs no buffer, because it writes the activated hidden over T_M.
+    scratch: width of the buffer for the activated hidden in passes that must not overwrite T_M.
+    scratch_rows: no width, but the number of rows of a block. Backward computes some products block by block.
+    staged: width of the widest product that is computed in temporary memory and then copied to its buffer.
+    graph: sum of the widths of the tensors that autograd holds at once while it differentiates a block.
+    adapter: width of the product of a row and an adapter's first matrix: the adapter's rank; 0 without
+        adapters.
     """
 
     hidden: int = 0
@@ -159,10 +160,14 @@ class BufferSizes:
         return rows, width
 
     def _rows_in_slots(self, name: str, rows: Sequence[int]) -> Sequence[int]:
-        """Returns how many rows of each chunk lie in a ring slot: rows of T_DI, or of a copy that is sorted.
+        """Returns ``rows`` with 0 for each chunk that needs no ring slot for the buffer ``name``.
 
-        name: "T_DI", or a name that ends with "_sorted". A sorted copy exists only if rows must be sorted.
-        rows: the rows of each chunk.
+        name: the buffer:
+
+            "T_DI"              0 for chunks whose rows stay in the memory in which they arrive
+            ends in "_sorted"   a sorted copy of rows: 0 for chunks whose rows need not be sorted
+
+        rows: the number of rows of each chunk.
         """
         if name == "T_DI":
             return tuple(0 if self.stays_as_it_arrives(i) else number for i, number in enumerate(rows))

@@ -189,13 +189,17 @@ class Schedule:
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
-        """The tasks of other lanes for which a lane must wait before it starts a task, by the task's name.
+        """Maps each task's name to the tasks of other lanes for which its lane must still wait.
 
-        These are the task's ``waits`` without those that have certainly ended by then, because another
-        awaited task, or a task before this one in its own lane, comes after them.
+        These are tasks that the task's ``waits`` names. A task X in ``waits`` is left out in three cases:
 
-        Example: S0 and S1 run in one lane, and task C of another lane needs both. C waits for S1 only, which
-        ends after S0. If the task before C in C's lane has waited for S1, C waits for nothing.
+        - X is in the same lane, which runs its tasks in order.
+        - Another task in ``waits`` certainly runs after X.
+        - An earlier task of the same lane certainly runs after X.
+
+        Example: S0 and S1 run in one lane, in this order. Task C of another lane has both in ``waits``. C's
+        lane waits for S1 only, because S1 runs after S0. If an earlier task in C's lane has already waited
+        for S1, the lane waits for nothing before C.
         """
         place = {task.name: place for place, task in enumerate(self.tasks)}
         # For each lane, and for each task when it ends: the last task of every lane that has surely ended.
@@ -276,11 +280,16 @@ class Schedule:
 
     @functools.cached_property
     def halves(self) -> tuple[Schedule, Schedule]:
-        """Two schedules made from this one: all tasks but W, LW and XW (gradients of parameters), and these.
+        """This schedule divided into two: one without and one with the gradients of parameters.
 
-        A task that waited for a task X of the other schedule now waits for the tasks of its own schedule for
-        which X waited. A schedule with ring slots (memory that chunks use in turn) cannot be divided, because
-        the next chunk overwrites the tensors that W reads.
+        The second schedule has the tasks W, LW and XW, which compute gradients of parameters. The first one
+        has all other tasks.
+
+        No task can wait for a task of the other schedule. If X is in the other schedule, a task that waited
+        for X now waits for the tasks of its own schedule for which X waited.
+
+        A schedule with ring slots (memory that chunks use in turn) cannot be divided, because the next chunk
+        would overwrite tensors before W reads them.
         """
         assert not self.slots
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.SHARED_WGRAD)

@@ -38,7 +38,10 @@ class _Record:
 
 
 class _Attached(torch.autograd.Function):
-    """Returns a tensor of any shape unchanged; its backward pass also differentiates a scalar."""
+    """Returns a copy of a tensor of any shape, so that backward also differentiates a scalar loss.
+
+    In backward the tensor gets the gradient of the copy, and the loss gets the gradient 1.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, record: _Record) -> Tensor:

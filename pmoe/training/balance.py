@@ -1,18 +1,22 @@
 """Load-balance losses that do not depend on how a step is divided over ranks and micro-batches.
 
-The load-balance loss of a layer with E experts is E * sum_e f_e * P_e. f_e is the fraction of all choices (K
-for each token) that fell on expert e. P_e is the mean over tokens of e's share in the token's scores.
-`MoELayer.l_aux` computes both for one call of one rank. `BalanceLoss` computes both for a sequence, for the
-global batch of a step, or f_e for a window of earlier steps:
+The load-balance loss of a layer with E experts is E * sum_e f_e * P_e:
 
-    over          f_e is computed over                       P_e is the mean over
+    f_e    the fraction of choices that fell on expert e; each token makes K choices
+    P_e    the mean over tokens of p_e. For one token, p_e is the score of expert e divided by the sum of the
+           scores of all experts
+
+`MoELayer.l_aux` takes f_e and P_e from the tokens of one call on one rank. `BalanceLoss` takes them from
+other tokens, which its argument ``over`` names:
+
+    over          f_e from                                   P_e from
     "sequence"    a sequence (DeepSeek-V3, Eq. 17-20)        the same sequence; the losses are then averaged
     "batch"       all tokens of a step (arXiv 2501.11873)    all tokens of the step
-    "window"      all tokens of the last steps               all tokens of the step
+    "window"      all tokens of some earlier steps           all tokens of the present step
 
-The loss of a step is a sum over its parts, such as the micro-batches of each rank. To compute its summand, a
-part needs some numbers of the whole step, the `StepTotals`. The summands add up to the loss that one rank
-would compute for the whole step.
+A step may have several parts: the micro-batches of each rank. Each part computes a loss of its own, and these
+losses add up to the loss that one rank would compute for the whole step. For this, a part needs some totals
+of the whole step (`StepTotals`), such as the number of all tokens.
 
 Letters: T tokens of a call, K experts of a token, E experts of a layer, B sequences.
 """

@@ -123,7 +123,13 @@ class _Form:
         return [key.removesuffix(".weight") for key in keys]
 
     def keys(self, layer: str, weight: str, letter: str, rename: Rename | None) -> list[str]:
-        """Returns the names in the file of the matrices "A" or "B" of a weight of a layer."""
+        """Returns the names under which the file stores the matrices A, or B, of one weight.
+
+        layer: the layer's name in the model.
+        weight: "w1" or "w2".
+        letter: "A" or "B".
+        rename: changes each name of the model to the name in the file; None changes nothing.
+        """
         names = (f"{layer}.{module}.lora_{letter}.weight".lstrip(".") for module in self.modules(weight))
         return [PREFIX + _renamed(name, rename) for name in names]
 
@@ -545,10 +551,22 @@ def _check_shapes(
 def _is_of_old_peft(
     form: _Form, layer: MoELayer, weight: str, down: Tensor, config: Mapping[str, Any]
 ) -> bool:
-    """Returns whether a release of PEFT before `PEFT_VERSION` wrote a stacked adapter.
+    """Returns whether a stacked adapter was written by a release of PEFT before `PEFT_VERSION`.
 
-    Such a release exchanged the features of a weight: A has the columns O, not I, and B has the rows I. If
-    O = I, the shapes do not show the release, and the version in the configuration is read instead.
+    The old releases took the output features of a weight (E, O, I) for its input features:
+
+                  A           B
+        old       (E R, O)    (I, R E)
+        since     (E R, I)    (O, R E)
+
+    If O = I, the shapes are the same. The function then reads PEFT's version in the configuration. It returns
+    False for adapters that are not stacked, and for weights (E, I, O), whose adapters did not change.
+
+    form: the form of the adapter.
+    layer: the layer of the weight.
+    weight: "w1" or "w2".
+    down: the matrix A of the file.
+    config: the content of the configuration.
     """
     _, out_features, in_features = _shapes(layer)[weight]
     if not form.is_stacked or form.begins_with_inputs(weight):

@@ -277,7 +277,7 @@ class BackwardStep:
     def layer_begins(self, layer: int) -> None:
         """Notes that the backward pass of an MoE layer begins.
 
-        The backward pass of the dense modules before it has then ended.
+        By now backward has passed the dense modules that come after this layer in the model.
 
         layer: index of the layer among the model's MoE layers.
         """

@@ -168,12 +168,13 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
 
 @torch.no_grad()
 def whole_parameter(experts: Experts, name: str) -> Tensor:
-    """Gathers a parameter that FSDP2 shards over copies: returns (E_local, ...). Collective over copies.
+    """Gathers the whole of a parameter that FSDP2 shards over the ranks with the same experts.
 
-    E_local is the number of this rank's experts. The result has the parameter's own dtype, also if FSDP2
-    computes with another one.
+    Collective over these ranks. Returns (E_local, ...), where E_local is the number of this rank's experts.
+    The result has the dtype in which the parameter is stored, even if FSDP2 casts it to another dtype for
+    computation.
 
-    experts: this rank's experts, which FSDP2 has not gathered.
+    experts: this rank's experts, while their parameters are sharded.
     name: the parameter's name.
     """
     dim, part = experts.copy_parts[name]

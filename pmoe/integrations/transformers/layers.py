@@ -96,14 +96,14 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Runs an experts module by pmoe, padding included. Returns (T, M) for T tokens of width M.
+    """Runs an experts module by pmoe for all T rows, even if some are padding. Returns (T, M).
 
     module: the experts module.
-    group: the ranks over which its experts are spread; None if this rank holds all.
-    hidden_states: (T, M), the tokens.
-    top_k_index, top_k_weights: (T, K), the K experts of each token and their weights.
+    group: the ranks over which the module's experts are spread; None if this rank holds all experts.
+    hidden_states: (T, M), the rows, of width M.
+    top_k_index, top_k_weights: (T, K), the K experts of each row and their weights.
 
-    Raises ValueError if pmoe does not know the layout of the module's weights, or for a wrong routing.
+    Raises ValueError if pmoe does not know the layout of the module's weights, or if the routing is wrong.
     """
     if group is None:
         y = _run_few(module, hidden_states, top_k_index, top_k_weights)

@@ -83,7 +83,13 @@ class SpreadCheckpoints(Trainer):
     # The Trainer has no public place for what follows: its callbacks run after data and state were decided.
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Saves a checkpoint: pmoe's part first, so that a folder with the Trainer's state is complete."""
+        """Saves a checkpoint: first pmoe's files, then the Trainer's.
+
+        If saving is interrupted, the folder may lack the Trainer's state. A folder that has this state also
+        has pmoe's files, so it is complete.
+
+        model, trial: arguments of the Trainer's own method.
+        """
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}" / FOLDER
         scheduler = getattr(self, "lr_scheduler", None)

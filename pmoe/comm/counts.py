@@ -442,7 +442,9 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
 
 
 def max_bins(num_experts: int) -> int:
-    """Returns the most bins to which `num_bins` may double: min(MAX_BINS, MAX_COUNTS // num_experts).
+    """Returns the bound up to which the function `num_bins` doubles the number of bins.
+
+    The bound is min(MAX_BINS, MAX_COUNTS // num_experts).
 
     Bins are equal ranges of a rank's tokens, for which rows are counted. A message of row counts has one
     count for each bin and each expert, so this bound limits the size of the message. The number of bins

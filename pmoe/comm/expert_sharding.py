@@ -51,7 +51,7 @@ class ShardCollectives:
         rows: (N, M) or (N,), this rank's N rows, M columns each.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
-        copies: scratch memory for as many rows as the method `copies` returns for N rows.
+        copies: scratch memory for ``self.copies(N)`` rows, the number that the method of this name returns.
         """
         esp = self.esp
         send = [rows.shape[0]] * esp.size

@@ -286,11 +286,11 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     """Returns the published errors because of which a collective of the group will not end.
 
     A rank leaves a group if an error ends a pass over the group before all collectives of the pass have run.
-    The error of a rank of this group is returned in three cases:
+    Let G be the argument ``group``. The error of a rank of G is returned in three cases:
 
-    - The rank has left this group, unless all ranks left it after the same collectives.
-    - The rank has left a different group (of another layer, say), so it may never come to the collective of
-      this group. If the calling rank has left that group, too, the error is old and is not returned.
+    - The rank has left G. Exception: all ranks of G have left it after the same collectives.
+    - The rank has left a different group H (of another layer, say). It may then never start the collective of
+      G. Exception: the calling rank has left H, too. The error is then old.
     - The rank failed outside of any pass (`publish_outside_pass`).
     """
     store = dist.distributed_c10d._get_default_store()

@@ -69,9 +69,10 @@ class Grid:
         return counts_FPX.index_select(1, _index(places, counts_FPX.device))
 
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
-        """Reorders counts by source rank into the order of the rows after the all-gather inside the node.
+        """Reorders counts of received rows: from rank order to the order of rows after an all-gather.
 
-        L ranks share experts. The all-gather brings each of them the rows that any of them has received.
+        L ranks of a node share experts. The all-gather brings each of these L ranks all rows that the L ranks
+        have received. There is one set of counts for each source rank, the rank that sent the rows.
 
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.

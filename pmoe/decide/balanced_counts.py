@@ -176,7 +176,8 @@ class BalancedCounts(ExactCounts):
         the experts received, and the hidden activation. If there are copies, row counts are exchanged once
         more, for the experts and the copies. All ranks choose the same n and restore pair.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -267,8 +268,9 @@ class BalancedCounts(ExactCounts):
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
-    Rows are first counted for the numbers of chunks of the last call. If the solver chooses other numbers of
-    chunks, the rows are counted again and the counts are exchanged again.
+    A call has one number of chunks for forward and one for backward. Rows are first counted for the two
+    numbers of the layer's last call. If the solver chooses different numbers for this call, the rows are
+    counted again and the counts are exchanged again.
     """
 
     def __init__(self, call: Call) -> None:

@@ -103,8 +103,8 @@ class ExactCounts:
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts the exchange of row counts and returns it. Collective.
 
-        Rows are counted in bins: parts of the batch that are smaller than chunks. Neighbouring bins can be
-        joined to the chunks of any n (number of chunks) that may be chosen later.
+        Rows are counted in bins: parts of the batch that are smaller than chunks. The number n
+        of chunks is chosen later. Each chunk then consists of several neighbouring bins, or of one.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -166,7 +166,8 @@ class ExactCounts:
         the experts received, and the hidden activation. All ranks choose the same. A small call on the CPU
         without gradients needs no n and no restore pair (`are_few`), so its result has only the counts.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         inputs: the rows and parameters of the call.
         """
         self.orders.modules = modules
@@ -194,7 +195,8 @@ class ExactCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`: the row counts, and the choice of n and the restore pair.
         """
@@ -244,7 +246,8 @@ def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts
     """Returns the decision to run a small call without chunks or a plan of buffers.
 
     source: has the call, and its tokens with their routing.
-    modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+    modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+        have the wrapper's experts.
     inputs: the rows and parameters of the call.
     counts: the row counts.
     """

@@ -77,7 +77,8 @@ class FusedCounts(ExactCounts):
         If both are chosen, the fused kernels compute the forward pass, and the pipeline engine computes the
         backward pass. All ranks make the same choice.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -102,7 +103,8 @@ class FusedCounts(ExactCounts):
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run by fused kernels, by the pipeline engine, or by both.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, which says what computes each pass.
         """

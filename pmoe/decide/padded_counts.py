@@ -94,7 +94,8 @@ class PaddedCounts:
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
         the experts received, and their hidden activation.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         inputs: the rows and parameters of the call.
 
         Raises ValueError on every rank if the ranks have different numbers of tokens.
@@ -121,7 +122,8 @@ class PaddedCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run in chunks of padded rows, or by the persistent kernel.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`.
         """
@@ -177,7 +179,7 @@ class PaddedCounts:
     def _counts_on(self, device: torch.device) -> RankCounts:
         """Returns the row counts: the same number for all ranks and experts, because padding is counted.
 
-        device: the device of `RankCounts.recv_device`; the other tensors are on the host.
+        device: the device for the tensor `RankCounts.recv_device`. All other tensors are in CPU memory.
         """
         splits = self._splits
         # The solver's answer depends on this number of rows. So the number must not depend on the bins, which
@@ -214,10 +216,11 @@ class PaddedCounts:
         - the padded rows, which can be sorted into chunks;
         - (E,) for each of E experts, the number of its rows that are not padding.
 
-        The routing has no values yet if the persistent kernel was expected to compute it (`defer_routing`).
-        This method is called only if that kernel will not be launched. So the method computes the routing.
+        This method is called only if the persistent kernel will not be launched. If that kernel was to
+        compute the routing (`defer_routing`), the routing has no values yet, and this method computes them.
 
-        modules: the layer's modules, with the experts that a wrapper calls in place of the layer's, if any.
+        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
+            have the wrapper's experts.
         """
         if self._padded_rows is None:
             if self._deferred is not None:

@@ -31,8 +31,9 @@ from pmoe.engine.plan.make_plan import SortedSlots
 class SolverCounts(ExactCounts):
     """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
-    Rows are first counted for the numbers of chunks of the last call. If the solver chooses other numbers of
-    chunks, the rows are counted again and the counts are exchanged again.
+    A call has one number of chunks for forward and one for backward. Rows are first counted for the two
+    numbers of the layer's last call. If the solver chooses different numbers for this call, the rows are
+    counted again and the counts are exchanged again.
     """
 
     _counts: RankCounts

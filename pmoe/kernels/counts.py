@@ -77,8 +77,9 @@ class RowOrder:
         after the other; None if it was not wanted.
     of_all: (N,) int64, the index that sorts the routing weights of all rows, which arrive in one message for
         all chunks (`WeightMessage.regroup`); None if it was not wanted.
-    number_slot: (S,) int64, the pairs of `Sent.slot` in the order in which their routing weights are sent: by
-        rank, then chunk. Behind them are the pairs of rows that stay. None if it was not wanted.
+    number_slot: (S,) int64, the (token, choice) pairs of `Sent.slot` in the order in which their routing
+        weights are sent: sorted by destination rank, then by chunk. The pairs of rows that stay on this rank
+        come last. None if it was not wanted.
     number_weight: (S,) float32, the routing weights in the order of number_slot; None if not wanted.
     zeros: (num_zeros,) int32.
     """

@@ -30,7 +30,7 @@ class _Segment:
     memory: the mmap object, or the pinned tensor.
     address, num_bytes: the address of the segment's first byte, and the segment's size in bytes.
     free: the free ranges as (offset, bytes), sorted by offset. Offsets are in bytes from the address.
-    top: the offset in bytes at which the last of all blocks taken since the last trim ends. In a mapping
+    top: the largest offset, in bytes, to which any block has reached. A trim may lower it. In a mapping
         (``mmap``), only pages below this offset may use physical memory.
     """
 

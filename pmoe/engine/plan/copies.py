@@ -184,8 +184,8 @@ class HostedCopies:
     def relayed(self) -> list[ExpertPart]:
         """The parts of weights that this rank, as host of copies, sends to other hosts of the same experts.
 
-        The experts' owners have sent these parts to this rank (task V); task VR sends them to the other
-        hosts. They have the same order as in the message.
+        The experts' owners have sent these parts to this rank (task V). Task VR sends the parts to the other
+        hosts. The parts are in the order of the message that task VR sends.
         """
         parts = []
         for expert in self.hosted:
@@ -198,8 +198,8 @@ class HostedCopies:
     def completed(self) -> list[ExpertPart]:
         """The parts of weights that this rank receives from other hosts of the same experts (task VR).
 
-        These parts and the parts from the experts' owners are all weights of this rank's copies. They have
-        the same order as in the message.
+        These parts and the parts from the experts' owners are all weights of this rank's copies. The
+        parts are in the order of the message that task VR receives.
         """
         parts = []
         for expert in self.hosted:
@@ -236,9 +236,14 @@ class HostedCopies:
 
         num_experts: the number of experts of all ranks, without copies.
 
-        Example: 2 ranks have one expert each. Expert 0 has a copy on rank 1, which gets half of the rows.
-        Then bounds are [0, 2**31, 2**32] and numbers are [0, 3, 2]: on rank 1 the own expert has index 2, and
-        the copy has index 3.
+        Example: 2 ranks own one expert each, and a rank hosts at most one copy. So each rank has two indices:
+        first its expert, then its copy. Rank 0 has indices 0 and 1; rank 1 has indices 2 and 3. The copy of
+        expert 0 on rank 1 gets half of the rows of expert 0:
+
+            interval                      bound   number
+            expert 0, first half of rows  0       0  (expert 0)
+            expert 0, other half of rows  2**31   3  (copy of expert 0)
+            expert 1, all rows            2**32   2  (expert 1)
         """
         width = self.num_local + self.per_rank
         bounds = []

@@ -431,8 +431,9 @@ class CopiesBackward(_WithCopies, Backward):
     def copy_gradients(self, _: int) -> dist.Work | None:
         """Starts the all-to-all that sends gradients of copies to the ranks that own the experts (task VG).
 
-        If an expert has several copies, each host sends only its own part of the gradient, summed over all
-        copies.
+        A host is a rank that has a copy of another rank's expert. If an expert has several copies, its
+        gradient is cut into one part for each host. Each host sums one part over all copies, and sends only
+        the sum of this part.
         """
         hosted = self.hosted
         if self.relay_arrived is not None:

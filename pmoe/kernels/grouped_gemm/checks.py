@@ -47,8 +47,8 @@ def check_operands(
     rows: (N, I), or the T tokens (T, I) if ``gathered``; (N, O) for the gradient of a product's rows.
     weight: (E, O, I), a matrix of O rows and I columns for each of E experts.
     ends: (E,) int32, the index after each expert's last row.
-    columns: which dimension of the weight must have the size of a row: 2 for a product, whose rows have I
-        columns; 1 for the gradient of a product's rows, which is computed from rows of O columns.
+    columns: the dimension of ``weight`` whose size is the number of columns of ``rows``. 2 for a product:
+        rows have I columns. 1 for the gradient of a product's rows: rows have O columns.
     slots: for each row, the index of its (token, choice) pair; or None.
     gathered: whether rows are read from tokens: row r is then a copy of the token of its (token, choice)
         pair.

@@ -6,8 +6,8 @@ the least.
 
 A trial must not need more memory than the layer's later steps. How much these need depends on the n that is
 chosen in the end, which is not known yet. A trial on fewer tokens needs less memory. So trials run in stages.
-Each stage may take a certain memory, and runs on the first tokens of the batch, as many as fit into this
-memory. A stage tries at most three n: the fastest so far, and the next smaller ones.
+A stage has a limit of memory. It runs on the first tokens of the batch, and their number is the largest that
+stays within the limit. A stage tries at most three n: the fastest so far, and the next smaller ones.
 
 If a stage finds that n = 4 is faster than all larger n, the layer's later steps will have at most 4 chunks.
 So they will need at least the memory of a step with n = 4. The next stage may take this memory, into which
@@ -522,7 +522,7 @@ def _output_bytes(batch: TrialBatch) -> int:
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
-    """Returns the first tokens of a batch: as many as a trial with this choice may use. Collective.
+    """Returns the first tokens of a batch, on which a trial with this choice may run. Collective.
 
     The trial is a timed run of both passes. Its memory is limited: the layer may choose between several
     steps, and the limit is the peak of the step that is predicted to need the least memory (`smallest_peak`).

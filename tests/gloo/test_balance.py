@@ -471,19 +471,23 @@ def test_a_checkpoint_repeats_its_plan_after_other_calls_had_copies(way: str) ->
     assert outcome(case, ranks) == []
 
 
+def gradients_of_two_calls(layer: pmoe.MoELayer, rank: int, world: int) -> dict[str, Any]:
+    """Returns all gradients of two calls. Backward runs in the order of the calls, twice for the first."""
+    x = [tokens(TOKENS[world][rank], seed).requires_grad_() for seed in (rank, 10 + rank)]
+    first, second = (layer(each).square().sum() for each in x)
+    first.backward(retain_graph=True)
+    second.backward()
+    first.backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"x0": x[0].grad, "x1": x[1].grad, **gradients}
+
+
 def orders_job(rank: int, world: int) -> list[str]:
-    """Two calls whose backward passes follow in the order of the calls, the first of them twice."""
-    found = []
-    for balance in (0, 2):
-        layer = build(8, 1, 0.8, (0,), balance=balance, pipeline=2)
-        x = [tokens(TOKENS[world][rank], seed).requires_grad_() for seed in (rank, 10 + rank)]
-        first, second = (layer(each).square().sum() for each in x)
-        first.backward(retain_graph=True)
-        second.backward()
-        first.backward()
-        gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        found.append({"x0": x[0].grad, "x1": x[1].grad, **gradients})
-    return differences(found[1], found[0], 1e-12)
+    without, balanced = (
+        gradients_of_two_calls(build(8, 1, 0.8, (0,), balance=balance, pipeline=2), rank, world)
+        for balance in (0, 2)
+    )
+    return differences(balanced, without, 1e-12)
 
 
 def test_several_calls_may_run_backward_in_any_order_and_twice() -> None:

@@ -27,7 +27,7 @@ from pmoe.gates import TopKGate
 from pmoe.gates.forced import ForcedGate
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.kit import error_of
-from tests.gloo.test_balance import TOKENS, differences
+from tests.gloo.test_balance import TOKENS, differences, gradients_of_two_calls
 from tests.kit import AUX, tokens
 from tests.pool import ranks
 from tests.spread import spread
@@ -149,18 +149,11 @@ def test_checkpoints_repeat_copies_of_modules(way: str) -> None:
 
 
 def twice_job(rank: int, world: int) -> list[str]:
-    """Two calls whose backward passes follow in the order of the calls, the first of them twice."""
-    found = []
-    for balance in (0, 2):
-        layer = build(balance, (8, 1, 0.8, (0,)), pipeline=2)
-        x = [tokens(TOKENS[world][rank], seed).requires_grad_() for seed in (rank, 10 + rank)]
-        first, second = (layer(each).square().sum() for each in x)
-        first.backward(retain_graph=True)
-        second.backward()
-        first.backward()
-        gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        found.append({"x0": x[0].grad, "x1": x[1].grad, **gradients})
-    return differences(found[1], found[0], 1e-12)
+    without, balanced = (
+        gradients_of_two_calls(build(balance, (8, 1, 0.8, (0,)), pipeline=2), rank, world)
+        for balance in (0, 2)
+    )
+    return differences(balanced, without, 1e-12)
 
 
 def test_backward_of_copied_modules_may_run_in_any_order_and_twice() -> None:
@@ -185,8 +178,10 @@ def test_frozen_parameters_of_some_modules_get_no_gradients() -> None:
 def evaluated_job(rank: int, world: int) -> tuple[list[bool], list[bool]]:
     """Calls in evaluation, between which rank 0 changes its busy expert: are copies sent, results right?"""
     case = (4, 1, 0.8, (0,))
-    layer, plain = build(1, case).eval(), build(0, case).eval()
-    sent, right = [], []
+    layer = build(1, case).eval()
+    plain = build(0, case).eval()
+    sent = []
+    right = []
 
     def change(what: str) -> None:
         if rank:
@@ -340,7 +335,8 @@ def test_modules_that_cannot_be_copied_are_refused_by_name() -> None:
 def later_job(rank: int, world: int) -> tuple[list[int], list[str], list[str]]:
     """Copies while a rank's expert has a hook, the warnings, and the wrong values."""
     warn.GIVEN.clear()
-    copies, wrong = [], []
+    copies = []
+    wrong = []
     layer, plain = (build(balance, (4, 1, 0.8, (0,))) for balance in (1, 0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

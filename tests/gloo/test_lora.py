@@ -253,9 +253,8 @@ def test_arguments_that_differ_between_ranks_are_named_on_all() -> None:
         assert "must hold its parameters as DTensors" in plain and "pmoe.parallelize(model, mesh)" in plain
 
 
-def collectives_job(rank: int, world: int, shared: bool) -> list[list[str]]:
-    """One rank froze the adapter: the collectives stay the same on every rank."""
-    layer = build()
+def collectives_if_one_froze(layer: pmoe.MoELayer, rank: int, world: int, shared: bool) -> list[list[str]]:
+    """Returns the collectives of a step in which rank 1 froze the adapter, with adapters and without."""
     pmoe.add_lora(layer, rank=1, shared=shared)
     one_step(layer, rank, world)
     if rank == 1:
@@ -265,6 +264,10 @@ def collectives_job(rank: int, world: int, shared: bool) -> list[list[str]]:
     with pmoe.disable_lora(layer), counted_collectives() as without:
         one_step(layer, rank, world)
     return [names, without]
+
+
+def collectives_job(rank: int, world: int, shared: bool) -> list[list[str]]:
+    return collectives_if_one_froze(build(), rank, world, shared)
 
 
 @pytest.mark.parametrize("shared", [False, True])

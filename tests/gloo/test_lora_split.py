@@ -18,6 +18,7 @@ from tests import adapted
 from tests.adapted import ALPHA, RANK
 from tests.gloo import test_footprint
 from tests.gloo.kit import build, counted_collectives, error_of, inputs, one_step
+from tests.gloo.test_lora import collectives_if_one_froze
 from tests.kit import AUX, tokens
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -338,19 +339,11 @@ def test_a_rank_refuses_the_file_of_another_ranks_columns(tmp_path: Path, shared
 
 
 def collectives_job(rank: int, world: int, shared: bool) -> list[list[str]]:
-    """One rank froze the adapter: the collectives stay the same on every rank."""
     layer = build(mesh=mesh_of(2, 2))
-    pmoe.add_lora(layer, rank=1, shared=shared)
-    one_step(layer, rank, world)
-    if rank == 1:
-        pmoe.lora_adapters(layer).requires_grad_(False)
-    with counted_collectives() as names:
-        one_step(layer, rank, world)
-    with pmoe.disable_lora(layer), counted_collectives() as without:
-        one_step(layer, rank, world)
+    of_steps = collectives_if_one_froze(layer, rank, world, shared)
     with torch.no_grad(), counted_collectives() as forward:
         layer(tokens(3, rank))
-    return [names, without, forward]
+    return [*of_steps, forward]
 
 
 @pytest.mark.sampled(1)

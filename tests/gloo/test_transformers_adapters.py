@@ -46,7 +46,8 @@ def adapters(model: Any) -> dict[str, Tensor]:
 def train(model: Any, batches: list[Tensor], share: float) -> tuple[list[float], dict[str, Tensor]]:
     """Returns this rank's share of the losses, and the gradients of the first step."""
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=3e-3)
-    losses, first = [], {}
+    losses = []
+    first = {}
     model.train()
     for step in range(STEPS):
         total = 0.0
@@ -183,7 +184,8 @@ def trainer_job(rank: int, world: int, path: Path, out: Path, resume: bool) -> l
 
 @pytest.mark.slow
 def test_the_trainer_resumes_adapters_on_another_number_of_ranks(saved: Any, tmp_path: Path) -> None:
-    path, out = saved("Mixtral"), tmp_path / "two"
+    path = saved("Mixtral")
+    out = tmp_path / "two"
     whole_run = on_ranks(2, trainer_job, path, out, False)[0]
     assert len(whole_run) == 8
     shutil.rmtree(out / "checkpoint-8")

@@ -53,7 +53,8 @@ def find_gate_operands(
     random = torch.Generator().manual_seed(5)
     grad = torch.randn(num_tokens, num_experts, generator=random)
     weight = torch.randn(num_experts, columns, generator=random).to(BF16)
-    put_grad, put_weight = machine.put(grad), machine.put(weight)
+    put_grad = machine.put(grad)
+    put_weight = machine.put(weight)
     halves = machine.poisoned(num_tokens, 2 * num_experts)
     twice = machine.poisoned(2 * num_experts, columns)
     machine.module.route_halves(
